@@ -89,6 +89,7 @@ MAY = {
 FRAMEWORKS = {
     "torch": {
         "fusekit/interop/torch.py",
+        "fusekit/interop/torch_define.py",
         "fusekit/interop/torch_layer.py",
         "fusekit/interop/torch_moe.py",
         "fusekit/interop/torch_ranks.py",

@@ -10,6 +10,7 @@ A kernel can also be called on tensors directly, without this module; it then wr
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from fusekit.dtypes import DTYPES as ROWS
 from fusekit.dtypes import FLOAT
 from fusekit.errors import ArgumentError
 from fusekit.interop.shapes import dims_of
+from fusekit.interop.torch_define import define
 from fusekit.interop.torch_layer import DTYPES
 from fusekit.interop.torch_moe import MoE, expert_parameters
 from fusekit.runtime import DeviceArray, Kernel
@@ -27,9 +29,18 @@ from fusekit.runtime import DeviceArray, Kernel
 __all__ = ["DTYPES", "MoE", "copy_of", "expert_parameters", "operator"]
 
 
+@dataclass(slots=True)
+class _Defined:
+    """What an operator's name stands for: the kernel that it launches, and what all that may do so have in common."""
+
+    kernel: Kernel
+    identity: tuple[Any, ...]
+    op: Callable[..., Any]
+
+
 @cache
-def _defined() -> dict[str, Any]:
-    """What each operator's name stands for in this process."""
+def _defined() -> dict[str, _Defined]:
+    """The operators of this process by name."""
     return {}
 
 
@@ -58,13 +69,17 @@ def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) ->
             raise ArgumentError(f"{tensor.name} is {tensor.dtype}, which PyTorch {torch.__version__} lacks; update it")
     if not inputs:
         raise ArgumentError(f"{kernel.name} has no input tensor to take the device from; call it directly")
-    said = record, kernel.digest, dict(kernel.defaults), cluster_margin  # equal records may have other code
-    if _defined().setdefault(name, said) != said:
+    identity = record, kernel.digest, dict(kernel.defaults), cluster_margin  # equal records may have other code
+    known = _defined().get(name)
+    if known is not None and known.identity != identity:
         raise ArgumentError(
             f"the operator {name} is another kernel, or has another margin; what was compiled with it would launch this"
             " one; choose another name",
             argument="name",
         )
+    if known is not None:  # again, as in a notebook
+        known.kernel = kernel
+        return known.op
     required = [scalar for scalar in record.scalars if kernel.defaults.get(scalar.name, scalar.default) is None]
     optional = [scalar for scalar in record.scalars if scalar not in required]
     names = [tensor.name for tensor in inputs] + [scalar.name for scalar in (*required, *optional)]
@@ -82,7 +97,7 @@ def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) ->
         given = {key: value for key, value in arguments.items() if value is not None}
         made = allocate(given)
         stream = torch.cuda.current_stream(given[inputs[0].name].device).cuda_stream
-        kernel(**given, **made, stream=stream, cluster_margin=cluster_margin)
+        defined.kernel(**given, **made, stream=stream, cluster_margin=cluster_margin)
         return returned(made)
 
     def fake(*values: Any, **named: Any) -> Any:
@@ -94,10 +109,9 @@ def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) ->
     parts += [f"{kinds[scalar.name]}? {scalar.name}=None" for scalar in optional]
     results = ", ".join(["Tensor"] * len(outputs))
     schema = f"({', '.join(parts)}) -> {results if len(outputs) == 1 else f'({results})'}"
-    defined: Any = torch.library.custom_op(name, launch, mutates_args=(), device_types="cuda", schema=schema)
-    defined.register_fake(fake)
-    found: Callable[..., Any] = defined
-    return found
+    defined = _Defined(kernel, identity, define(name, schema, launch, fake, key="CUDA"))
+    _defined()[name] = defined
+    return defined.op
 
 
 def copy_of(array: DeviceArray) -> torch.Tensor:

@@ -288,7 +288,16 @@ def _place(module: Any, path: str, tensor: Any) -> None:
 
 
 def _at(module: Any, path: str) -> Any:
-    for part in path.split("."):
+    *folders, last = path.split(".")
+    if not torch.compiler.is_compiling():  # which cannot follow the shorter way
+        try:
+            below = module
+            for folder in folders:
+                below = below._modules[folder]
+            return below._parameters[last]
+        except KeyError:  # a buffer, or a parametrized parameter
+            pass
+    for part in (*folders, last):
         module = getattr(module, part)
     return module
 

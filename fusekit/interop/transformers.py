@@ -20,7 +20,7 @@ import torch
 from transformers.integrations.moe import ExpertsInterface
 
 from fusekit.errors import ArgumentError, NotBuiltError
-from fusekit.interop.torch_layer import DTYPES, casting, launch, op_of, operator_of, quantised
+from fusekit.interop.torch_layer import DTYPES, casting, launch, operator_of, quantised
 from fusekit.interop.torch_moe import main_grad
 from fusekit.library import Library, open_library
 from fusekit.plan.arch import DEFAULT
@@ -149,7 +149,7 @@ def backend(
         if codes:
             tensors |= quantised(name, weights, codes, tensors)
         sums = [main_grad(getattr(module, NAMES[each][not module.has_gate]), each) for each in summed]
-        return launch(op_of(name), [tensors[each] for each in inputs], sums)[0]
+        return launch(name, [tensors[each] for each in inputs], sums)[0]
 
     return experts
 

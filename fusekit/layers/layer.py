@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError, NotBuiltError, UsageError
-from fusekit.layers.memory import Slice, whole
-from fusekit.layers.passes import Pass, Sizes
+from fusekit.layers.memory import Slice, check_aligned, whole
+from fusekit.layers.passes import MovingPass, Pass, Sizes
 from fusekit.layers.stored import options_of, records_of
 from fusekit.plan.layer import Buffer, Options, Program, Step, program, stored_options
 from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE, SCRATCH, Arguments
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 PASSES = (FORWARD, INFERENCE, BACKWARD, QUANTISE)
 _PLANS_KEPT = 64  # token counts differ from step to step
+_MOVING_KEPT = 256  # likewise, and so do the arguments that are given
 _BY_TILE = ("dprob",)  # operands that sum a row tile by tile; all others add up in an order that no tile changes
 
 
@@ -66,6 +67,8 @@ class Layer:
         self.program: Program = program(self.options)
         self._kernels: dict[str, Kernel] = {}
         self._plans: dict[Any, _Plan] = {}
+        # By what a call is given, but for its addresses: passes that no thread is launching.
+        self._moving: dict[Any, list[MovingPass]] = {}
 
     def __repr__(self) -> str:
         return f"<Layer {self.name}: {len(self.program.parts)} kernels>"
@@ -194,7 +197,7 @@ class Layer:
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None = None,
         in_place: bool = False,
     ) -> Pass:  # fmt: skip
-        plan, calls = self._resolve(which, kept, scratch, arguments, cluster_margin, in_place)
+        plan, calls, _ = self._resolve(which, kept, scratch, arguments, cluster_margin, in_place)
         launches = self._in_order(plan, [kernel.bind(**given) for kernel, given in calls])
         given = {**arguments, "kept": kept, "scratch": scratch}
         return Pass(launches, given, plan.written, self._shared(which))
@@ -208,9 +211,63 @@ class Layer:
         cluster_margin: int | None = None, in_place: bool = False,
     ) -> None:  # fmt: skip
         handle = stream if type(stream) is int else stream_handle(stream)
-        plan, calls = self._resolve(which, kept, scratch, arguments, cluster_margin, in_place)
-        # Every one is checked before the first is queued: half a pass would leave half of the sums added to.
-        run(self._in_order(plan, [kernel.packed(**given) for kernel, given in calls]), handle)
+        driver, outputs = self._library.devices.driver, self.program.arguments(which)[1]
+        key: list[Any] = [which, cluster_margin, in_place]
+        addresses: list[int] = []
+        for name, tensor in (*arguments.items(), ("kept", kept), ("scratch", scratch)):
+            if tensor is not None:
+                try:
+                    address, meta = tensor.data_ptr(), (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+                except AttributeError:
+                    self._known(which, arguments)  # a wrong name comes before a wrong type
+                    address, meta = read(tensor, name, driver, name in outputs)
+                addresses.append(address)
+                key += (name, meta)
+        signature = tuple(key)
+        try:
+            moving = self._moving[signature].pop()
+        except (KeyError, IndexError, TypeError):  # new, or another thread has it; of what no key is, the error follows
+            moving = self._bind_moving(which, kept, scratch, arguments, cluster_margin, in_place)
+        else:
+            if not moving.knows(addresses):
+                self._refuse_places(moving.lying(addresses), outputs)
+                moving.trust(addresses)
+            moving.move(addresses)
+        # Every launch is checked before the first is queued: half a pass would leave half of the sums added to.
+        run(moving.queue, handle)
+        if signature not in self._moving and len(self._moving) >= _MOVING_KEPT:
+            self._moving.clear()
+        self._moving.setdefault(signature, []).append(moving)
+
+    def _bind_moving(
+        self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None,
+        in_place: bool,
+    ) -> MovingPass:  # fmt: skip
+        """A pass for arguments like these, at their addresses."""
+        driver, outputs = self._library.devices.driver, self.program.arguments(which)[1]
+        given = {**arguments, "kept": kept, "scratch": scratch}
+        found = {
+            name: read(tensor, name, driver, name in outputs) for name, tensor in given.items() if tensor is not None
+        }
+        views = {name: describe(meta, name) for name, (_, meta) in found.items()}
+        slices = {
+            name: Slice(found[name][0], view.shape, view.dtype, view.device, view.strides)
+            for name, view in views.items()
+        }
+        kept, scratch = (slices.pop(name, None) for name in ("kept", "scratch"))
+        plan, calls, places = self._resolve(which, kept, scratch, slices, cluster_margin, in_place)
+        launches = [kernel.bind(**given) for kernel, given in calls]
+        names = list(views)
+        numbers = {name: number for number, name in enumerate(names)}
+        parts = [
+            [
+                (numbers[each[argument][0]], each[argument][1]) if argument in each else (-1, address)
+                for argument, address in launch.addresses.items()
+            ]
+            for launch, each in zip(launches, places, strict=True)
+        ]
+        addresses = [address for address, _ in found.values()]
+        return MovingPass(names, list(views.values()), addresses, launches, parts, self._in_order(plan, launches))
 
     def _in_order(self, plan: _Plan, launches: Sequence[Queue]) -> list[Queue]:
         """The launches of a plan, with those that are queued aside or wait for them."""
@@ -226,8 +283,10 @@ class Layer:
     def _resolve(
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None,
         in_place: bool,
-    ) -> tuple[_Plan, list[tuple[Kernel, dict[str, Any]]]]:  # fmt: skip
-        """The plan of a pass, and each kernel with what it is given."""
+    ) -> tuple[_Plan, list[tuple[Kernel, dict[str, Any]]], list[dict[str, tuple[str, int]]]]:  # fmt: skip
+        """The plan of a pass; each kernel with what it is given; and where each of its tensors lies that is not in a
+        window: in the memory of which argument of the pass, and how many bytes from its begin.
+        """
         given = {name: tensor for name, tensor in arguments.items() if tensor is not None}
         asked = self._known(which, given)
         tokens, device, compact = self._check(which, given)
@@ -241,18 +300,25 @@ class Layer:
         inputs = self.program.arguments(which)[0]
         margin = {} if cluster_margin is None else {"cluster_margin": cluster_margin}
 
-        def tensor(buffer: Buffer) -> Any:
+        def place(buffer: Buffer) -> tuple[str, int] | None:
             name = buffer.name
             if name in given and (name in asked or name in inputs):
-                return given[name]
+                return name, 0
             if buffer.place not in (ARGUMENT, KEPT, SCRATCH):
+                return None
+            return plan.scratch[name] if name in plan.scratch else ("kept", plan.kept[name])
+
+        def tensor(buffer: Buffer) -> Any:
+            name, where = buffer.name, place(buffer)
+            if where is None:
                 return self._in_window(buffer)
+            if where == (name, 0) and name in given:
+                return given[name]
             if name not in made:
-                base, begin = plan.scratch[name] if name in plan.scratch else ("kept", plan.kept[name])
-                made[name] = Slice(memory[base] + begin, buffer.extents(plan.dims), buffer.dtype, device)
+                made[name] = Slice(memory[where[0]] + where[1], buffer.extents(plan.dims), buffer.dtype, device)
             return made[name]
 
-        return plan, [
+        calls = [
             (
                 kernel,
                 {argument: tensor(buffer) for argument, buffer in buffers.items()}
@@ -261,6 +327,11 @@ class Layer:
             )
             for step, kernel, buffers in plan.steps
         ]
+        places = [
+            {argument: where for argument, buffer in buffers.items() if (where := place(buffer)) is not None}
+            for _, _, buffers in plan.steps
+        ]
+        return plan, calls, places
 
     def _in_window(self, buffer: Buffer) -> Any:
         """A buffer that lies in a window."""
@@ -339,6 +410,14 @@ class Layer:
         self._refuse_overlaps({name: (found[name][0], seen[name]) for name in seen}, outputs.keys())
         compact = {name for name, view in seen.items() if view.strides == strides_of(view.shape)}
         return tokens, seen[lead].device, {name: found[name][0] for name in compact}
+
+    def _refuse_places(self, given: dict[str, tuple[int, View]], outputs: Collection[str]) -> None:
+        """What depends on addresses alone of the checks of a call. Raises ArgumentError."""
+        for name in ("kept", "scratch"):
+            if name in given:
+                address, view = given.pop(name)
+                check_aligned(name, address, view)
+        self._refuse_overlaps(given, outputs)
 
     def _refuse_overlaps(self, given: Mapping[str, tuple[int, View]], outputs: Collection[str]) -> None:
         """Raises ArgumentError for an output that shares memory with another tensor: until it is written, it serves as

@@ -8,7 +8,7 @@ from typing import Any
 from fusekit.dtypes import DTYPES
 from fusekit.errors import ArgumentError
 from fusekit.runtime.driver import Driver
-from fusekit.runtime.tensors import Slice, compact_strides, describe, read
+from fusekit.runtime.tensors import Slice, View, compact_strides, describe, read
 
 __all__ = ["ALIGNMENT", "Slice", "whole"]
 
@@ -24,11 +24,23 @@ def whole(tensor: Any, name: str, needed: int, device: int, driver: Driver) -> i
     address, meta = read(tensor, name, driver)
     view = describe(meta, name)
     size = DTYPES[view.dtype].bytes * prod(view.shape)
-    if view.strides != compact_strides(view.shape) or size < needed or address % ALIGNMENT or view.device != device:
-        raise ArgumentError(
-            f"{name} is {size} bytes of shape {list(view.shape)}, strides {list(view.strides)}, at {address:#x} on"
-            f" device {view.device}; it must be {needed} contiguous bytes at a multiple of {ALIGNMENT} on device"
-            f" {device}",
-            argument=name,
-        )
+    if view.strides != compact_strides(view.shape) or size < needed or view.device != device:
+        raise _refused(name, address, view, needed, device)
+    check_aligned(name, address, view, needed)
     return address
+
+
+def check_aligned(name: str, address: int, view: View, needed: int = 0) -> None:
+    """Raises ArgumentError for a caller's memory that begins where kernels cannot use it."""
+    if address % ALIGNMENT:
+        raise _refused(name, address, view, needed, view.device)
+
+
+def _refused(name: str, address: int, view: View, needed: int, device: int) -> ArgumentError:
+    size = DTYPES[view.dtype].bytes * prod(view.shape)
+    return ArgumentError(
+        f"{name} is {size} bytes of shape {list(view.shape)}, strides {list(view.strides)}, at {address:#x} on"
+        f" device {view.device}; it must be {needed or size} contiguous bytes at a multiple of {ALIGNMENT} on device"
+        f" {device}",
+        argument=name,
+    )

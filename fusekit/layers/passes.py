@@ -13,6 +13,10 @@ from fusekit.runtime.streams import stream_handle
 
 if TYPE_CHECKING:
     from fusekit.exchange import Window
+    from fusekit.runtime.launch import Launch
+    from fusekit.runtime.tensors import View
+
+_PLACEMENTS_KEPT = 1024  # sets of addresses known to be aligned and apart; those of an allocator come round again
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +94,55 @@ class Pass(Handle):
         first = {name: at for name, at in self._written.items() if at <= count}
         begin = Pass(self.launches[:count], self._arguments, first, self._windows, self._after)
         return begin, Pass(self.launches[count:], self._arguments, later, self._windows, begin._turn)
+
+
+class MovingPass:
+    """A pass on arguments of fixed shapes, launched at other addresses each time. It keeps no tensor alive.
+
+    names, views: of the arguments, in the order of their addresses. launches: those of the kernels; parts: for each of
+    them its tensors in order, as (the argument in whose memory it lies, bytes from the begin); of a tensor that lies
+    elsewhere, (-1, its address). queue: what queues the launches.
+    """
+
+    __slots__ = ("_addresses", "_launches", "_parts", "_placed", "_users", "names", "queue", "views")
+
+    def __init__(
+        self, names: Sequence[str], views: Sequence[View], addresses: Sequence[int], launches: Sequence[Launch],
+        parts: Sequence[Sequence[tuple[int, int]]], queue: Sequence[Queue],
+    ) -> None:  # fmt: skip
+        self.names, self.views, self.queue = names, views, queue
+        self._launches, self._parts, self._addresses = launches, parts, addresses
+        self._placed = {tuple(addresses)}
+        self._users = [
+            [at for at, each in enumerate(parts) if any(base == number for base, _ in each)]
+            for number in range(len(addresses))
+        ]
+
+    def knows(self, addresses: Sequence[int]) -> bool:
+        """Whether its arguments may lie there, as far as it was told before by `trust`."""
+        return addresses == self._addresses or tuple(addresses) in self._placed
+
+    def lying(self, addresses: Sequence[int]) -> dict[str, tuple[int, View]]:
+        """Its arguments, there."""
+        return dict(zip(self.names, zip(addresses, self.views, strict=True), strict=True))
+
+    def trust(self, addresses: Sequence[int]) -> None:
+        """Notes that its arguments may lie there."""
+        if len(self._placed) >= _PLACEMENTS_KEPT:
+            self._placed.clear()
+        self._placed.add(tuple(addresses))
+
+    def move(self, addresses: Sequence[int]) -> None:
+        """Brings its arguments to these addresses. Raises ArgumentError, and then is of no further use."""
+        before = self._addresses
+        if addresses == before:
+            return
+        stale = {
+            user
+            for users, address, old in zip(self._users, addresses, before, strict=True) if address != old
+            for user in users
+        }  # fmt: skip
+        bases = (*addresses, 0)  # the last one of what lies elsewhere
+        for at in stale:
+            self._launches[at].place([bases[base] + begin for base, begin in self._parts[at]])
+        self._addresses = addresses

@@ -171,6 +171,8 @@ class RankedLayer(Layer):
         if self.ranks is not None and time.monotonic() - self._looked > _SECONDS:
             self._look()
             self._looked = time.monotonic()
+        if not all(window.peers for window in self._shared(which)):
+            self._moving.clear()  # they launch on windows that were closed; what binds anew says so
         super()._call(which, kept, scratch, arguments, stream, cluster_margin, in_place)
         for window in self._shared(which):
             window.user = None

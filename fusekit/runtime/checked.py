@@ -199,20 +199,6 @@ class CheckedKernel(Kernel):
             self.checks.launch(self.name, plan, addresses, handle)
             super().__call__(stream=handle, cluster_margin=cluster_margin, priority=priority, **arguments)
 
-    def packed(
-        self, *, cluster_margin: int | None = None, priority: int | None = None, **arguments: Any
-    ) -> Callable[[int], None]:
-        """As `Kernel.packed`."""
-        plan, addresses, _ = self._resolve(arguments, cluster_margin, priority)
-        queue = super().packed(cluster_margin=cluster_margin, priority=priority, **arguments)
-
-        def checked(handle: int) -> None:
-            if not plan.skip:
-                self.checks.launch(self.name, plan, addresses, handle)
-            queue(handle)
-
-        return checked
-
     def prepare(self, device: int) -> None:
         """As `Kernel.prepare`."""
         super().prepare(device)

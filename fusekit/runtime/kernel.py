@@ -9,8 +9,7 @@ question: which context is current).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from fusekit.abi import LaunchRecord, RecordError, ScalarArgument, evaluate
@@ -111,17 +110,6 @@ class Kernel(SharedHandle):
         plan.fill(block, addresses, scalars)
         launch(plan, block, handle)
         plan.spare.append(block)
-
-    def packed(
-        self, *, cluster_margin: int | None = None, priority: int | None = None, **arguments: Any
-    ) -> Callable[[int], None]:
-        """A call but for its launch: what is given back queues that on the stream of a handle, once.
-
-        So nothing is queued of several calls of which one is refused. Arguments and errors are those of a call.
-        """
-        plan, addresses, scalars = self._resolve(arguments, cluster_margin, priority)
-        parts = [] if plan.skip else filled(plan, addresses, scalars)
-        return partial(launch_parts, parts)
 
     def bind(self, *, cluster_margin: int | None = None, priority: int | None = None, **arguments: Any) -> Launch:
         """Checks and packs once, for many launches on the same memory. Arguments and errors are those of a call."""

@@ -92,6 +92,18 @@ class Launch(Handle):
         self._arguments |= changed
         return self
 
+    @property
+    def addresses(self) -> dict[str, int]:
+        """Where its tensors lie, in the order of `place`; of a launch with nothing to do none."""
+        return {} if self._block is None else dict(zip(self._plan.names, self._block.addresses, strict=True))
+
+    def place(self, addresses: list[int]) -> None:
+        """Binds tensors at these addresses that are otherwise like those of before; keeps none of them alive. Raises
+        ArgumentError and stays as it was.
+        """
+        if self._block is not None:
+            self._move(addresses, None)
+
     def _move(self, addresses: list[int], position: int | None) -> None:
         """Brings the launch to these addresses; position: of the one tensor that lies elsewhere, where it is one."""
         assert self._block is not None

@@ -195,14 +195,16 @@ class Plan:
 
         Raises ArgumentError and leaves the block as it was for addresses that cannot be launched on.
         """
-        memory = block.memory
-        if addresses != block.addresses:
+        memory, before = block.memory, block.addresses
+        if addresses != before:
             self.place(addresses)
-            self._put_maps(block, range(len(self.maps)), addresses)
-            for offset, index in self.pointers:
-                _POINTER.pack_into(memory, offset, addresses[index])
-            for offset, index, shift in self.shifted:
-                _POINTER.pack_into(memory, offset, addresses[index] + shift & _WRAP)
+            moved = [at for at, address in enumerate(addresses) if address != before[at]]
+            if self.maps:
+                self._put_maps(block, [slot for at in moved for slot in self.users[at][1]], addresses)
+            for at in moved:
+                address = addresses[at]
+                for offset, shift in self.users[at][0]:
+                    _POINTER.pack_into(memory, offset, address + shift & _WRAP)
             block.addresses = addresses
         if scalars is not None and scalars is not block.scalars:
             for offset, index in self.floats:

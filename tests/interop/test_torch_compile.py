@@ -1,5 +1,10 @@
 """The operators of modules: torch.compile, PyTorch's own checks, passes in place."""
 
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from fusekit.errors import ArgumentError
@@ -9,10 +14,13 @@ interop = pytest.importorskip("fusekit.interop.torch")
 
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from fusekit.interop.torch_layer import Operator, operator_of  # noqa: E402
+from fusekit.interop import torch_layer  # noqa: E402
+from fusekit.interop.torch_layer import launch, operator_of  # noqa: E402
 from tests.interop.torch_layers import GPT_OSS, gradients, inputs_of, module, total  # noqa: E402
 from tests.layers.host import host  # noqa: E402
 from tests.plan.test_layer_program import CASES, H  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "deepseek", "choices", "logits", "mlp", "recompute"])
@@ -63,21 +71,15 @@ def test_a_compiled_call_with_a_number_of_tokens_for_the_loss(dynamic):
 
 @pytest.mark.parametrize("name", ["gpt-oss", "deepseek", "choices", "mlp"])
 @pytest.mark.parametrize("keep", [False, True])
-def test_the_operator_is_as_registered(name, keep):
+def test_the_operator_is_as_registered(name, keep, monkeypatch):
     """PyTorch's own checks: schema, fake against real results, autograd, dynamic shapes."""
-    moe = module(CASES[name])
-    given = inputs_of(moe, 6)
-    seen = []
-    operator = moe.operator
-    stand_in = Operator.__new__(Operator)
-    stand_in.__dict__.update(operator.__dict__)
-    stand_in.op = lambda *arguments: seen.append(arguments) or operator.op(*arguments)
-    moe.operator = stand_in
-    moe(*given)
-    arguments = (*seen[0][:-1], keep)
+    moe, seen = module(CASES[name]), []
+    monkeypatch.setattr(torch_layer, "launch", lambda name, *given: seen.append(given) or launch(name, *given))
+    moe(*inputs_of(moe, 6))
+    ((tensors, sums),) = seen
     if not keep:
-        arguments = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in arguments)
-    torch.library.opcheck(operator.op, arguments)
+        tensors = [each.detach() for each in tensors]
+    torch.library.opcheck(moe.operator.op, (*tensors, *sums, keep))
 
 
 def test_one_layer_is_one_operator():
@@ -100,6 +102,112 @@ def test_every_pass_has_the_margin(compiled):
     other = operator_of(wide.layer)
     assert other is not wide.operator and other.cluster_margin is None
     assert operator_of(wide.layer, 8) is wide.operator
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_call_on_the_meta_device_refuses_a_wrong_width(grad):
+    moe = interop.MoE(host(**GPT_OSS), device="meta")
+    with torch.set_grad_enabled(grad):
+        for shape in ((6, H + 8), (6, 2 * H), (2, 3, H // 2)):
+            with pytest.raises(ArgumentError, match=rf"x is torch.float32 .*; for 6 tokens it must be f32 \[6, {H}\]"):
+                moe(torch.randn(shape, device="meta"))
+        with pytest.raises(ArgumentError, match=r"x is torch.bfloat16 .* it must be f32"):
+            moe(torch.randn(6, H, device="meta", dtype=torch.bfloat16))
+        with pytest.raises(ArgumentError, match=r"w1 is torch.float32 .* it must be f32"):
+            moe.experts.gate_up_proj = torch.nn.Parameter(moe.experts.gate_up_proj[:, :-8].clone())
+            moe(torch.randn(6, H, device="meta"))
+
+
+def test_a_call_without_the_dispatcher_is_seen_by_whoever_looks(monkeypatch):
+    """A mode of PyTorch sees the operator; results and gradients are the same."""
+    moe, seen = module(GPT_OSS), []
+
+    class Looks(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    (x,) = inputs_of(moe, 5)
+    total(moe(x)).backward()
+    want = {name: each.clone() for name, each in gradients(moe).items()}
+    assert not seen
+    moe.zero_grad()
+    with Looks():
+        total(moe(x)).backward()
+    assert moe.operator.op in seen and moe.operator._backward in seen
+    assert all(torch.equal(each, want[name]) for name, each in gradients(moe).items())
+
+
+@pytest.mark.parametrize("looked_at", [False, True])
+def test_second_derivatives_are_refused(looked_at):
+    moe = module(GPT_OSS)
+    (x,) = inputs_of(moe, 5)
+    with torch.autograd.profiler.profile() if looked_at else contextlib.nullcontext():
+        (dx,) = torch.autograd.grad(total(moe(x)), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="second derivatives of a layer are not computed"):
+            dx.sum().backward()
+
+
+def test_a_break_of_the_graph_beside_a_call():
+    torch._dynamo.reset()
+    moe = module(GPT_OSS)
+
+    def step(x):
+        x = x * 2
+        torch._dynamo.graph_break()
+        return moe(x)
+
+    (x,) = inputs_of(moe, 5)
+    assert torch.equal(torch.compile(step, backend="aot_eager")(x), step(x))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict):
+    moe = module(GPT_OSS).requires_grad_(False)
+    x = inputs_of(moe, 5)[0].detach()
+    tokens = torch.export.Dim("tokens", min=2)
+    program = torch.export.export(moe, (x,), dynamic_shapes=({0: tokens},), strict=strict)
+    other = inputs_of(moe, 9)[0].detach()
+    assert torch.equal(program.module()(other), moe(other))
+
+
+FIRST = """
+import sys
+import torch
+from fusekit.layers import memory
+from tests.interop.torch_layers import inputs_of, interop, module, total
+from tests.layers.host import ALIGNMENT
+memory.ALIGNMENT = ALIGNMENT
+assert "torch._dynamo" not in sys.modules, "before"
+moe = module({}, in_place=True)
+total(moe(*inputs_of(moe, 5))).backward()
+with torch.no_grad():
+    moe(*inputs_of(moe, 5))
+found = {"torch._dynamo", "torch._inductor"} & sys.modules.keys()
+assert not found, found
+"""
+
+
+def test_a_first_call_does_not_import_the_compiler():
+    """torch.compile's modules take seconds."""
+    ran = subprocess.run([sys.executable, "-c", FIRST], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("looked_at", [False, True])
+def test_versions_of_what_a_backward_pass_writes_are_raised(looked_at):
+    moe, saved = module({**GPT_OSS, "accumulate": True, "grad_dtype": "f32"}, in_place=True), []
+    for parameter in moe.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each)
+    with torch.autograd.profiler.profile() if looked_at else contextlib.nullcontext():
+        with hooks:
+            made = total(moe(*inputs_of(moe, 5)))
+        (kept,) = (each for each in saved if each.dtype == torch.uint8)
+        written = [kept, *(moe.get_parameter(moe.names[name]).main_grad for name in moe.operator.summed)]
+        before = [each._version for each in written]
+        made.backward()
+    assert len(written) > 2 and all(each._version > was for each, was in zip(written, before, strict=True))
 
 
 def test_a_call_on_the_meta_device_gives_shapes():

@@ -27,6 +27,7 @@ class HostLayer(Layer):
         self._library = SimpleNamespace(devices=SimpleNamespace(driver=None, current=lambda: 0))
         self._arch = self._device = None
         self._records = {}
+        self._moving = {}
         self._plans, self.passes, self.launched, self.loaded, self.margins, self.in_place = {}, [], [], [], [], []
 
     def load(self, tokens=None, *, devices=()):
@@ -50,13 +51,34 @@ class HostLayer(Layer):
         super()._call(which, kept, scratch, arguments, stream, cluster_margin, in_place)
 
     def _kernel(self, part, dims):
-        keys = self.program.parts[part]
+        return SimpleNamespace(bind=lambda **given: Launched(self, part, dims, given))
 
-        def run(*, stream, cluster_margin=None, **tensors):
-            compute(keys, tensors, dims)
-            self.launched.append((part, stream))
 
-        return SimpleNamespace(packed=lambda **given: lambda stream: run(stream=stream, **given))
+class Launched:
+    """A launch of a part of a `HostLayer`, as a bound kernel's."""
+
+    def __init__(self, layer, part, dims, given):
+        given.pop("cluster_margin", None)
+        self.layer, self.part, self.dims, self.given = layer, part, dims, given
+
+    @property
+    def addresses(self):
+        return {name: tensor.data_ptr() for name, tensor in self.given.items()}
+
+    def place(self, addresses):
+        self.given = moved(self.given, addresses)
+
+    def __call__(self, stream):
+        compute(self.layer.program.parts[self.part], self.given, self.dims)
+        self.layer.launched.append((self.part, stream))
+
+
+def moved(given, addresses):
+    """Tensors of these shapes at other addresses."""
+    return {
+        name: Slice(address, tensor.shape, tensor.dtype, tensor.device, tensor.stride())
+        for (name, tensor), address in zip(given.items(), addresses, strict=True)
+    }
 
 
 def host(**said):

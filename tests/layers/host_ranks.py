@@ -11,7 +11,7 @@ import numpy as np
 from fusekit.layers.ranked import RankedLayer
 from fusekit.runtime import Devices, Driver
 from tests.exchange.test_windows import PeerDriver
-from tests.layers.host import put, taken
+from tests.layers.host import moved, put, taken
 from tests.plan import layer_meaning, ranks_meaning
 from tests.runtime.fake import OK
 
@@ -77,7 +77,7 @@ class HostRanked(RankedLayer):
 
 
 class Kernel:
-    """A part of a layer; a launch is made by `bind` or `packed` and a call, or by a call."""
+    """A part of a layer; a launch is made by `bind` and a call, or by a call."""
 
     def __init__(self, layer, part, dims, given=None):
         self.layer, self.part, self.dims, self.given = layer, part, dims, given
@@ -88,10 +88,18 @@ class Kernel:
     def bind(self, **given):
         return Kernel(self.layer, self.part, self.dims, given)
 
-    packed = bind
+    def _tensors(self):
+        return {name: each for name, each in self.given.items() if hasattr(each, "data_ptr")}
+
+    @property
+    def addresses(self):
+        return {name: each.data_ptr() for name, each in self._tensors().items()}
+
+    def place(self, addresses):
+        self.given |= moved(self._tensors(), addresses)
 
     def __call__(self, stream=None, **given):
-        launch = self.bind(**given) if given else self
+        launch = self.bind(**(given or self.given))  # of its own: it may be placed elsewhere before it runs
         peers = launch.given.get("window")
         launch.window = next((name for name, each in self.layer._windows.items() if each.peers == peers), "")
         assert bool(peers) == bool(launch.window)

@@ -1,0 +1,147 @@
+"""Host time of a call of the PyTorch module beside that of a bound pass, at small numbers of tokens.
+
+    fusekit --store STORE build tests/benchmarks/module_host.toml          on any machine
+    FUSEKIT_STORE=STORE python -m tests.benchmarks.module_host [--tokens 1 16 128] [--stand-in]
+
+Prints JSON, microseconds, medians: `bound` and `module` for an inference (`inference`) and for a forward and a backward
+pass together (`training`), and `first`: seconds from an imported PyTorch with one matmul done to the end of a first
+forward and backward pass. `--stand-in` takes a driver that launches nothing and tensors of the CPU, to compare two
+versions on a machine without a GPU.
+"""
+
+import argparse
+import hashlib
+import json
+import statistics
+import sys
+import time
+from types import SimpleNamespace
+
+import torch
+
+CALLS, ROUNDS = 40, 25  # calls between two waits for the device: fewer launches than its queue holds
+
+
+def stand_in(config):
+    """A library on a driver that does nothing; the CPU's tensors count as those of device 0."""
+    from fusekit.abi import LaunchRecord
+    from fusekit.interop import torch_layer
+    from fusekit.layers import memory
+    from fusekit.library import Library
+    from fusekit.runtime import Driver, tensors
+    from fusekit.store import Store
+    from tests.runtime.fake import CUresult, FakeDriver
+
+    store, kernels = Store.open(config), {}
+    for listing in store.names("*"):
+        entry, _ = store.load(listing.record.key)
+        for step in LaunchRecord.from_json(entry.launch).launches:
+            kernels[entry.cubin_sha256, step.symbol] = sorted((each.offset, each.size) for each in step.parameters)
+
+    def parameter(kernel, index):
+        found = kernels[kernel]
+        return (0, *found[index]) if index < len(found) else (CUresult.CUDA_ERROR_INVALID_VALUE, None, None)
+
+    fake = FakeDriver()
+    quiet = {name: getattr(fake, name) for name in dir(fake) if name.startswith(("cu", "CU"))} | {
+        "cuLibraryLoadData": lambda cubin, *options: (0, hashlib.sha256(cubin).hexdigest()),
+        "cuLibraryGetKernel": lambda library, symbol: (0, (library, symbol.decode())),
+        "cuKernelGetParamInfo": parameter,
+        "cuLaunchKernelEx": lambda *given: (0,), "cuTensorMapReplaceAddress": lambda *given: (0,),
+    }  # fmt: skip
+    ordinal, stream = tensors._ordinal, 4096
+    tensors._ordinal = lambda device, name: 0 if getattr(device, "type", "") == "cpu" else ordinal(device, name)
+    memory.ALIGNMENT = 64
+    torch_layer._stream = lambda tensor: stream
+    return Library(store, Driver(SimpleNamespace(**quiet)))
+
+
+def median(call, wait, clock):
+    """Microseconds of the host for one call."""
+    for _ in range(3):
+        call()
+    found = []
+    for _ in range(ROUNDS):
+        wait()
+        begin = clock()
+        for _ in range(CALLS):
+            call()
+        found.append((clock() - begin) / CALLS)
+    wait()
+    return round(1e6 * statistics.median(found), 1)
+
+
+def bound(moe, x):
+    """(inference, training) as bound passes on memory of their own."""
+    layer, new, stream = moe.layer, {"device": x.device}, 4096
+    if x.is_cuda:
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+    sizes = layer.sizes(x.shape[0])
+    given = {name: moe.get_parameter(path).detach() for name, path in moe.names.items()} | {"x": x}
+    kept, scratch = (torch.empty(size, dtype=torch.uint8, **new) for size in (sizes.kept, sizes.scratch))
+    y = torch.empty_like(x)
+    inference = layer.bind_forward(**given, y=y, scratch=scratch)
+    forward = layer.bind_forward(**given, y=y, kept=kept, scratch=scratch)
+    outputs = {f"d{name}": torch.empty_like(tensor) for name, tensor in given.items()}
+    read = {name: given[name] for name in layer.inputs("backward") if name in given}
+    backward = layer.bind_backward(dy=torch.randn_like(y), **read, **outputs, kept=kept, scratch=scratch)
+
+    def training():
+        forward(stream)
+        backward(stream)
+
+    return lambda: inference(stream), training
+
+
+def measured(moe, tokens, *how):
+    """Those of one number of tokens."""
+    device, hidden = next(moe.parameters()).device, moe.layer.options.hidden
+    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=device)
+    dy, needing = torch.randn_like(x), x.clone().requires_grad_()
+
+    def inference():
+        with torch.no_grad():
+            moe(x)
+
+    def training():
+        moe.zero_grad(set_to_none=True)
+        needing.grad = None
+        moe(needing).backward(dy)
+
+    calls = dict(zip(("inference", "training"), bound(moe, x), strict=True))
+    modules = {"inference": inference, "training": training}
+    return {which: {"bound": median(calls[which], *how), "module": median(modules[which], *how)} for which in modules}
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 128])
+    parser.add_argument("--stand-in", action="store_true")
+    parser.add_argument("--layer", default="module_host/moe")
+    options = parser.parse_args()
+    device = "cpu" if options.stand_in else "cuda"
+    clock = time.process_time if options.stand_in else time.perf_counter  # other programs may run on that machine
+    wait = (lambda: None) if options.stand_in else torch.cuda.synchronize
+    torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)
+    wait()
+    begin = time.perf_counter()
+
+    import fusekit
+    from fusekit.config import Config
+    from fusekit.interop.torch import MoE
+
+    library = stand_in(Config.from_environment()) if options.stand_in else fusekit.open_library()
+    moe = MoE(library.layer(options.layer), device=device)
+    x = torch.randn(options.tokens[0], moe.layer.options.hidden, dtype=torch.bfloat16, device=device)
+    moe(x.requires_grad_()).sum().backward()
+    wait()
+    first = time.perf_counter() - begin
+    found = {str(tokens): measured(moe, tokens, wait, clock) for tokens in options.tokens}
+    name = "stand-in driver" if options.stand_in else torch.cuda.get_device_name()
+    dynamo = "torch._dynamo" in sys.modules
+    about = {"device": name, "torch": torch.__version__, "first": round(first, 3), "dynamo": dynamo}
+    sys.stdout.write(json.dumps(about | found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
