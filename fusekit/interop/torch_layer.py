@@ -276,8 +276,21 @@ class Operator:
         given = (dy, dloss, kept, saved, *([sums] if self.summed else []), list(ctx.shape), list(asked))
         made = run(*given)
         made = dict(zip(self._returned, made if len(self._returned) > 1 else (made,), strict=True))
-        found = [made[name] if name in made and name in asked else None for name in self.inputs]
-        return *found, *(None for _ in self.summed), None
+        found = {name: made[name] for name in asked if name in made} | self._announced(ctx, asked)
+        return *(found.get(name) for name in self.inputs), *(None for _ in self.summed), None
+
+    def _announced(self, ctx: Any, asked: tuple[str, ...]) -> dict[str, Any]:
+        """A gradient for each parameter that says whether its own is in `main_grad` already, as Megatron's do: hooks
+        that wait for gradients are called then, and leave this one out.
+        """
+        found, nodes = {}, dict(zip(self.inputs, (node for node, _ in ctx.next_functions), strict=False))
+        for name in self.summed:
+            parameter = getattr(nodes[name], "variable", None)
+            if name in asked and hasattr(parameter, "grad_added_to_main_grad"):
+                parameter.grad_added_to_main_grad = True
+                new = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
+                found[name] = new(parameter, requires_grad=False)
+        return found
 
     def _wanted(self, ctx: Any) -> tuple[str, ...]:
         """Those of `ctx.asked` that this backward pass leads to: torch.autograd.grad(loss, x) wants no gradient of a

@@ -8,24 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError, NotBuiltError, UsageError
 from fusekit.layers.memory import Slice, check_aligned, whole
-from fusekit.layers.passes import MovingPass, Pass, Sizes
+from fusekit.layers.passes import MovingPass, Pass, Sizes, of_the_pass
 from fusekit.layers.stored import options_of, records_of
 from fusekit.plan.layer import Buffer, Options, Program, Step, program, stored_options
 from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE, SCRATCH, Arguments
 from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.runtime.devices import ordinal_of
 from fusekit.runtime.side import Aside, Late, Queue, Side, run
-from fusekit.runtime.streams import stream_handle
+from fusekit.runtime.streams import PER_THREAD, stream_handle
 from fusekit.runtime.tensors import View, describe, read, strides_of
 
 if TYPE_CHECKING:
     from fusekit.exchange import Window
     from fusekit.library import Library
     from fusekit.runtime import Kernel
+    from fusekit.runtime.launch import Launch
     from fusekit.store import NameRecord
 
 PASSES = (FORWARD, INFERENCE, BACKWARD, QUANTISE)
 _PLANS_KEPT = 64  # token counts differ from step to step
+_ROWS = 2**31 - 1  # kernels count them in int32
 _MOVING_KEPT = 256  # likewise, and so do the arguments that are given
 _BY_TILE = ("dprob",)  # operands that sum a row tile by tile; all others add up in an order that no tile changes
 
@@ -109,7 +111,7 @@ class Layer:
         then: until they are written, outputs serve as such. in_place: as `bind_backward` will be told. Loads nothing,
         and needs no GPU. Raises ArgumentError.
         """
-        dims = self.program.dims(_count(tokens))
+        dims = self.program.dims(self._rows_of(tokens))
         passes = (FORWARD, INFERENCE, BACKWARD)
         lent: dict[str, Collection[str] | None] = dict.fromkeys(passes, ())
         given = {which: set(self.outputs(which)) for which in passes}
@@ -181,11 +183,20 @@ class Layer:
             raise ArgumentError(f"devices = {devices!r}; it must be ordinals, such as [0, 1]", argument="devices")
         ordinals = [ordinal_of(device) for device in devices]
         for which in self.program.steps:
-            count = self.options.tokens if tokens is None else _count(tokens)
+            count = self.options.tokens if tokens is None else self._rows_of(tokens)
             plan = self._plan(which, count, set(self.outputs(which)))
             for device in ordinals:
                 for _, kernel, _ in plan.steps:
                     kernel.prepare(device)
+
+    def _rows_of(self, tokens: Any) -> int:
+        """`tokens` as a number. Raises ArgumentError."""
+        most = _ROWS // max(self.options.topk, 1)
+        rule = f"a whole number, 0 or more, and {most} at most: a layer has 2**31 - 1 rows at most"
+        count = ArgumentError.integer("tokens", tokens, rule, 0)
+        if count > most:
+            raise ArgumentError(f"tokens = {count}; it must be {rule}", argument="tokens")
+        return count
 
     def current_device(self) -> int:
         """The ordinal of this thread's current context, or 0 where none is current."""
@@ -197,8 +208,8 @@ class Layer:
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None = None,
         in_place: bool = False,
     ) -> Pass:  # fmt: skip
-        plan, calls, _ = self._resolve(which, kept, scratch, arguments, cluster_margin, in_place)
-        launches = self._in_order(plan, [kernel.bind(**given) for kernel, given in calls])
+        plan, calls, places = self._resolve(which, kept, scratch, arguments, cluster_margin, in_place)
+        launches = self._in_order(plan, self._bound(calls, places))
         given = {**arguments, "kept": kept, "scratch": scratch}
         return Pass(launches, given, plan.written, self._shared(which))
 
@@ -227,6 +238,7 @@ class Layer:
         try:
             moving = self._moving[signature].pop()
         except (KeyError, IndexError, TypeError):  # new, or another thread has it; of what no key is, the error follows
+            self._refuse_capture(which, arguments, handle)
             moving = self._bind_moving(which, kept, scratch, arguments, cluster_margin, in_place)
         else:
             if not moving.knows(addresses):
@@ -238,6 +250,31 @@ class Layer:
         if signature not in self._moving and len(self._moving) >= _MOVING_KEPT:
             self._moving.clear()
         self._moving.setdefault(signature, []).append(moving)
+
+    def _refuse_capture(self, which: str, arguments: Mapping[str, Any], stream: int) -> None:
+        """Raises ArgumentError where the stream is captured and a kernel of the pass is still to be loaded: the driver
+        would refuse that, and end the capture.
+        """
+        driver = self._library.devices.driver
+        if stream <= PER_THREAD or not int(driver.check(driver.api.cuStreamIsCapturing(stream), "cuStreamIsCapturing")):
+            return
+        given = {name: tensor for name, tensor in arguments.items() if tensor is not None}
+        asked = self._known(which, given)
+        tokens, device, _ = self._check(which, given)
+        for step in self.program.needed(which, asked):
+            name = self.kernel_name(step.part, self._chosen_for(tokens))
+            kernel = self._kernels.get(name)
+            if kernel is None or not kernel.is_ready(device):
+                raise ArgumentError(
+                    f"{self.name}: the stream is captured, and {name} is not loaded on device {device} yet, which a"
+                    f" capture cannot do; call layer.load({tokens}, devices=[{device}]), or the pass once, before the"
+                    " capture",
+                    argument="stream",
+                )
+
+    def _chosen_for(self, tokens: int) -> int:
+        """The tokens that variants are chosen for."""
+        return tokens
 
     def _bind_moving(
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None,
@@ -256,7 +293,7 @@ class Layer:
         }
         kept, scratch = (slices.pop(name, None) for name in ("kept", "scratch"))
         plan, calls, places = self._resolve(which, kept, scratch, slices, cluster_margin, in_place)
-        launches = [kernel.bind(**given) for kernel, given in calls]
+        launches = self._bound(calls, places)
         names = list(views)
         numbers = {name: number for number, name in enumerate(names)}
         parts = [
@@ -268,6 +305,18 @@ class Layer:
         ]
         addresses = [address for address, _ in found.values()]
         return MovingPass(names, list(views.values()), addresses, launches, parts, self._in_order(plan, launches))
+
+    def _bound(
+        self, calls: Sequence[tuple[Kernel, dict[str, Any]]], places: Sequence[Mapping[str, tuple[str, int]]]
+    ) -> list[Launch]:
+        """Each kernel bound to what it is given. Raises ArgumentError naming the argument of the pass."""
+        launches = []
+        for (kernel, given), where in zip(calls, places, strict=True):
+            try:
+                launches.append(kernel.bind(**given))
+            except ArgumentError as error:
+                raise of_the_pass(error, kernel.name, {name: base for name, (base, _) in where.items()}) from error
+        return launches
 
     def _in_order(self, plan: _Plan, launches: Sequence[Queue]) -> list[Queue]:
         """The launches of a plan, with those that are queued aside or wait for them."""
@@ -397,6 +446,12 @@ class Layer:
                     argument=name,
                 )
         steps = self.program.needed(which, set(given) & outputs.keys())
+        if not steps:
+            raise ArgumentError(
+                f"{self.name}: no output is given, so the {which} pass has nothing to do; give one or more of"
+                f" {', '.join(outputs)}",
+                argument=next(iter(outputs)),
+            )
         needed = {name for step in steps for name in step.reads.values()}
         if which == QUANTISE:  # without scratch memory, a step writes all of its results to the caller's
             needed |= {name for step in steps for name in step.writes.values()}
@@ -472,7 +527,7 @@ class Layer:
             raise ArgumentError(f"{self.name} has no part {part!r}; its parts are {', '.join(self.program.parts)}")
         keys = self.program.parts[part]
         operation = OPERATIONS[keys["op"]]
-        dims = self.program.dims(self.options.tokens if pinned(keys) else _count(tokens))
+        dims = self.program.dims(self.options.tokens if pinned(keys) else self._rows_of(tokens))
         problem = {"T": dims["T"]}
         if operation.family == GEMM:
             problem = {**keys["problem"], "M": dims["M"] if operation.ragged else dims["T"]}
@@ -520,7 +575,3 @@ def untrained(options: Options, which: str = BACKWARD) -> str:
         f'{options.file}/{options.name} was built for inference alone (keep = "none") and has no {which} pass; build it'
         ' with keep = "z" to train it'
     )
-
-
-def _count(tokens: int) -> int:
-    return ArgumentError.integer("tokens", tokens, "a whole number, 0 or more", 0)

@@ -144,5 +144,20 @@ class MovingPass:
         }  # fmt: skip
         bases = (*addresses, 0)  # the last one of what lies elsewhere
         for at in stale:
-            self._launches[at].place([bases[base] + begin for base, begin in self._parts[at]])
+            launch = self._launches[at]
+            try:
+                launch.place([bases[base] + begin for base, begin in self._parts[at]])
+            except ArgumentError as error:
+                where = zip(launch.addresses, self._parts[at], strict=True)
+                names = {argument: self.names[base] for argument, (base, _) in where if base >= 0}
+                raise of_the_pass(error, launch.kernel.name, names) from error
         self._addresses = addresses
+
+
+def of_the_pass(error: ArgumentError, kernel: str, names: Mapping[str, str]) -> ArgumentError:
+    """The error of one of its kernels; names: arguments of the pass, by those of the kernel that lie in them."""
+    name = names.get(error.argument or "")
+    if name is None:
+        return error
+    known = "" if name == error.argument else f"{name}, of which {kernel} makes its {error.argument}: "
+    return ArgumentError(f"{known}{error}", argument=name)

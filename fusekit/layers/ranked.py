@@ -63,6 +63,19 @@ class RankedLayer(Layer):
             for window, part in stores(self.program).items()
         }
         self.capacity = self._layouts[arrives(options)].capacity
+        any_routing = room(options, self.capacity)["M"]
+        if any_routing >= 2**31:
+            raise ArgumentError(
+                f"tokens = {tokens or options.tokens}: {any_routing} rows may come to a rank's experts, which have room"
+                " for 2**31 - 1 at most; give fewer tokens",
+                argument="tokens",
+            )
+        if rows is not None and rows > any_routing:
+            raise ArgumentError(
+                f"rows = {rows}; at most {any_routing} rows come to a rank's experts, with any routing; give that or"
+                " fewer, or leave rows out",
+                argument="rows",
+            )
         self.program = self.program.within(room(options, self.capacity, rows))
         self.rows = self.program.room["M"]
         self._windows: dict[str, Window] = {}
@@ -208,6 +221,9 @@ class RankedLayer(Layer):
     def _kernel(self, part: str, dims: Mapping[str, int]) -> Kernel:
         # Of a rank without tokens the experts may have many rows: what is chosen is for the most tokens of each rank.
         return super()._kernel(part, {"T": self.capacity, "M": self.capacity * self.options.topk})
+
+    def _chosen_for(self, tokens: int) -> int:
+        return self.capacity
 
     def _window(self, name: str) -> Window:
         if name not in self._windows:

@@ -122,6 +122,10 @@ class Kernel(SharedHandle):
         """
         self._prepare(self._devices.get(device))
 
+    def is_ready(self, device: int) -> bool:
+        """Whether a launch there loads nothing any more."""
+        return device in self._loaded
+
     def current_device(self) -> int:
         """The ordinal of this thread's current context, or 0 where none is current."""
         return self._devices.current()
@@ -223,6 +227,12 @@ class Kernel(SharedHandle):
         bound = bind(self.record, views)
         settings = Settings(self.margin if margin is None else check_margin(margin), check_priority(priority))
         loaded = self._prepare(self._devices.get(self.device if bound.device < 0 else bound.device))
+        if settings.margin >= loaded.device.sm_count:
+            raise ArgumentError(
+                f"cluster_margin is {settings.margin}; {loaded.device} has {loaded.device.sm_count} multiprocessors, so"
+                f" it must be 0 to {loaded.device.sm_count - 1}",
+                argument="cluster_margin",
+            )
         integers = {self._scalars[index].name: int(scalars[index]) for index in self._integers}
         if self._peers:
             check_windows(self.record, given, {**bound.env, **integers})

@@ -1,7 +1,7 @@
 """Host time of a call of the PyTorch module beside that of a bound pass, at small numbers of tokens.
 
     fusekit --store STORE build tests/benchmarks/module_host.toml          on any machine
-    FUSEKIT_STORE=STORE python -m tests.benchmarks.module_host [--tokens 1 16 128] [--stand-in]
+    FUSEKIT_STORE=STORE python tests/benchmarks/run.py module_host [--tokens 1 16 128] [--stand-in]
 
 Prints JSON, microseconds, medians: `bound` and `module` for an inference (`inference`) and for a forward and a backward
 pass together (`training`), and `first`: seconds from an imported PyTorch with one matmul done to the end of a first
@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -30,6 +31,8 @@ def stand_in(config):
     from fusekit.library import Library
     from fusekit.runtime import Driver, tensors
     from fusekit.store import Store
+
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     from tests.runtime.fake import CUresult, FakeDriver
 
     store, kernels = Store.open(config), {}

@@ -139,6 +139,42 @@ def test_an_answer_that_pytorch_does_not_give_is_no_yes(monkeypatch):
     assert not any(parameter.main_grad.any() for parameter in moe.parameters())
 
 
+@pytest.mark.parametrize("zeros", [False, True])
+def test_hooks_of_parameters_with_main_gradients_are_called_as_megatron_wants_it(zeros):
+    """Its DDP with overlapped reduction refuses a parameter without a gradient, and adds one that is not in main_grad
+    already, or of which it asked for zeros.
+    """
+    moe, reference = module({**GPT_OSS, "accumulate": True, "grad_dtype": "f32"}), module(GPT_OSS)
+    called, held = [], []
+    for name in moe.operator.summed:
+        parameter = moe.get_parameter(moe.names[name])
+        parameter.main_grad = torch.zeros(parameter.shape)
+        parameter.grad_added_to_main_grad, parameter.zero_out_wgrad = False, zeros
+
+        def hook(*_, name=name, parameter=parameter):
+            assert parameter.grad is not None and parameter.grad.shape == parameter.shape
+            if not parameter.grad_added_to_main_grad or parameter.zero_out_wgrad:
+                parameter.main_grad.add_(parameter.grad)
+            parameter.grad = None
+            called.append(name)
+
+        held.append(parameter.expand_as(parameter).grad_fn.next_functions[0][0])
+        held[-1].register_hook(hook)
+    (x,) = inputs_of(moe, 6)
+    loss = total(moe(x))
+    torch.autograd.grad(loss, x, retain_graph=True)
+    assert not called and not any(
+        moe.get_parameter(moe.names[each]).grad_added_to_main_grad for each in moe.operator.summed
+    )
+    loss.backward()
+    total(reference(x.detach())).backward()
+    assert sorted(called) == sorted(moe.operator.summed)
+    for name in moe.operator.summed:
+        path = moe.names[name]
+        assert moe.get_parameter(path).grad is None
+        close(moe.get_parameter(path).main_grad, gradients(reference)[path])
+
+
 def test_a_missing_main_gradient_is_named():
     moe = module({**GPT_OSS, "accumulate": True, "grad_dtype": "f32"})
     with pytest.raises(ArgumentError, match=r"router\.weight has no main_grad.*zeros_like"):

@@ -1,11 +1,13 @@
 """The tensors of a layer's passes against the arguments of its real kernels: shapes, strides, dims, constraints."""
 
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from fusekit import errors
 from fusekit.abi import LaunchRecord, PointerParameter
 from fusekit.compiler.families import family
 from fusekit.compiler.naming import record_of as named
@@ -72,3 +74,102 @@ def test_kernels_take_the_tensors_of_their_layer(library, name, tokens):
         else:
             bound = layer.bind_forward(**given, **{**memory, "kept": kept if which == FORWARD else None})
         assert len(bound.launches) == len(layer.program.steps[which])
+
+
+ADDRESSES = 0x100_0000_0000, 0x1_0000_0000  # of the first argument, and between two
+
+
+def given(layer, which, tokens=7, begin=ADDRESSES[0]):
+    """Arguments of a pass, memory included; without loads and capture they are all that a call needs."""
+    inputs, outputs = layer.program.arguments(which)
+    dims, sizes = layer.program.dims(tokens), layer.sizes(tokens)
+    found = {
+        name: Torchlike(buffer.extents(dims), TYPES[buffer.dtype], begin + ADDRESSES[1] * number)
+        for number, (name, buffer) in enumerate((inputs | outputs).items())
+    }
+    memory = {"kept": sizes.kept, "scratch": sizes.scratch}
+    for name in memory if which != INFERENCE else ("scratch",):
+        found[name] = Torchlike((memory[name] + 1,), "torch.uint8", begin + ADDRESSES[1] * len(found))
+    return found
+
+
+def launched(library, call, *stream):
+    fake = library.devices.driver.api
+    fake.launches.clear()
+    call(*stream)
+    return [(each.function, each.grid, each.stream, each.parameters) for each in fake.launches]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek", "mlp"])
+def test_calls_at_other_addresses_launch_what_is_bound_there(library, name):
+    layer = library.layer(f"fp8-layers/{name}")
+    for which in (FORWARD, INFERENCE, BACKWARD):
+        bind = layer.bind_backward if which == BACKWARD else layer.bind_forward
+        call = layer.backward if which == BACKWARD else layer.forward
+        first, second = given(layer, which), given(layer, which, begin=3 * ADDRESSES[0])
+        mixed = {**first, "scratch": second["scratch"], **{each: second[each] for each in list(first)[1:4]}}
+        for stream, arguments in ((40, first), (40, second), (50, mixed), (40, first)):
+            want = launched(library, bind(**arguments), stream)
+            assert want and launched(library, partial(call, **arguments, stream=stream)) == want
+    assert sum(map(len, layer._moving.values())) == 3
+
+
+def test_a_call_at_other_addresses_is_checked_again(library):
+    layer = library.layer("fp8-layers/qwen3")
+    good = given(layer, FORWARD)
+    layer.forward(**good)
+    wrong = {
+        "scratch": (good["scratch"].address + 64, "scratch is .* at a multiple of 128"),
+        "y": (good["x"].address, "the output y shares memory with x"),
+        "w1_q": (good["w1_q"].address + 8, r"w1_q, of which .* makes its w: w begins at"),
+    }
+    for name, (address, text) in wrong.items():
+        with pytest.raises(errors.ArgumentError, match=text) as caught:
+            layer.forward(**{**good, name: replace(good[name], address=address)})
+        assert caught.value.argument == name
+        layer.forward(**good)
+
+
+def test_errors_of_kernels_name_the_arguments_of_the_layer(library):
+    layer = library.layer("fp8-layers/qwen3")
+    good = given(layer, FORWARD)
+    _, n, h = good["w1_q"].shape
+    wide = replace(good["w1_q"], strides=(n * h + 8, h, 1))
+    for call in (layer.bind_forward, layer.forward):
+        with pytest.raises(
+            errors.ArgumentError, match=r"w1_q, of which fp8-layers/qwen3.fc1.* makes its w: w has"
+        ) as caught:
+            call(**{**good, "w1_q": wide})
+        assert caught.value.argument == "w1_q"
+
+
+def test_a_pass_without_outputs_is_refused(library):
+    layer = library.layer("fp8-layers/qwen3")
+    for which, bind in ((BACKWARD, layer.bind_backward), (INFERENCE, layer.bind_forward)):
+        outputs = layer.outputs(which)
+        arguments = {name: each for name, each in given(layer, which).items() if name not in outputs}
+        with pytest.raises(errors.ArgumentError, match=f"no output is given, so the {which} pass has nothing to do"):
+            bind(**arguments)
+
+
+def test_numbers_beyond_what_kernels_count_are_refused(library):
+    layer = library.layer("fp8-layers/qwen3")
+    for call in (layer.sizes, layer.load):
+        with pytest.raises(errors.ArgumentError, match=r"tokens = 1099511627776; it must be .* at most"):
+            call(2**40)
+    with pytest.raises(errors.ArgumentError, match=r"cluster_margin is 1000000000; device 0 .* has 132 multiproc"):
+        layer.bind_forward(**given(layer, FORWARD), cluster_margin=10**9)
+
+
+def test_a_capture_before_kernels_are_loaded_is_refused_and_goes_on(library):
+    layer = library.layer("fp8-layers/qwen3")
+    fake, arguments = layer._library.devices.driver.api, given(layer, FORWARD)
+    before = len(fake.calls)
+    fake.cuStreamBeginCapture(60, "CU_STREAM_CAPTURE_MODE_THREAD_LOCAL")
+    with pytest.raises(errors.ArgumentError, match=r"the stream is captured, and .* is not loaded .*layer.load\(7"):
+        layer.forward(**arguments, stream=60)
+    assert "cuLibraryLoadData" not in fake.calls[before:] and fake.cuStreamEndCapture(60)[1] == "graph"
+    layer.load(7, devices=[0])
+    fake.cuStreamBeginCapture(60, "CU_STREAM_CAPTURE_MODE_THREAD_LOCAL")
+    layer.forward(**arguments, stream=60)
+    assert fake.cuStreamEndCapture(60)[1] == "graph"

@@ -321,7 +321,7 @@ class FakeDriver:
         return (OK,)
 
     def cuStreamIsCapturing(self, stream: int) -> Any:  # noqa: N802
-        return OK, 0
+        return OK, int(stream in self.captures)
 
     def cuStreamDestroy(self, stream: int) -> Any:  # noqa: N802
         return (OK,)
