@@ -285,7 +285,7 @@ class Operator:
         """
         found, nodes = {}, dict(zip(self.inputs, (node for node, _ in ctx.next_functions), strict=False))
         for name in self.summed:
-            parameter = getattr(nodes[name], "variable", None)
+            parameter: Any = getattr(nodes[name], "variable", None)
             if name in asked and hasattr(parameter, "grad_added_to_main_grad"):
                 parameter.grad_added_to_main_grad = True
                 new = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like

@@ -108,7 +108,7 @@ class MovingPass:
 
     def __init__(
         self, names: Sequence[str], views: Sequence[View], addresses: Sequence[int], launches: Sequence[Launch],
-        parts: Sequence[Sequence[tuple[int, int]]], queue: Sequence[Queue],
+        parts: Sequence[Sequence[tuple[int, int]]], queue: list[Queue],
     ) -> None:  # fmt: skip
         self.names, self.views, self.queue = names, views, queue
         self._launches, self._parts, self._addresses = launches, parts, addresses
