@@ -15,6 +15,7 @@ interop = pytest.importorskip("fusekit.interop.torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from fusekit.errors import ArgumentError  # noqa: E402
+from fusekit.library import Library  # noqa: E402
 from tests.interop import plain_torch  # noqa: E402
 
 NAMES = (
@@ -249,6 +250,36 @@ def test_a_graph_of_both_passes_is_replayed_with_other_tokens(layers, name):
         want, grads = step(copy.deepcopy(moe), given)
         assert all(map(same, made, want))
         assert all(same(held[path], grads[path]) for path in held)
+
+
+def test_a_capture_before_kernels_are_loaded_is_refused_and_pytorch_goes_on(layers):
+    moe, tokens = module(Library(layers.store), "qwen3"), 33  # a library of its own has loaded nothing
+    (x,) = inputs(moe, tokens)
+    with torch.no_grad():
+        with pytest.raises(ArgumentError, match=r"the stream is captured, and .* is not loaded"):  # noqa: SIM117
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                moe(x)
+        assert torch.randn(4, device="cuda").isfinite().all()
+        moe.layer.load(tokens)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = moe(x)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(y, moe(x))
+
+
+def test_calls_on_tensors_that_come_and_go_have_the_same_bits(layers):
+    """Kept passes are moved to where the tensors of a call lie."""
+    moe = module(layers, "gpt-oss")
+    given = inputs(moe, 200)
+    want, want_grads = step(moe, given)
+    held = []
+    for size in (1, 1 << 12, 1 << 20, 1 << 24):
+        held.append(torch.empty(size, device="cuda"))
+        made, grads = step(moe, [each.detach().clone().requires_grad_() for each in given])
+        held.append((made, grads))
+        assert all(map(same, made, want)) and all(same(grads[path], want_grads[path]) for path in grads)
 
 
 def test_all_tokens_to_one_expert_and_none_to_the_others(layers):
