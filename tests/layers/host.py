@@ -50,6 +50,9 @@ class HostLayer(Layer):
             self.in_place.append(in_place)
         super()._call(which, kept, scratch, arguments, stream, cluster_margin, in_place)
 
+    def _refuse_capture(self, which, arguments, stream):
+        """There is no driver to ask."""
+
     def _kernel(self, part, dims):
         return SimpleNamespace(bind=lambda **given: Launched(self, part, dims, given))
 

@@ -83,7 +83,7 @@ def test_gemms_hold_back_the_clusters_of_a_margin(tmp_path, bound):
     told = tensors(layer, BACKWARD) | memory(layer)
     given = {which: tensors(layer, which) | memory(layer) for which in (FORWARD, INFERENCE)}
     given[INFERENCE].pop("kept")
-    for margin, blocks in ((None, 132), (8, 124), (0, 132), (500, 1)):
+    for margin, blocks in ((None, 132), (8, 124), (0, 132), (131, 1)):
         fake.launches.clear()
         for which in (FORWARD, INFERENCE, BACKWARD):
             mine = told if which == BACKWARD else given[which]
