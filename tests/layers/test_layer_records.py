@@ -17,6 +17,7 @@ from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
 from fusekit.runtime import Driver
 from fusekit.spec import parse_file
 from fusekit.store import Store, key_of
+from tests.cubins import cubin_of
 from tests.layers.test_layer import TYPES
 from tests.runtime.fake import FakeDriver
 from tests.runtime.samples import Torchlike
@@ -45,7 +46,7 @@ def library(tmp_path_factory):
     for number, spec in enumerate(first.values()):
         record = record_of(spec, f"kernel_{number}")
         kernels[record.symbol] = [(each.offset, each.size) for each in record.parameters]
-        entry, cubin = build_entry(number)
+        entry, cubin = build_entry(number, cubin_of(record.symbol, seed=number))
         fields = {"arch": record.arch, "spec": spec.full_name}
         entry = replace(entry, key=key_of(fields), fields=fields, launch=record.to_json())
         store.publish(entry, cubin)
