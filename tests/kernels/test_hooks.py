@@ -25,6 +25,7 @@ LANES = np.arange(32)
 GROUP, FIRST, END = 1, 20, 50  # a warp's 16 rows lie in a group that begins at row 10
 SIZES = [10, 40, 14]
 LAYOUTS = ["concat", "interleaved", "interleaved-32"]
+SCALARS = {"act_alpha": 1.702, "act_limit": 0.75, "act_up_offset": 1.0}
 
 
 class Registers(list):
@@ -97,8 +98,6 @@ def warp(monkeypatch):
 class Boxes:
     """Staging boxes: what is stored goes to a matrix right away, by its coordinates."""
 
-    single = True
-
     def __init__(self, half_n):
         self.half_n = half_n
 
@@ -106,7 +105,10 @@ class Boxes:
         self.put([number for pair in registers for number in pair], columns, descriptor, where)
 
     def store_values(self, number, columns, numbers, descriptor, where, staging, add=False):
-        self.put(numbers, columns, descriptor, where)
+        if isinstance(numbers[0], tuple):  # of 16 bits
+            self.store(number, columns, numbers, descriptor, where, staging)
+        else:
+            self.put(numbers, columns, descriptor, where)
 
     def put(self, numbers, columns, result, where):
         first, end = where[0] + (where[2] * self.half_n if len(where) == 5 else 0), where[-1]
@@ -121,6 +123,22 @@ def kernel(spec):
     """A kernel's epilogue and the device halves of its operands."""
     made = _function(spec.plan)
     return made.epilogue, made.halves
+
+
+def blocks_of(result):
+    """What takes the place of `Codes.block`: what would be quantised goes to a matrix."""
+
+    def block(words, box, extent, rows, target, first, four=False, whole=False):
+        column, width = extent
+        each = 4 if four else 2  # words of a chunk
+        for number, pair in enumerate(words):
+            r, c = (number // 2 % 2, number % 2) if four else (number % 2, 0)
+            at = column + number // each * (4 * each) + (LANES % 4) * each + 2 * c
+            for index, value in enumerate(pair):
+                there = at + index < width
+                result[(rows.row + LANES // 4 + 8 * r)[there], (at + index)[there]] = value[there]
+
+    return block
 
 
 def columns_of(plan, w, n_tile, n):
@@ -158,15 +176,19 @@ def run_forward(warp, spec, n):
     epilogue, halves = kernel(spec)
     products, width = plain_product(spec, given), n // 2 if plan.halved else n
     found = {"y": np.full((sum(SIZES), width + 256), np.nan), "preactivation": np.full((sum(SIZES), n + 256), np.nan)}
-    operands = SimpleNamespace(**found, row_scale=given.get("row_scale"), alpha=given.get("alpha"),
-                               x_scale=given.get("x_s"), activation=(1.0, np.inf, 0.0))  # fmt: skip
+    found["codes"] = np.full((sum(SIZES), width + 256), np.nan)
+    operands = SimpleNamespace(**found, row_scale=given.get("row_scale"), alpha=given.get("alpha"), y_codes=None,
+                               x_scale=given.get("x_s"), w_scale=given.get("w_s"),
+                               activation=tuple(SCALARS.values()))  # fmt: skip
+    if "y_codes" in halves:
+        halves["y_codes"].block = blocks_of(found["codes"])
     tables = {"bias": "bias", "w_scale": "w_s"}
     for n_tile in range(-(-n // plan.tile[1])):
         columns = columns_of(plan, halves["w"], n_tile, n)
-        work = SimpleNamespace(operands=operands, extents=SimpleNamespace(n=n, half_n=n // 2), staging=None)
+        work = SimpleNamespace(operands=operands, extents=SimpleNamespace(n=n, half_n=n // 2), staging=0)
         states = {}
         for number, (name, half) in enumerate(halves.items()):
-            if name in tables:
+            if name in tables and getattr(half, "by_column", True):
                 table = given[tables[name]][GROUP]
                 table = values(table, spec.dtype) if table.dtype == np.uint16 else table
                 wanted = [half.column_of(column, n_tile, n // 2) for column in range(plan.tile[1])]
@@ -191,21 +213,24 @@ FORWARD = [
     {"kind": "identity", "tile": (128, 128), "b_major": "n", "row_scale": True},
     *({"glu_layout": layout, "tile": (128, 128), "quant": "in=fp8-row accumulation=fast", "bias": True}
       for layout in ("none", *LAYOUTS)),
+    {"kind": "silu", "tile": (128, 128), "quant": "in=fp8-tensor accumulation=fast"},
+    *({"glu_layout": layout, "tile": (128, 256), "quant": "out=fp8-block keep=true", "out_dtype": "bf16"}
+      for layout in ("none", "concat", "interleaved-32")),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("keys", FORWARD, ids=lambda keys: "-".join(map(str, keys.values())))
 def test_a_forward_epilogue_is_the_reference(warp, keys):
     kind = keys.get("kind") or ("swiglu" if keys.get("glu_layout", "none") != "none" else "silu")
-    saved = not keys.get("quant")
+    saved = "quant" not in keys
     spec = gemm_spec(**{"out_dtype": "f32", "save_preactivation": saved, **keys, "kind": kind})
     n = 2 * spec.tile[1] + (64 if spec.glu_layout == "interleaved-32" else 32)  # a last tile that is not full
     found, given = run_forward(warp, spec, n)
-    want = gemm(spec, given)
-    rows = slice(FIRST, FIRST + 16)
-    for name, expected in want.items():
-        made = found[name][rows, : expected.shape[1]]
-        np.testing.assert_allclose(made, expected[rows], rtol=1e-5, atol=1e-5, err_msg=name)
+    rows, coded = slice(FIRST, FIRST + 16), {"y": "codes"} if spec.plan.quant.coded else {}
+    for name, expected in gemm(spec, given | (SCALARS if spec.activation.gated else {})).items():
+        for each in {name, coded.get(name, name)}:
+            made = found[each][rows, : expected.shape[1]]
+            np.testing.assert_allclose(made, expected[rows], rtol=1e-5, atol=1e-5, err_msg=each)
 
 
 def run_backward(warp, spec, n):
@@ -216,17 +241,16 @@ def run_backward(warp, spec, n):
     products, sides = plain_product(spec, given), plan.sides
     z = values(given["preactivation"], spec.dtype).astype(np.float64)
     found = {"dz": np.full((sum(SIZES), sides * n + 512), np.nan), "y": np.full((sum(SIZES), n + 256), np.nan)}
-    operands = SimpleNamespace(row_scale=given["row_scale"], activation=(1.0, np.inf, 0.0))
-    work, sums, width = (
-        SimpleNamespace(operands=operands, extents=SimpleNamespace(rows=None)),
-        np.zeros(16),
-        plan.z_columns,
-    )
+    found["codes"] = np.full_like(found["dz"], np.nan)
+    operands = SimpleNamespace(row_scale=given["row_scale"], activation=tuple(SCALARS.values()), dz_codes=None)
+    work = SimpleNamespace(operands=operands, extents=SimpleNamespace(rows=None, n=n), staging=0)
+    sums, width = np.zeros(16), plan.z_columns
     padded = np.pad(z.reshape(len(z), -1), ((0, 0), (0, 512)))
     for n_tile in range(-(-n // plan.tile[1])):
         acc = accumulators(plan, products, columns_of(plan, halves["w"], n_tile, n))
         rows = Rows(FIRST, END, n_tile, 0)
         mine = epilogue.operands.rows(rows, work, epilogue.operands.each(lambda name, half: None), None)
+        gradients = []
         for unit in range(epilogue.units):
             where = epilogue.place(SimpleNamespace(row=FIRST, end=END, n_tile=n_tile), 0, 0, unit)
             assert where[-1] - (BIG - where[1]) == FIRST
@@ -235,7 +259,8 @@ def run_backward(warp, spec, n):
             for part, first in enumerate(firsts):
                 memory.data[places + part * 16 * width] = padded[FIRST : FIRST + 16, first : first + width]
             scalars = epilogue.operands.scalars(operands)
-            packed = epilogue.work(acc, unit * (epilogue.columns // 2), 0, LANES, scalars, mine, [])
+            packed = epilogue.work(acc, unit * (epilogue.columns // 2), 0, LANES, scalars, mine, steps := [])
+            gradients.append(steps)
             for part, first in enumerate(firsts):
                 end = min(first + width, n * (part + 1)) if plan.glu_layout == "concat" else first + width
                 found["dz"][FIRST : FIRST + 16, first:end] = memory.data[places + part * 16 * width][:, : end - first]
@@ -243,24 +268,32 @@ def run_backward(warp, spec, n):
                 column = n_tile * plan.tile[1] + unit * epilogue.columns + index // 2 * 8 + 2 * (LANES % 4)
                 for c in range(2):
                     found["y"][FIRST + LANES // 4 + 8 * (index % 2), column + c] = pair[c]
+        if "dz_codes" in halves:
+            halves["dz_codes"].block = blocks_of(found["codes"])
+            halves["dz_codes"].gradients((gradients, []), rows, work)
         for r in range(2):
             np.add.at(sums, LANES // 4 + 8 * r, mine.dprob.sums[r])
     return found | {"dprob": sums}, given
 
 
-BACKWARD = [
-    {"glu_layout": layout, "b_major": major, "tile": (128, tile_n)}
-    for layout in LAYOUTS
-    for major, tile_n in (("k", 96), ("n", 128))
-] + [{"kind": kind, "tile": (128, tile_n)} for kind, tile_n in (("dsilu", 128), ("dgelu", 160), ("dsrelu", 48))]
+BACKWARD = (
+    [
+        {"glu_layout": layout, "b_major": major, "tile": (128, tile_n)}
+        for layout in LAYOUTS
+        for major, tile_n in (("k", 96), ("n", 128))
+    ]
+    + [{"kind": kind, "tile": (128, tile_n)} for kind, tile_n in (("dsilu", 128), ("dgelu", 160), ("dsrelu", 48))]
+    + [{"glu_layout": layout, "tile": (128, 128), "quant": "out=fp8-block keep=true"} for layout in ("none", *LAYOUTS)]
+)
 
 
 @pytest.mark.parametrize("keys", BACKWARD, ids=lambda keys: "-".join(map(str, keys.values())))
 def test_a_backward_epilogue_is_the_reference(warp, keys):
     spec = gemm_spec(**keys, backward=True, row_scale=True, recompute=True, dprob=True)
-    n = 2 * spec.tile[1] + 32
+    n = 2 * spec.tile[1] + (128 if spec.plan.quant.coded else 32)
     found, given = run_backward(warp, spec, n)
-    rows = slice(FIRST, FIRST + 16)
-    for name, expected in gemm(spec, given).items():
-        made = found[name] if name == "dprob" else found[name][rows, : expected.shape[1]]
-        np.testing.assert_allclose(made, expected[rows], rtol=1e-5, atol=1e-5, err_msg=name)
+    rows, coded = slice(FIRST, FIRST + 16), {"dz": "codes"} if spec.plan.quant.coded else {}
+    for name, expected in gemm(spec, given | (SCALARS if spec.activation.gated else {})).items():
+        for each in {name, coded.get(name, name)}:
+            made = found[each] if each == "dprob" else found[each][rows, : expected.shape[1]]
+            np.testing.assert_allclose(made, expected[rows], rtol=1e-5, atol=1e-5, err_msg=each)

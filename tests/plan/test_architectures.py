@@ -73,3 +73,21 @@ def test_an_architecture_without_a_row_is_refused(checkout):
     made = run(checkout, "build", "quickstart/linear", "--arch", "sm_98y", "--dry-run")
     assert made.returncode == 2
     assert "sm_98y" in made.stderr
+
+
+def test_kernels_built_for_another_architecture_are_not_left_behind(checkout):
+    """The packaged file does not name it, and `--prune` must not remove them."""
+    code = (
+        "from types import SimpleNamespace\n"
+        "from fusekit.compiler.naming import left_behind\n"
+        "from fusekit.spec.catalog import targets\n"
+        "found = targets(['quickstart*'])\n"
+        "names = {(spec.full_name, arch): None for spec in found[0].every for arch in ('sm_90a', 'sm_99z')}\n"
+        "names['quickstart/gone@64x64', 'sm_90a'] = None\n"
+        "store = SimpleNamespace(recorded=lambda file: names)\n"
+        "print([each.name for each in left_behind(store, found)])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    command = [sys.executable, "-P", "-c", code]
+    made = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert made.stdout == "['quickstart/gone@64x64']\n", made.stderr
