@@ -259,7 +259,7 @@ def _layers(targets: Sequence[str], records: Sequence[NameRecord]) -> tuple[list
 
 def _kernels(targets: Sequence[str], records: Sequence[NameRecord]) -> tuple[list[str], list[str], list[str]]:
     """Names of GEMMs, of token kernels, and of others: "file/kernel", with "@variant" where a target has it."""
-    from fusekit.plan.operations import GEMM, OPERATIONS
+    from fusekit.plan.operations import OPERATIONS
     from fusekit.store import matches
 
     gemms: dict[str, None] = {}
@@ -268,8 +268,8 @@ def _kernels(targets: Sequence[str], records: Sequence[NameRecord]) -> tuple[lis
     for record in records:
         whole = any("@" in target and matches(target, record.name) for target in targets)
         name = record.name if whole else record.name.partition("@")[0]
-        operation = OPERATIONS[record.spec["op"]]
-        (tokens if operation.token_wise else gemms if operation.family == GEMM else others)[name] = None
+        row = OPERATIONS.get(record.spec["op"])
+        (others if row is None else tokens if row.token_wise else gemms if row.gemm else others)[name] = None
     return list(gemms), list(tokens), list(others)
 
 
@@ -318,7 +318,7 @@ def _print(session: Session, document: dict[str, Any], device: Device) -> None:
 
 
 # Of a line: heading -> its figure, and how that is shown.
-_TIMED = "bench times GEMMs, router and permutation kernels, and layers"
+_TIMED = "bench times GEMMs, router and permutation kernels of fusekit's own, and layers"
 _OF_GEMM = {"ms": ("ms", ".4g"), "TFLOP/s": ("tflops", ".0f"), "of peak": ("peak_share", ".1%"),
             "of dense": ("dense_share", ".3f"), "speed-up": ("speedup", ".2f")}  # fmt: skip
 _OF_TOKENS = {"us": ("us", ".2f"), "GB/s": ("gbs", ".0f"), "of peak": ("peak_share", ".1%"),

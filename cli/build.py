@@ -111,7 +111,7 @@ def command(
 
 def _layers(wanted: BuildPlan) -> list[dict[str, Any]]:
     """Each layer of an architecture, with the kernels that it needs."""
-    from fusekit.spec.family import layer_name, layer_of
+    from fusekit.spec.schemas import layer_name, layer_of
 
     found = {(name, spec.arch): layer_of(spec) for spec in wanted.specs if (name := layer_name(spec))}
     if not found:

@@ -16,7 +16,7 @@ from fusekit.abi import LaunchRecord
 def read_record(spec: Any) -> LaunchRecord:
     """The record of `spec`, once a process. Skips the test without the DSL."""
     pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
-    from fusekit.compiler.families import plan
+    from fusekit.compiler.worker import plan
 
     return read_plan(plan(spec))
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fusekit.abi import evaluate
 from fusekit.errors import UsageError
-from fusekit.plan.activations import kinds
+from fusekit.plan.activations import kind as kind_of
 from fusekit.plan.operations import OPERATIONS
 from fusekit.plan.quant import SIDE, quant
 from fusekit.reference import group_sizes, offsets_of
@@ -57,7 +57,7 @@ def dims_of(spec: Mapping[str, Any], problem: Mapping[str, int]) -> dict[str, in
     """The record's dims for a spec's problem E, M, N, K: I is N of a backward activation, N / 2 of a forward one; P
     tokens of transposed factors.
     """
-    kind = kinds()[spec["activation"]["kind"]]
+    kind = kind_of(spec["activation"]["kind"])
     forward_gated = kind.gated and not kind.backward
     room = -(-(problem["M"] + (SIDE - 1) * problem["E"]) // SIDE) * SIDE  # for tokens, groups at multiples of SIDE
     return {**problem, "I": problem["N"] // 2 if forward_gated else problem["N"], "P": room}

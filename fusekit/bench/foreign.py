@@ -1,12 +1,13 @@
-"""Trials of kernels that are not fusekit's: made-up tensors of the shapes and roles that the launch record has.
+"""Trials of kernels that are not fusekit's: random inputs of the shapes and roles that the launch record has.
 
-What such a kernel computes is not known here, so nothing is compared. Floating-point inputs are random. Integers are
+What a foreign kernel computes is not known here, so nothing is compared; an operation of another package may have a
+reference. Floating-point inputs are random. Integers are
 zeros: they may be indices, of which no other is known to be inside of what they point into.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -20,10 +21,13 @@ from fusekit.bench.trial import GUARD, Trial, Verdict, written_around
 from fusekit.dtypes import DTYPES, FLOAT
 from fusekit.errors import UsageError
 from fusekit.library import Library
-from fusekit.reference import POISON
-from fusekit.reference.inputs import bits
+from fusekit.plan.operations import operation
+from fusekit.reference import POISON, Expected, Measurement, decode, held, measure
+from fusekit.reference.formats import bits
+from fusekit.reference.measure import FROBENIUS
 from fusekit.runtime import DeviceArray, Devices, Kernel
 
+ROUNDED = 2.0**-14  # of a result, that float32 arithmetic may be off
 EXTENT = 1024  # of a dim that nobody gave, where all tensors together then take at most
 MOST_BYTES = 1 << 30
 NOTE = "not compared: a foreign kernel has no reference; looked at, with --check, are the bytes around its outputs"
@@ -40,16 +44,17 @@ class Strided(DeviceArray):
 
 
 class ForeignTrial(Trial):
-    """A `Trial` of a kernel with `op = "extern"`. sizes: of dims and scalars by name; None, or a name left out: a size
-    that fits into memory, and 1 for a scalar without a default.
-    """
+    """A `Trial` of a kernel with `op = "extern"`, or of another package's operation without a trial.
 
-    notes = (NOTE,)
+    sizes: of dims and scalars by name; None, or a name left out: a size that fits into memory, and 1 for a scalar
+    without a default.
+    """
 
     def __init__(
         self, library: Library, kernel: Kernel, rows: int | None, seed: int, sizes: Mapping[str, float] | None = None
     ) -> None:
         self._open(library, kernel)
+        self._reference, self.notes = _reference(kernel.spec.get("op"))
         given = dict(sizes or {}) if rows is None else {"M": rows, **(sizes or {})}
         record = kernel.record
         scalars = {scalar.name: scalar for scalar in record.scalars}
@@ -66,6 +71,7 @@ class ForeignTrial(Trial):
             if name in given or (scalar.default is None and name not in kernel.defaults)
         }
         self._seed = seed
+        self._before: dict[str, NDArray[Any]] = {}  # what the reference is given
         moved = sum(_bytes(tensor, self.problem) * (1 + (tensor.role == "inout")) for tensor in record.tensors)
         self.work = Work(flops=0, bytes=moved)
         self._place_all()
@@ -75,12 +81,51 @@ class ForeignTrial(Trial):
         array.fill(POISON & 0xFF)
         if tensor.role != "output":
             array.upload_repeated(numbers(tensor.dtype, array.nbytes, self._seed + sum(tensor.name.encode())))
+            if self._reference is not None:
+                self._before[tensor.name] = self._values_of(tensor)
+
+    def _values_of(self, tensor: TensorArgument) -> NDArray[Any]:
+        """What the tensor holds, as numbers: float64 of 16-bit types, else as NumPy holds it."""
+        array, dtype = self.arrays[tensor.name], held(tensor.dtype)
+        assert isinstance(array, Strided)
+        flat = np.frombuffer(array.download(), dtype)
+        strides = tuple(dtype.itemsize * stride for stride in array._strides)
+        whole = np.lib.stride_tricks.as_strided(flat, array.shape, strides, writeable=False)
+        return decode(whole, tensor.dtype).astype(np.float64) if tensor.dtype in ("bf16", "fp16") else whole
 
     def check(self) -> Verdict:
-        """Looks at the bytes around what the kernel writes. There is no error to tell."""
-        written = (tensor.name for tensor in self.kernel.record.tensors if tensor.written)
-        problems = [problem for name in written for problem in written_around(name, self.arrays[name])]
-        return Verdict(not problems, None, problems)
+        """Looks at the bytes around what the kernel writes, and compares its outputs where the operation has a
+        reference.
+        """
+        written = [tensor for tensor in self.kernel.record.tensors if tensor.written]
+        problems = [problem for tensor in written for problem in written_around(tensor.name, self.arrays[tensor.name])]
+        if self._reference is None:
+            return Verdict(not problems, None, problems)
+        wanted = self._reference(self.kernel.spec, {**self.inputs, **self._before})
+        return Verdict.of([_measured(tensor, self._values_of(tensor), wanted) for tensor in written], problems)
+
+
+def _reference(op: Any) -> tuple[Callable[..., Mapping[str, Any]] | None, tuple[str, ...]]:
+    """(what the results of an operation of another package must be, and if nobody says it, a note on that)."""
+    row = operation(op)
+    if row is None:
+        return None, (f"not compared: op {op} is of a package that is not installed here",)
+    if row.reference:
+        return row.load("reference"), ()
+    return None, (NOTE if not row.package else f"not compared: {row.lacks('reference')}",)
+
+
+def _measured(tensor: TensorArgument, got: NDArray[Any], wanted: Mapping[str, Any]) -> Measurement:
+    """One output against the reference, but for ROUNDED of float32 arithmetic."""
+    if tensor.name not in wanted:
+        raise UsageError(f"{tensor.name}: the reference gives {', '.join(wanted)}; it must give every output")
+    value = np.asarray(wanted[tensor.name], np.float64).reshape(got.shape)
+    table = value.reshape(-1, got.shape[-1])
+    want = Expected(
+        tensor.dtype, np.arange(len(table)), table, ROUNDED * np.abs(table), shape=got.shape,
+        limit=None if tensor.dtype in FROBENIUS else ROUNDED,
+    )  # fmt: skip
+    return measure(tensor.name, want.of(np.asarray(got, np.float64)), want)
 
 
 def extents(record: LaunchRecord, given: Mapping[str, float]) -> dict[str, int]:

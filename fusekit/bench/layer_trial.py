@@ -21,7 +21,7 @@ from fusekit.library import Library
 from fusekit.plan.layer import Options
 from fusekit.plan.layer.options import CHOICES, LOGITS, MLP, X
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
-from fusekit.plan.operations import GEMM, OPERATIONS
+from fusekit.plan.operations import OPERATIONS
 from fusekit.plan.quant import NONE
 from fusekit.reference import POISON, decode, encode, held, poisoned
 from fusekit.reference import layer as definition
@@ -74,7 +74,7 @@ def gemms(layer: Layer, which: str, tokens: int) -> list[tuple[int, int, int]]:
     for step in program.needed(which, layer.outputs(which)):
         keys = program.parts[step.part]
         operation = OPERATIONS[keys["op"]]
-        if operation.family == GEMM:
+        if operation.gemm:
             rows = dims["M" if operation.ragged else "T"]
             n, k = keys["problem"]["N"], keys["problem"]["K"]
             found.append((n, k, rows) if operation.reduces_rows else (rows, n, k))

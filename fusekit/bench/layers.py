@@ -17,7 +17,7 @@ from fusekit.bench.timing import median
 from fusekit.choice.tuning import Row
 from fusekit.library import Library
 from fusekit.plan.layer.program import QUANTISE
-from fusekit.plan.operations import GEMM, OPERATIONS
+from fusekit.plan.operations import OPERATIONS
 from fusekit.runtime import Device
 
 
@@ -90,7 +90,7 @@ def sweep(
     rows: list[Row] = []
     for part, keys in library.layer(name, arch, device.ordinal).program.parts.items():
         full = f"{name}.{part}"
-        if OPERATIONS[keys["op"]].family == GEMM and len(library.variants(full, arch)) > 1:
+        if OPERATIONS[keys["op"]].gemm and len(library.variants(full, arch)) > 1:
             bench = GemmBench(library, device, [full], arch, options)
             kernels += bench.measure(Shape(T=tokens), stream)["kernels"]
             rows += bench.rows

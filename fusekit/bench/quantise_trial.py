@@ -19,7 +19,7 @@ DEFAULT = {"E": 4, "M": 4096, "K": 2880}  # where a spec has no problem
 class QuantiseTrial(Trial):
     """A `Trial` of quantise, for `rows` (None: the spec's) rows."""
 
-    def __init__(self, library: Library, kernel: Kernel, rows: int | None, seed: int) -> None:
+    def __init__(self, library: Library, kernel: Kernel, rows: int | None, seed: int, *, guarded: bool = False) -> None:
         spec = kernel.spec
         self._open(library, kernel)
         self.problem = {**DEFAULT, **(spec.get("problem") or {})}

@@ -53,8 +53,9 @@ class TokenTrial(Trial):
     """
 
     def __init__(
-        self, library: Library, kernel: Kernel, rows: int | None, seed: int, inputs: Mapping[str, Any] | None = None
-    ) -> None:
+        self, library: Library, kernel: Kernel, rows: int | None, seed: int, inputs: Mapping[str, Any] | None = None,
+        *, guarded: bool = False,
+    ) -> None:  # fmt: skip
         spec = kernel.spec
         problem = spec.get("problem") or {"T": DEFAULT_TOKENS, "H": DEFAULT_HIDDEN}
         self._open(library, kernel)

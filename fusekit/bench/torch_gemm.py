@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusekit.dtypes import DTYPES as ROWS
+from fusekit.errors import UsageError
 from fusekit.interop.torch import DTYPES
-from fusekit.plan.activations import kinds
+from fusekit.plan.activations import kind as kind_of
 from fusekit.plan.operations import OPERATIONS
 from fusekit.plan.quant import ROW, SIDE, quant
 from fusekit.runtime import DeviceArray
@@ -87,7 +88,7 @@ class Unfused:
         self._ends = [0]
         for size in sizes:
             self._ends.append(self._ends[-1] + int(size))
-        backward, compiled = kinds()[spec["activation"]["kind"]].backward, how == "compile"
+        backward, compiled = kind_of(spec["activation"]["kind"]).backward, how == "compile"
         activation = _Activation(spec, self._scalars)
         self._activation: Callable[[Tensor], Tensor] = (
             torch.compile(activation, dynamic=False) if compiled and backward else activation
@@ -213,13 +214,13 @@ class _Activation:
     """The activation of a spec, forward; of a backward spec the one whose derivative it is."""
 
     def __init__(self, spec: Mapping[str, Any], scalars: Mapping[str, float]) -> None:
-        kind, self._layout = kinds()[spec["activation"]["kind"]], spec["glu_layout"]
+        kind, self._layout = kind_of(spec["activation"]["kind"]), spec["glu_layout"]
         self._gated = kind.gated
         self._approximate = spec["activation"]["approximate"]
         self._alpha = float(scalars.get("act_alpha", 1.0))
         self._limit = float(scalars.get("act_limit", float("inf")))
         self._up_offset = float(scalars.get("act_up_offset", 0.0))
-        self._function: Callable[[Tensor], Tensor] = {
+        functions: dict[str, Callable[[Tensor], Tensor]] = {
             "identity": lambda z: z,
             "relu": functional.relu,
             "srelu": lambda z: functional.relu(z).square(),
@@ -228,7 +229,10 @@ class _Activation:
             "swiglu": self._swish,
             "geglu": self._gelu,
             "reglu": functional.relu,
-        }[kind.function]
+        }
+        if kind.function not in functions:
+            raise UsageError(f"activation {kind.function} is of another package, and has no code for PyTorch here")
+        self._function = functions[kind.function]
 
     def __call__(self, z: Tensor) -> Tensor:
         if not self._gated:

@@ -108,6 +108,11 @@ class Trial:
             if tensor.name in self.inputs:
                 array.upload(self.inputs[tensor.name])
             return
+        if tensor.name not in self.inputs:
+            raise UsageError(
+                f"{self.kernel.name} takes {tensor.name}, which no operand has that is installed here; install the "
+                "package that it was built with"
+            )
         value = np.ascontiguousarray(self.inputs[tensor.name])
         self.arrays[tensor.name] = DeviceArray(self.devices, value.shape, tensor.dtype, self.device.ordinal)
         self.arrays[tensor.name].upload(value)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fusekit.bench.quantise_trial import QuantiseTrial
-from fusekit.bench.token_trial import TokenTrial
 from fusekit.bench.trial import Trial
 from fusekit.errors import UsageError
 from fusekit.library import Library
-from fusekit.plan.operations import EXTERN, OPERATIONS, QUANTISE
-from fusekit.plan.token_operation import CHECK, EXCHANGE
+from fusekit.plan.operations import operation
 from fusekit.runtime import Kernel
 
 
@@ -18,27 +15,17 @@ def open_trial(
     library: Library, kernel: Kernel, rows: int | None, seed: int, *, guarded: bool,
     sizes: Mapping[str, float] | None = None,
 ) -> Trial:  # fmt: skip
-    """Made-up inputs on the device, outputs poisoned. rows: of x, or a router's tokens; None: the spec's. sizes: dims
-    and scalars of a foreign kernel.
+    """Random inputs on the device, outputs poisoned. rows: of x, or a router's tokens; None: the spec's. sizes: dims
+    and scalars of a kernel whose operation has no trial of its own.
     """
-    operation = OPERATIONS[kernel.spec["op"]]
-    if operation.family == EXTERN:
+    row = operation(kernel.spec["op"])
+    if row is None or not (row.trial or row.alone):
         from fusekit.bench.foreign import ForeignTrial  # which no other kernel needs
 
         return ForeignTrial(library, kernel, rows, seed, sizes)
     if sizes:
         raise UsageError(f"{kernel.name} is no foreign kernel; --rows and its spec's problem say its sizes")
-    if operation.family == CHECK:
-        raise UsageError(
-            f"{kernel.name} launches beside other kernels and has no trial; open_library(checked=True) uses it"
-        )
-    if operation.family == EXCHANGE:
-        raise UsageError(
-            f"{kernel.name} is launched by all ranks together and has no trial on one device; fusekit.exchange makes "
-            "the windows that it needs"
-        )
-    if operation.family == QUANTISE:
-        return QuantiseTrial(library, kernel, rows, seed)
-    if operation.token_wise:
-        return TokenTrial(library, kernel, rows, seed)
-    return Trial(library, kernel, rows, seed, guarded=guarded)
+    if row.alone:
+        raise UsageError(f"{kernel.name} {row.alone}")
+    trial: Trial = row.load("trial")(library, kernel, rows, seed, guarded=guarded)
+    return trial

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fusekit.choice.model import rank
 from fusekit.errors import ArgumentError, IntegrityError, UsageError, whole
-from fusekit.plan.operations import EXTERN, GEMM, OPERATIONS, QUANTISE, Operation
+from fusekit.plan.operations import OPERATIONS, Operation, operation
 
 if TYPE_CHECKING:
     from fusekit.choice.tuning import Tuning
@@ -26,17 +25,15 @@ _TEXTS = frozenset(
 )  # fmt: skip
 _COUNTS = frozenset({"warps", "experts", "topk", "cluster_margin"})
 _PAIRS = frozenset({"tile", "cluster"})
-_DIMS = {GEMM: ("E", "M", "N", "K"), QUANTISE: ("E", "M", "K", "T")}  # of a problem, by family; others have their own
 _MOST = 2**63  # of an extent
-_OF_TOKENS = ("T", "H", "M")  # M is another name of T
 
 
 def check_alike(variants: Sequence[NameRecord]) -> None:
     """Raises UsageError where the variants of one kernel do not compute the same, with the same defaults: a variant
     that a spec no longer has stays in the store when the spec is changed, and must not be taken for one of it.
     """
-    if len(variants) < 2 or all(record.spec.get("op") == EXTERN for record in variants):
-        return  # those of a sweep are kernels of their own
+    if len(variants) < 2 or not any(_operation(record).variants for record in variants):
+        return  # those of a foreign kernel's sweep are kernels of their own
     _check(variants)
     first, *others = map(_computed, variants)
     for record, found in zip(variants[1:], others, strict=True):
@@ -52,8 +49,8 @@ def check_alike(variants: Sequence[NameRecord]) -> None:
 def _check(variants: Sequence[NameRecord]) -> None:
     for record in variants:
         check_name(record)
-        needed = {"tile", "cluster"} if _operation(record).family == GEMM else {"warps"}
-        if not needed <= record.spec.keys():
+        needed = _operation(record).chosen_by
+        if not record.spec.keys() >= {*needed}:
             raise IntegrityError(
                 f"name record {record.name}: its spec lacks one of {', '.join(sorted(needed))}, by which a variant is "
                 "chosen; give the full name, or build the kernel again",
@@ -62,14 +59,27 @@ def _check(variants: Sequence[NameRecord]) -> None:
 
 
 def _operation(record: NameRecord) -> Operation:
-    found = OPERATIONS.get(record.spec.get("op", ""))
-    if found is None:
+    op = record.spec.get("op")
+    if not isinstance(op, str):
         raise IntegrityError(
-            f"name record {record.name}: its spec has op = {record.spec.get('op')!r}, which has no variants to choose"
-            " from; give the full name, or build the kernel again",
+            f"name record {record.name}: its spec has op = {op!r}, where a name must be; remove it and build the kernel"
+            " again",
             key=record.key,
         )
+    found = operation(op)
+    if found is None:
+        raise UsageError(
+            f"{record.name} has variants, and op {op!r}, which chooses among them, is of no package that is installed "
+            f"here; give the full name, such as {record.name}, or install the package of {op}"
+        )
     return found
+
+
+def warps(spec: Mapping[str, Any], problem: Mapping[str, int]) -> int:
+    """What orders the variants of a kernel that works token by token: how far its warps are from what is fastest."""
+    token = OPERATIONS[spec["op"]].token
+    long = token is not None and 0 < token.long_row <= spec.get("experts", 0)
+    return abs(int(spec["warps"]) - (4 if long else 8))
 
 
 def check_name(record: NameRecord) -> None:
@@ -165,21 +175,20 @@ def choose(
     if len(kernels) > 1:
         more = f" and {len(kernels) - 2} more" if len(kernels) > 2 else ""
         raise UsageError(f"{', '.join(kernels[:2])}{more} are kernels of their own; give the name of one")
-    operation = _operation(first)
-    if operation.family == EXTERN:
+    row = _operation(first)
+    if not row.variants:
         names = ", ".join(record.name for record in variants[:4])
-        raise UsageError(f"{names} are kernels of their own: a sweep of a foreign kernel's params; give the full name")
+        why = "a sweep of a foreign kernel's params" if not row.package else f"op {row.name}: {row.lacks('variants')}"
+        raise UsageError(f"{names} are kernels of their own: {why}; give the full name")
     check_alike(variants)
-    whole = _whole(first.spec, operation, problem)
+    whole = _whole(first.spec, row, problem)
     if tuning is not None:
         by_variant = {record.name.partition("@")[2]: record for record in variants}
         for variant in tuning.best(first.spec, whole, device):
             if variant in by_variant:
                 return by_variant[variant]
-    if operation.token_wise:
-        long = 0 < operation.long_row <= first.spec.get("experts", 0)
-        return min(variants, key=lambda record: (abs(record.spec["warps"] - (4 if long else 8)), record.name))
-    return min(variants, key=lambda record: (*rank(record.spec, _whole(record.spec, operation, problem)), record.name))
+    order = row.load("variants")
+    return min(variants, key=lambda record: (order(record.spec, _whole(record.spec, row, problem)), record.name))
 
 
 def _checked(record: NameRecord, problem: Any) -> dict[str, int]:
@@ -192,11 +201,11 @@ def _checked(record: NameRecord, problem: Any) -> dict[str, int]:
             " out",
             argument="problem",
         )
-    operation = OPERATIONS.get(record.spec.get("op", ""))
-    known = None if operation is None else _OF_TOKENS if operation.token_wise else _DIMS.get(operation.family)
+    row = OPERATIONS.get(record.spec.get("op", ""))  # a package is not asked for what a launch can do without
+    known = row.dims if row is not None else ()
     extents: dict[str, int] = {}
     for name, value in problem.items():
-        if known is not None and name not in known:
+        if known and name not in known:
             raise ArgumentError(
                 f"problem has {repr(name)[:80]}; the extents of {kernel} are {', '.join(known)}; leave it out",
                 argument="problem",
@@ -209,7 +218,7 @@ def _checked(record: NameRecord, problem: Any) -> dict[str, int]:
                 argument="problem",
             )
         extents[name] = extent
-    if known == _OF_TOKENS and {"T", "M"} <= problem.keys():
+    if row is not None and row.token_wise and {"T", "M"} <= problem.keys():  # M is another name of T
         raise ArgumentError(
             f"problem has T = {problem['T']!r} and M = {problem['M']!r}; both are the tokens of {kernel}; give one of"
             " them",
@@ -218,9 +227,9 @@ def _checked(record: NameRecord, problem: Any) -> dict[str, int]:
     return extents
 
 
-def _whole(spec: Mapping[str, Any], operation: Operation, problem: Mapping[str, int] | None) -> dict[str, int]:
+def _whole(spec: Mapping[str, Any], row: Operation, problem: Mapping[str, int] | None) -> dict[str, int]:
     """The spec's problem with what `problem` says otherwise; rows M of a kernel that works token by token are T."""
     whole = {**(spec.get("problem") or {}), **(problem or {})}
-    if operation.token_wise and "M" in whole:
+    if row.token_wise and "M" in whole:
         whole["T"] = whole.pop("M")
     return whole

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fusekit.compiler.explain import check_usable
-from fusekit.compiler.families import plan
 from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.identity import Identity
 from fusekit.compiler.naming import Left, Moved, give_names, left_behind, record_of
@@ -293,10 +292,13 @@ def execute(
     store: Store,
     jobs: int | None = None,
     progress: Callable[[Progress], None] | None = None,
-    planner: Callable[[Spec], TracePlan] = plan,
+    planner: Callable[[Spec], TracePlan] | None = None,
     executor: Executor | None = None,
 ) -> BuildReport:
-    """Builds the plan's misses and names everything; see `build`. planner: importable by name; called in a worker."""
+    """Builds the plan's misses and names everything; see `build`.
+
+    planner: in place of the operations' own; importable by name, called in a worker.
+    """
     report, store = BuildReport(failed=list(wanted.failed)), store.inspecting(check_usable)
     if jobs is not None:
         jobs = ArgumentError.integer("jobs", jobs, "a whole number, 1 or more; leave it out for one per processor", 1)
@@ -325,7 +327,7 @@ def _build(
     store: Store,
     jobs: int | None,
     notify: Callable[[Progress], None],
-    planner: Callable[[Spec], TracePlan],
+    planner: Callable[[Spec], TracePlan] | None,
     executor: Executor | None,
     report: BuildReport,
 ) -> None:
@@ -359,7 +361,7 @@ def _build(
 
 
 def _make(
-    compiler: Compiler, task: Task, store: Store, planner: Callable[[Spec], TracePlan], waits: bool
+    compiler: Compiler, task: Task, store: Store, planner: Callable[[Spec], TracePlan] | None, waits: bool
 ) -> tuple[Entry, bool, list[Moved]]:
     """The entry of `task`, whether it was compiled now, and the names that it moved. Another builder may have been
     faster. If it is at it now this is postponed, as long as it `waits`: so builders of one catalogue share it.

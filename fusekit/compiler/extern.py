@@ -1,4 +1,4 @@
-"""The family of kernels that are not fusekit's: a Python function gives the host function and its fake arguments.
+"""Kernels that are not fusekit's: a Python function gives the host function and its fake arguments.
 
 What the host code computes is read out of it, as for every kernel. The spec says the rest: roles, names of dims, sizes
 of workspaces. Divisors and alignments are those of the fakes.

@@ -31,7 +31,8 @@ from fusekit.compiler.worker import COMPILER, serve
 from fusekit.plan.operations import OPERATIONS
 
 MESSAGE_BYTES = 1 << 16
-_PRELOADED = (*COMPILER, "fusekit.compiler.trace", *sorted({row.planner for row in OPERATIONS.values()}))
+_PLANNERS = sorted({row.modules[0] for row in OPERATIONS.values()})
+_PRELOADED = (*COMPILER, "fusekit.compiler.trace", *_PLANNERS)
 
 
 def main(descriptor: int, cache: str = "") -> None:

@@ -1,4 +1,4 @@
-"""What a family module hands to the compiler: the function to trace, and what its arguments mean."""
+"""What a planner hands to the compiler: the function to trace, and what its arguments mean."""
 
 from __future__ import annotations
 

@@ -1,16 +1,17 @@
-"""What a kernel's key is made of. Imports neither the DSL nor a family module."""
+"""What a kernel's key is made of. Imports neither the DSL nor a planner."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fusekit.compiler.families import family, modules
 from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.options import compile_options
 from fusekit.compiler.sources import Sources
 from fusekit.compiler.toolchain import distributions
-from fusekit.spec import ExternSpec
+from fusekit.errors import BuildError
+from fusekit.plan.operations import OPERATIONS, operation
+from fusekit.spec import ExternSpec, KernelSpec
 from fusekit.store.keys import common_fields, with_spec
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Identity:
 
     def key_fields(self, spec: Spec) -> dict[str, str]:
         """The labelled key fields of `spec`."""
-        roots = family(spec), *modules(spec)
+        roots = roots_of(spec)
         if (spec.arch, *roots) not in self._common:
             self._common[spec.arch, *roots] = common_fields(
                 arch=spec.arch,
@@ -40,6 +41,16 @@ class Identity:
         if isinstance(spec, ExternSpec):
             fields = dict(sorted({**fields, **self._foreign.fields(spec)}.items()))
         return fields
+
+
+def roots_of(spec: Spec) -> tuple[str, ...]:
+    """The modules whose sources a key holds, with what they import: the planner, the operation's kernel, and those
+    that the plan of a GEMM names. Raises BuildError for an unknown op.
+    """
+    row = operation(spec.op)
+    if row is None:
+        raise BuildError(f"op {spec.op!r} has no kernels; it must be one of {', '.join(sorted(OPERATIONS))}")
+    return (*row.modules, *(spec.plan.modules if isinstance(spec, KernelSpec) else ()))
 
 
 def key_fields_for(spec: Spec) -> dict[str, str]:

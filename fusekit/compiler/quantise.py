@@ -1,4 +1,4 @@
-"""The family of quantise: what `kernels.quantise` is traced with, and what its arguments are."""
+"""Quantise: what `kernels.quantise` is traced with, and what its arguments are."""
 
 from __future__ import annotations
 

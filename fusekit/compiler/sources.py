@@ -1,6 +1,6 @@
 """The source that decides a kernel, found by following imports in the syntax tree, without running any of it.
 
-Followed are `fusekit.kernels`, `fusekit.compiler`, `fusekit.plan` and `fusekit.abi`, from the family module, from the
+Followed are `fusekit.kernels`, `fusekit.compiler`, `fusekit.plan` and `fusekit.abi`, from the planner, from the
 modules that the kernel's plan names (its operands, its activation, its epilogue), and from what compiles it
 (`fusekit.compiler.trace`) on. Of other rooms that a followed file imports from, such as constants of `fusekit.spec`,
 the module itself counts, and neither its imports nor its package. The DSL reaches a key by its version. The proof of a
@@ -36,7 +36,7 @@ _DYNAMIC = frozenset({"importlib", "imp", "runpy", "pkgutil"})
 # operands, activations and the architecture by the plan, a kernel that works token by token by its operation's row.
 _BY_NAME = frozenset(
     {"compiler/fakes.py", "compiler/gemm.py", "compiler/source_call.py", "compiler/tokens.py"}
-    | {"plan/operands/__init__.py", "plan/activations/__init__.py", "plan/arch/__init__.py"}
+    | {"plan/operands/__init__.py", "plan/activations/__init__.py", "plan/arch/__init__.py", "plan/packages.py"}
 )
 _OPERANDS = "plan/operands/"
 _FOR_PEOPLE = frozenset({"key", "KEY", "words", "refused", "rules"})
@@ -126,7 +126,7 @@ class Sources:
 
 
 def closure(root: str, package: Path | None = None, modules: Iterable[str] = ()) -> dict[str, str]:
-    """The closure of one family module, and of `modules` that a plan names; see `Sources.closure`."""
+    """The closure of one planner's module, and of `modules` that a plan names; see `Sources.closure`."""
     return (Sources() if package is None else Sources(package)).closure((root, *modules))
 
 

@@ -26,6 +26,7 @@ from fusekit.compiler.reads import Watch, check
 from fusekit.compiler.toolchain import SUPPORTED, check_loaded, describe, distributions
 from fusekit.compiler.trace import Compiled, compile_plan
 from fusekit.errors import BuildError, FusekitError, ToolchainError, install
+from fusekit.plan.operations import operation
 from fusekit.spec import ExternSpec
 from fusekit.store.keys import with_spec
 
@@ -42,7 +43,7 @@ class Job:
     """
 
     name: str
-    planner: Callable[[Any], TracePlan]
+    planner: Callable[[Any], TracePlan] | None
     spec: Any
     fields: Mapping[str, str] | None = None
     home: tuple[str, ...] | None = None
@@ -87,6 +88,15 @@ def serve(socket: int, cache: Path | None, watch: Watch | None) -> None:
         connection.send(Answer(_work(job, cache, watch), _memory()))
 
 
+def plan(spec: Any) -> TracePlan:
+    """What to trace for `spec`. Imports the DSL."""
+    row = operation(spec.op)
+    if row is None:
+        raise BuildError(f"op {spec.op!r} has no kernels; install the package that has it")
+    made: TracePlan = row.load("planner")(spec)
+    return made
+
+
 def _work(job: Job, cache: Path | None, watch: Watch | None) -> Done | FusekitError:
     """The kernel, or what failed; first of all what its key does not name, of which anything else may come."""
     done = _made(job, cache)
@@ -103,11 +113,11 @@ def _made(job: Job, cache: Path | None) -> Done | FusekitError:
     try:
         _same_spec(job)
         _import_compiler()
-        plan = job.planner(job.spec)
+        made = (job.planner or plan)(job.spec)
         if isinstance(job.spec, ExternSpec) and FAKES in job.spec.params:
-            called = plan.function, *plan.arguments, *plan.keywords.values()
+            called = made.function, *made.arguments, *made.keywords.values()
             values.check(called, job.spec.params.get(values.VALUES, {}), foreign.Foreign(cache))
-        compiled = compile_plan(plan, Path.cwd())
+        compiled = compile_plan(made, Path.cwd())
         versions = distributions(cache)
         check_loaded(versions)
     except FusekitError as error:
@@ -117,7 +127,7 @@ def _made(job: Job, cache: Path | None) -> Done | FusekitError:
     except MemoryError:
         return BuildError(f"{job.name}: the compile process reached its limit of memory; use fewer --jobs")
     except Exception as error:
-        failure = BuildError(f"{_said(error)}; this is a defect of the kernel's family module")
+        failure = BuildError(f"{_said(error)}; this is a defect of the kernel's planner")
         failure.add_note(traceback.format_exc())
         return failure
     toolchain = describe(versions)

@@ -12,7 +12,7 @@ from fusekit.layers.passes import MovingPass, Pass, Sizes, of_the_pass
 from fusekit.layers.stored import options_of, records_of
 from fusekit.plan.layer import Buffer, Options, Program, Step, program, stored_options
 from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE, SCRATCH, Arguments
-from fusekit.plan.operations import GEMM, OPERATIONS
+from fusekit.plan.operations import OPERATIONS
 from fusekit.runtime.devices import ordinal_of
 from fusekit.runtime.side import Aside, Late, Queue, Side, run
 from fusekit.runtime.streams import PER_THREAD, stream_handle
@@ -529,7 +529,7 @@ class Layer:
         operation = OPERATIONS[keys["op"]]
         dims = self.program.dims(self.options.tokens if pinned(keys) else self._rows_of(tokens))
         problem = {"T": dims["T"]}
-        if operation.family == GEMM:
+        if operation.gemm:
             problem = {**keys["problem"], "M": dims["M"] if operation.ragged else dims["T"]}
         return self._library.find(f"{self.name}.{part}", self._arch, self._device, problem).name
 

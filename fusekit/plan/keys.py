@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+Broken = tuple[str, Any, str]  # key, its value, the rule
+
 
 @dataclass(frozen=True, slots=True)
 class Key:

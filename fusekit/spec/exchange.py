@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fusekit.plan.exchange import ALL, MOST_RANKS, SENDERS, SENDS
+from fusekit.plan.operations import Schema
 from fusekit.spec.keys import Bounded, Broken, Key
 from fusekit.spec.permutation import ADDENDS, CODED_DTYPE, DTYPE, HIDDEN, TOPK, broken_rows
-from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK
+from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, SWEEP_KEYS
 from fusekit.spec.token import ARCH, NAME, SUMMARY, TokenProblem, TokenSpec, made
 
 DISPATCH, COMBINE = "moe-dispatch", "moe-combine"
@@ -45,7 +46,6 @@ EXCHANGE_KEYS = {
             "had more rows than M.", default=False),
     ),
 }  # fmt: skip
-EXCHANGE_OPS = tuple(EXCHANGE_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +99,6 @@ def broken_exchange_rules(spec: ExchangeSpec) -> list[Broken]:
     if spec.blocks > MOST_BLOCKS:
         found.append(("blocks", spec.blocks, f"must be from 1 to {MOST_BLOCKS}"))
     return found + broken_rows(spec)
+
+
+SCHEMAS = {op: Schema(keys, SWEEP_KEYS, make, broken_exchange_rules) for op, keys in EXCHANGE_KEYS.items()}

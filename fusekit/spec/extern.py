@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fusekit.plan.arch import FOREIGN
+from fusekit.plan.operations import Schema
 from fusekit.spec.keys import Broken, Key
 from fusekit.spec.token import NAME, SUMMARY, TokenSpec, made
 from fusekit.spec.values import show
@@ -150,6 +151,9 @@ def broken_extern_rules(spec: ExternSpec) -> list[Broken]:
         )
         found.append(("sweep", spec.sweep, rule))
     return [*found, *_lift(spec), *_arguments(spec), *_dims(spec)]
+
+
+SCHEMA = Schema(EXTERN_KEYS, ("arch", "sweep"), make, broken_extern_rules)
 
 
 def _lift(spec: ExternSpec) -> list[Broken]:

@@ -8,10 +8,11 @@ A kernel's `properties` are those of every operation, for completion. Draft 7, a
 from dataclasses import replace
 from typing import Any
 
-from fusekit.spec.family import Family, families
+from fusekit.plan.operations import Schema
 from fusekit.spec.keys import FILE_KEYS, INT32_MAX, NAME_PATTERN, Key, most_of
 from fusekit.spec.layer import LAYER
 from fusekit.spec.parse import SCHEMA_VERSION
+from fusekit.spec.schemas import schemas
 from fusekit.spec.values import MAX_TEXT, MAX_VALUES
 
 A_LAYER = {"required": ["kind"]}
@@ -29,13 +30,13 @@ def schema() -> dict[str, Any]:
         "properties": _union(defaults=True),
         "additionalProperties": NONE,
     }
-    every = (*families(), LAYER)
-    op = next(key for key in families()[0].keys if key.name == "op")
+    every = (*schemas(), LAYER)
+    op = next(key for key in schemas()[0].keys if key.name == "op")
     kernel = {
         "type": "object",
         "required": ["name"],
         "properties": {**_union(defaults=False), "op": _property(op)},
-        "allOf": [_when(_is(family), _kernel_of(family)) for family in every],
+        "allOf": [_when(_is(schema), _kernel_of(schema)) for schema in every],
     }
     properties["kernel"] = {"description": by_name["kernel"].doc, "type": "array", "minItems": 1, "items": kernel}
     return {
@@ -46,8 +47,8 @@ def schema() -> dict[str, Any]:
         "properties": properties,
         "required": [key.name for key in FILE_KEYS if key.required],
         "additionalProperties": NONE,
-        "allOf": [_inherited(family) for family in every],
-        "definitions": {_name(family): _kernel(family) for family in every},
+        "allOf": [_inherited(schema) for schema in every],
+        "definitions": {_name(schema): _kernel(schema) for schema in every},
     }
 
 
@@ -55,43 +56,43 @@ def _when(condition: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
     return {"if": condition, "then": then}
 
 
-def _name(family: Family) -> str:
-    return family.ops[0] if family.ops else "layer"
+def _name(schema: Schema) -> str:
+    return schema.ops[0] if schema.ops else "layer"
 
 
-def _is(family: Family) -> dict[str, Any]:
-    """A table of the family: a layer has a kind, a kernel an operation."""
-    return {**_op_is(family), "not": A_LAYER} if family.ops else A_LAYER
+def _is(schema: Schema) -> dict[str, Any]:
+    """A table of the schema: a layer has a kind, a kernel an operation."""
+    return {**_op_is(schema), "not": A_LAYER} if schema.ops else A_LAYER
 
 
-def _op_is(family: Family) -> dict[str, Any]:
-    return {"properties": {"op": {"enum": list(family.ops)}}, "required": ["op"]}
+def _op_is(schema: Schema) -> dict[str, Any]:
+    return {"properties": {"op": {"enum": list(schema.ops)}}, "required": ["op"]}
 
 
-def _kernel_of(family: Family) -> dict[str, Any]:
-    return {"$ref": f"#/definitions/{_name(family)}"}
+def _kernel_of(schema: Schema) -> dict[str, Any]:
+    return {"$ref": f"#/definitions/{_name(schema)}"}
 
 
-def _inherited(family: Family) -> dict[str, Any]:
+def _inherited(schema: Schema) -> dict[str, Any]:
     """Tables that leave `op` or `kind` to [defaults]."""
-    kernel = _when({"not": {"anyOf": [{"required": ["op"]}, A_LAYER]}}, _kernel_of(family))
+    kernel = _when({"not": {"anyOf": [{"required": ["op"]}, A_LAYER]}}, _kernel_of(schema))
     return _when(
-        {"properties": {"defaults": _is(family)}, "required": ["defaults"]},
+        {"properties": {"defaults": _is(schema)}, "required": ["defaults"]},
         {"properties": {"kernel": {"items": kernel}}},
     )
 
 
-def _kernel(family: Family) -> dict[str, Any]:
-    """A kernel of one family. What it lacks may come from [defaults]: nothing is required here."""
-    keys = tuple(replace(key, choices=family.ops) if key.name == "op" else key for key in family.keys)
+def _kernel(schema: Schema) -> dict[str, Any]:
+    """A kernel of one schema. What it lacks may come from [defaults]: nothing is required here."""
+    keys = tuple(replace(key, choices=schema.ops) if key.name == "op" else key for key in schema.keys)
     return {"properties": {key.name: _property(key) for key in keys}, "additionalProperties": NONE}
 
 
 def _union(*, defaults: bool) -> dict[str, Any]:
-    """Any key of any family; a value that one of them takes, since the file's kernels may belong to several."""
+    """Any key of any schema; a value that one of them takes, since the file's kernels may belong to several."""
     forms: dict[str, list[dict[str, Any]]] = {}
-    for family in (*families(), LAYER):
-        for key in family.defaults_keys if defaults else family.keys:
+    for schema in (*schemas(), LAYER):
+        for key in schema.defaults_keys if defaults else schema.keys:
             form = _property(key)
             if form not in forms.setdefault(key.name, []):
                 forms[key.name].append(form)

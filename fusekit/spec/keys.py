@@ -1,9 +1,9 @@
 """Every key of a spec file: type, allowed values, default, meaning. Parser and JSON Schema both read this table."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fusekit.plan.activations import kinds
+from fusekit.plan.keys import Broken as Broken
 from fusekit.plan.keys import Key as Key
 from fusekit.plan.operands import keys as operand_keys
 from fusekit.plan.quant import ACCUMULATIONS, NONE, OUTPUTS, RECIPES, X_FORMATS
@@ -14,8 +14,6 @@ from fusekit.spec.model import ARCHES, DTYPES, OPS, OUT_DTYPES
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
 NAME_RULE = "a name is lower-case letters, digits, '.', '_' or '-', begins with a letter or digit, 64 at most"
 INT32_MAX = 2**31 - 1
-
-Broken = tuple[str, Any, str]  # key, its value, the rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ from fusekit.errors import some
 from fusekit.plan.activations import kind
 from fusekit.plan.layer import Options, broken, layer_keys, program
 from fusekit.plan.layer.options import make
-from fusekit.spec.family import Family, family_of
+from fusekit.plan.operations import Schema
 from fusekit.spec.keys import ACTIVATION_KEYS, KERNEL_ONLY
 from fusekit.spec.model import DTYPES
+from fusekit.spec.schemas import schema_of
 from fusekit.spec.sweep import Expansion, expand, indexed
 from fusekit.spec.values import one_of
 
@@ -29,11 +30,11 @@ def expand_layer(stem: str, values: Mapping[str, Any]) -> Expansion:
         return found
     refused: dict[tuple[str, Any, str], list[str]] = {}
     for part, keys in program(options).parts.items():
-        family = family_of(keys["op"])
-        table = _table(family, options, part, keys, values)
-        for each in _unknown(family, table):
+        schema = schema_of(keys["op"])
+        table = _table(schema, options, part, keys, values)
+        for each in _unknown(schema, table):
             refused.setdefault(each, []).append(part)
-        made = expand(family, stem, table, indexed(()))
+        made = expand(schema, stem, table, indexed(()))
         found.specs += [replace(spec, layer=options) for spec in made.specs]  # type: ignore[type-var]
         for each in made.broken:
             refused.setdefault(each, []).append(part)
@@ -44,19 +45,19 @@ def expand_layer(stem: str, values: Mapping[str, Any]) -> Expansion:
     return found
 
 
-def _unknown(family: Family, table: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _unknown(schema: Schema, table: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """The values that an operation does not take."""
-    for key in family.keys:
+    for key in schema.keys:
         value = table[key.name]
         if key.type == "choice" and not key.sweep and value not in (None, *key.choices):
             yield key.name, value, f"must be {one_of(key.choices)}"
 
 
 def _table(
-    family: Family, options: Options, part: str, keys: Mapping[str, Any], values: Mapping[str, Any]
+    schema: Schema, options: Options, part: str, keys: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The complete table of a kernel. Raises KeyError for a key that its operation does not have."""
-    known = {key.name: key for key in family.keys}
+    known = {key.name: key for key in schema.keys}
     table = {name: (key.default,) if key.sweep else key.default for name, key in known.items()}
     table |= {"name": f"{options.name}.{part}", "summary": values["summary"], "arch": values["arch"]}
     for name, value in keys.items():
@@ -68,7 +69,7 @@ _FORWARD = tuple(
     replace(key, choices=tuple(each for each in key.choices if not kind(each).backward)) if key.name == "kind" else key
     for key in ACTIVATION_KEYS
 )  # the layer knows each one's backward activation
-LAYER = Family(
-    (), layer_keys(_FORWARD, DTYPES), ("arch", *SWEPT), make=lambda *_: None, broken=lambda _: [],
+LAYER = Schema(
+    layer_keys(_FORWARD, DTYPES), ("arch", *SWEPT), make=lambda *_: None, broken=lambda _: [],
     own=(*KERNEL_ONLY, *SWEPT), expand=expand_layer, most=MOST_KERNELS,
 )  # fmt: skip

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from fusekit.plan.activations import kind as kind_of
 from fusekit.plan.arch import ARCHES, ARCHITECTURES
 from fusekit.plan.gemm import GemmPlan
-from fusekit.plan.operands import BACKWARD, FORWARD, WGRAD
+from fusekit.plan.operands import BACKWARD, FORWARD, WGRAD, outside
 from fusekit.plan.operands import keys as operand_keys
-from fusekit.plan.operations import GEMM, OPERATIONS
+from fusekit.plan.operations import OPERATIONS
 from fusekit.plan.tiles import default_mainloop
 
 __all__ = ["ARCHES", "DTYPES", "OPS", "OUT_DTYPES", "Activation", "KernelSpec", "Problem", "names"]
 
-OPS = tuple(row.name for row in OPERATIONS.values() if row.family == GEMM)
+OPS = tuple(row.name for row in OPERATIONS.values() if row.gemm)
 DTYPES = ("bf16", "fp16")
 OUT_DTYPES = (*DTYPES, "f32")
 
@@ -137,11 +137,14 @@ class _Kernel:
         return {name: getattr(self, name) for name in names(kind)}
 
     def canonical(self) -> dict[str, Any]:
-        """The whole spec in JSON types, keys sorted; `layer` only of a layer's kernel."""
+        """The whole spec in JSON types, keys sorted; `layer` only of a layer's kernel, and a key of another package's
+        operand only where it is not the default.
+        """
         found = _members(self)
         if self.layer is None:
             del found["layer"]
-        return found
+        usual = {key.name: key.default for key in operand_keys() if key.name in outside()}
+        return {name: value for name, value in found.items() if name not in usual or value != usual[name]}
 
     def device_spec(self) -> dict[str, Any]:
         """What decides the cubin and its launch record, in JSON types: no names, scalars, margin or problem, and no key

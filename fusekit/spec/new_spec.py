@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fusekit.errors import SpecError
-from fusekit.spec.family import Family, family_of
+from fusekit.plan.operations import Schema
 from fusekit.spec.hf_config import Model
 from fusekit.spec.keys import Key
 from fusekit.spec.layer import LAYER
 from fusekit.spec.model_kernels import Kernel, Request, Sizes, sizes_of
 from fusekit.spec.model_layer import parts
 from fusekit.spec.parse import parse_text
+from fusekit.spec.schemas import schema_of
 
 WIDTH = 118
 SCHEMA_FILE = "fusekit.schema.json"
@@ -41,8 +42,8 @@ def toml(value: Any) -> str:
     return json.dumps(value)
 
 
-def _family(keys: Mapping[str, Any]) -> Family:
-    return LAYER if "kind" in keys else family_of(keys["op"])
+def _schema(keys: Mapping[str, Any]) -> Schema:
+    return LAYER if "kind" in keys else schema_of(keys["op"])
 
 
 class _Writer:
@@ -88,7 +89,7 @@ class _Writer:
             self.comment(f"- {note}.", "  ")
         summary = f"{request.name}: MLP of one layer, {model.dtype}"
         self.lines += ["", "schema = 1", f"summary = {toml(summary)}", "", "[defaults]"]
-        shared = {key.name: key for key in family_of("grouped-gemm").keys}
+        shared = {key.name: key for key in schema_of("grouped-gemm").keys}
         self._key(shared["arch"], request.arch)
         self._key(shared["dtype"], model.dtype)
 
@@ -129,7 +130,7 @@ class _Writer:
             return False
         self.comment(kernel.tensors, "  ")
         self.lines += ["[[kernel]]"]
-        docs = {key.name: key for key in _family(kernel.keys).keys}
+        docs = {key.name: key for key in _schema(kernel.keys).keys}
         self.fits |= "dtype" in docs and "dtype" not in table
         for name, value in table.items():
             self._key(docs[name], value)
@@ -137,7 +138,7 @@ class _Writer:
 
     def _refusal(self, table: Mapping[str, Any]) -> str:
         """Why the kernel cannot be built; empty where it can."""
-        known = {key.name for key in _family(table).keys}
+        known = {key.name for key in _schema(table).keys}
         shared = {"arch": self.request.arch, "dtype": self.model.dtype}
         whole: dict[str, Any] = {**{name: value for name, value in shared.items() if name in known}, **table}
         try:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fusekit.errors import SpecError, SpecWarning
+from fusekit.plan.operations import Schema
 from fusekit.spec import document
-from fusekit.spec.family import Family, Spec, families, family_of
 from fusekit.spec.keys import FILE_KEYS, KERNEL_ONLY, NAME_PATTERN, NAME_RULE
+from fusekit.spec.schemas import Spec, schema_of, schemas
 from fusekit.spec.sweep import Expansion, Index, combinations, expand, indexed
 from fusekit.spec.values import BAD, MAX_PROBLEMS, Reader, TooManyError, bare, nearest, show, type_name
 
@@ -81,22 +82,22 @@ class _Table(NamedTuple):
     """A [[kernel]] table. own: its values by key; shared: those of [defaults]; values: both, and the keys' defaults."""
 
     where: str
-    family: Family
+    schema: Schema
     own: dict[str, Any]
     shared: dict[str, Any]
     values: dict[str, Any]
 
 
-def _complete(family: Family, own: dict[str, Any], shared: dict[str, Any], summary: Any) -> dict[str, Any] | None:
+def _complete(schema: Schema, own: dict[str, Any], shared: dict[str, Any], summary: Any) -> dict[str, Any] | None:
     """The value of every key; None where a problem of one has been reported."""
     values = {
-        key.name: (key.default,) if key.sweep else key.default for key in family.keys if key.name not in KERNEL_ONLY
+        key.name: (key.default,) if key.sweep else key.default for key in schema.keys if key.name not in KERNEL_ONLY
     }
     values |= {"summary": summary} | shared | own
-    for name in (key.name for key in family.keys if key.type == "json"):
+    for name in (key.name for key in schema.keys if key.type == "json"):
         if isinstance(shared.get(name), dict) and isinstance(own.get(name), dict):
             values[name] = {**shared[name], **own[name]}
-    if any(values.get(key.name) in (None, (None,)) for key in family.keys if key.required):
+    if any(values.get(key.name) in (None, (None,)) for key in schema.keys if key.required):
         return None
     return None if any(value is BAD for value in values.values()) else values
 
@@ -114,7 +115,7 @@ class _File:
         self._qualify()
         defaults = self._table("defaults")
         kernels = self._kernels()
-        shared = self._shared(defaults, [self._family(table, defaults) for table in kernels])
+        shared = self._shared(defaults, [self._schema(table, defaults) for table in kernels])
         summary = self.document.get("summary", "")
         read: list[_Table] = []  # all are counted before any is expanded, which takes longer
         seen: dict[str, int] = {}
@@ -126,18 +127,18 @@ class _File:
                 self.reader.report(
                     where, "name", name, f"[[kernel]] {seen[name]} has this name already; name them apart"
                 )
-            family = self._family(table, defaults)
-            if family.ops == () and "op" in table:
+            schema = self._schema(table, defaults)
+            if schema.ops == () and "op" in table:
                 rule = "a table has an op, and is a kernel, or a kind, and is a layer; leave one of the two out"
                 self.reader.report(where, "op", table["op"], rule)
                 table = {key: value for key, value in table.items() if key != "op"}
-            own, inherited = self.reader.table(where, table, family.keys, complete=False), shared[family.ops]
-            for key in family.keys:
+            own, inherited = self.reader.table(where, table, schema.keys, complete=False), shared[schema.ops]
+            for key in schema.keys:
                 if key.required and key.name not in own and key.name not in inherited:
                     self.reader.missing(where, key)
-            if values := _complete(family, own, inherited, summary):
-                self._count(where, family, values)
-                read.append(_Table(where, family, own, inherited, values))
+            if values := _complete(schema, own, inherited, summary):
+                self._count(where, schema, values)
+                read.append(_Table(where, schema, own, inherited, values))
         self._check_parts(kernels, defaults, seen)
         if self.reader.problems and self.kernels > SOON:
             raise TooManyError
@@ -147,7 +148,7 @@ class _File:
         """A layer's kernels are called `layer.part`: what else begins so would be taken for one of them."""
         layers = {
             table["name"] for table in kernels
-            if not self._family(table, defaults).ops and isinstance(table.get("name"), str)
+            if not self._schema(table, defaults).ops and isinstance(table.get("name"), str)
         }  # fmt: skip
         for name, number in seen.items():
             layer = next((each for each in layers if name.startswith(f"{each}.")), None)
@@ -155,30 +156,30 @@ class _File:
                 rule = f'names that begin with "{layer}." are of the kernels of the layer {layer}; name it otherwise'
                 self.reader.report(f"[[kernel]] {number} ({name}): ", "name", name, rule)
 
-    def _family(self, table: dict[str, Any], defaults: dict[str, Any]) -> Family:
+    def _schema(self, table: dict[str, Any], defaults: dict[str, Any]) -> Schema:
         if "kind" in table or ("kind" in defaults and "op" not in table):
             from fusekit.spec.layer import LAYER
 
             return LAYER
-        return family_of(table.get("op", defaults.get("op")))
+        return schema_of(table.get("op", defaults.get("op")))
 
-    def _shared(self, defaults: dict[str, Any], used: list[Family]) -> dict[tuple[str, ...], dict[str, Any]]:
-        """The values of [defaults] by the operations of each family that the file uses.
+    def _shared(self, defaults: dict[str, Any], used: list[Schema]) -> dict[tuple[str, ...], dict[str, Any]]:
+        """The values of [defaults] by the operations of each schema that the file uses.
 
-        A family leaves aside what only another one in the file knows. What none knows is an error.
+        A schema leaves aside what only another one in the file knows. What none knows is an error.
         """
-        used = list({family.ops: family for family in used or [family_of(None)]}.values())
-        known = {key.name for family in used for key in family.defaults_keys}
-        theirs = {key.name for family in used for key in family.keys if key.name not in KERNEL_ONLY} - known
+        used = list({schema.ops: schema for schema in used or [schema_of(None)]}.values())
+        known = {key.name for schema in used for key in schema.defaults_keys}
+        theirs = {key.name for schema in used for key in schema.keys if key.name not in KERNEL_ONLY} - known
         for name in sorted(defaults.keys() & theirs):
             rule = f"is said in the [[kernel]] table that it is for; move {name} there"
             self.reader.report("[defaults]: ", name, defaults[name], rule)
         known |= theirs
         shared = {}
-        for number, family in enumerate(used):
-            names = {key.name for key in family.defaults_keys} | (set(defaults) - known if number == 0 else set())
+        for number, schema in enumerate(used):
+            names = {key.name for key in schema.defaults_keys} | (set(defaults) - known if number == 0 else set())
             mine = {name: value for name, value in defaults.items() if name in names}
-            shared[family.ops] = self.reader.table("[defaults]: ", mine, family.defaults_keys, complete=False)
+            shared[schema.ops] = self.reader.table("[defaults]: ", mine, schema.defaults_keys, complete=False)
         return shared
 
     def _check_top(self) -> None:
@@ -187,7 +188,7 @@ class _File:
             if name in known:
                 continue
             hint = nearest(name, known)
-            if not hint and any(key.name == name for family in families() for key in family.keys):
+            if not hint and any(key.name == name for schema in schemas() for key in schema.keys):
                 hint = f"; {name} belongs into a [[kernel]] table or [defaults]"
             hint = hint or f"; the top level has {', '.join(known)}"
             self.reader.add(f"top level: {bare(name)} = {show(value)}: there is no such key{hint}")
@@ -236,10 +237,10 @@ class _File:
         if excluded is not self.excluded[0]:
             self.excluded = excluded, indexed(excluded)
         found: Expansion
-        if table.family.expand:
-            found = table.family.expand(self.stem, table.values)
+        if table.schema.expand:
+            found = table.schema.expand(self.stem, table.values)
         else:
-            found = expand(table.family, self.stem, table.values, self.excluded[1])
+            found = expand(table.schema, self.stem, table.values, self.excluded[1])
         for key, value, rule in found.broken:
             base = key.partition(".")[0]
             origin = "from [defaults]: " if base in table.shared and base not in table.own else ""
@@ -247,12 +248,12 @@ class _File:
         self._notice(where, found, table.own)
         return found.specs
 
-    def _count(self, where: str, family: Family, values: dict[str, Any]) -> None:
-        count = combinations(family, values)
+    def _count(self, where: str, schema: Schema, values: dict[str, Any]) -> None:
+        count = combinations(schema, values)
         self.kernels += count
         if self.kernels > MAX_KERNELS:
-            swept = [f"{len(values[key])} {key}" for key in family.sweep_keys if len(values[key]) > 1]
-            more = f"a layer of {count} kernels at most" if family.expand else "one kernel more"
+            swept = [f"{len(values[key])} {key}" for key in schema.sweep_keys if len(values[key]) > 1]
+            more = f"a layer of {count} kernels at most" if schema.expand else "one kernel more"
             product = f"{' x '.join(swept)} = {count} kernels" if swept else more
             said = f"{where}{product}; a file makes at most {MAX_KERNELS}; sweep less, or split the file"
             self.reader.add(said)

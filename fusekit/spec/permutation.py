@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fusekit.dtypes import DTYPES
+from fusekit.plan.operations import Schema
 from fusekit.spec.keys import Bounded, Broken, Key
-from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, ROUTER_DTYPES
+from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, ROUTER_DTYPES, SWEEP_KEYS
 from fusekit.spec.token import ARCH, NAME, PROBLEM, SUMMARY, TOKENS_KEY, TokenProblem, TokenSpec, made
 
 INDEX, PERMUTE, UNPERMUTE, CHECK = "moe-index", "moe-permute", "moe-unpermute", "moe-check"
@@ -63,7 +64,6 @@ PERMUTATION_KEYS = {
     SUM: (*_HEAD, _EXPERTS, _TERMS, _BIAS, _WARPS, PROBLEM),
     CHECK: (*_HEAD, _ONE_WARP, PROBLEM),
 }
-PERMUTATION_OPS = tuple(PERMUTATION_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +134,6 @@ def broken_rows(spec: Any) -> list[Broken]:
         if row % VECTOR_BYTES:
             found.append(("problem.H", spec.problem.H, f"a row has {row} bytes, which must be a multiple of 16"))
     return found
+
+
+SCHEMAS = {op: Schema(keys, SWEEP_KEYS, make, broken_permutation_rules) for op, keys in PERMUTATION_KEYS.items()}

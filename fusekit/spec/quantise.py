@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fusekit.plan.operations import Schema
 from fusekit.plan.quantise import (
     AMAX,
     BLOCK,
@@ -22,7 +23,6 @@ from fusekit.plan.quantise import (
 from fusekit.spec.keys import Broken, Key
 from fusekit.spec.token import ARCH, NAME, SUMMARY, TokenSpec, made
 
-QUANTISE = "quantise"
 VECTOR = 16  # codes in 16 bytes
 
 QUANTISE_KEYS = (
@@ -140,3 +140,6 @@ def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:
                 rule = f"a row has {size} codes of one byte, which must be a multiple of {VECTOR}"
                 found.append((f"problem.{name}", size, rule))
     return found
+
+
+SCHEMA = Schema(QUANTISE_KEYS, ("arch", "warps"), make, broken_quantise_rules)

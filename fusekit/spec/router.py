@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusekit.spec.keys import Bounded, Broken, Key
+from fusekit.plan.operations import Schema
+from fusekit.spec.keys import KERNEL_ONLY, Bounded, Broken, Key
 from fusekit.spec.token import ARCH, NAME, PROBLEM, SUMMARY, TokenProblem, TokenSpec, made
 
 FORWARD, BACKWARD, AUX, AUX_BACKWARD = "router-topk", "router-topk-bwd", "router-aux-score", "router-aux-score-bwd"
@@ -62,7 +63,7 @@ ROUTER_KEYS = {
     AUX_LOSS: _LOSS,
     AUX_LOSS_BACKWARD: _LOSS,
 }
-ROUTER_SWEEP_KEYS = ("arch", "warps")
+SWEEP_KEYS = ("arch", "warps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,3 +175,8 @@ def _groups(spec: RouterSpec) -> list[Broken]:
 
 def _divisors(value: int, most: int) -> str:
     return ", ".join(str(each) for each in range(1, min(value, most) + 1) if value % each == 0)
+
+
+# The dtype of a file's GEMMs says nothing of logits, whose rounding changes which experts are chosen.
+_OWN = (*KERNEL_ONLY, "dtype", "out_dtype")
+SCHEMAS = {op: Schema(keys, SWEEP_KEYS, make, broken_router_rules, _OWN) for op, keys in ROUTER_KEYS.items()}

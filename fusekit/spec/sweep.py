@@ -24,7 +24,8 @@ from fusekit.spec.model import KernelSpec, Problem
 from fusekit.spec.values import show
 
 if TYPE_CHECKING:
-    from fusekit.spec.family import Family, Spec
+    from fusekit.plan.operations import Schema
+    from fusekit.spec.schemas import Spec
 
 LOW = (64, 128)
 NARROW = 128  # columns of a dense product, such as a router's, that LOW is a candidate for
@@ -50,21 +51,21 @@ class Expansion:
     unused: set[int] = field(default_factory=set)
 
 
-def combinations(family: "Family", values: Mapping[str, Any]) -> int:
+def combinations(schema: "Schema", values: Mapping[str, Any]) -> int:
     """How many kernels the table makes at most."""
-    count = family.most
-    for key in family.sweep_keys:
+    count = schema.most
+    for key in schema.sweep_keys:
         count *= len(values[key])
     return count * (3 if values.get("tile") == (None,) else 1)
 
 
-def expand(family: "Family", stem: str, values: Mapping[str, Any], index: Index) -> Expansion:
+def expand(schema: "Schema", stem: str, values: Mapping[str, Any], index: Index) -> Expansion:
     """The specs of one kernel table.
 
     values: by key, complete, a tuple for each key that may be swept. index: `indexed` of the value of `exclude`.
     """
-    free = {key: family.candidates[key] for key in family.candidates if values[key] == (None,)}
-    given = {key: values[key] for key in family.sweep_keys if key not in free}
+    free = {key: schema.candidates[key] for key in schema.candidates if values[key] == (None,)}
+    given = {key: values[key] for key in schema.sweep_keys if key not in free}
     excluded: Sequence[Mapping[str, Any]] = values.get("exclude") or ()
     found = Expansion(unused=set(range(1, len(excluded) + 1)))
     fatal = False
@@ -72,23 +73,23 @@ def expand(family: "Family", stem: str, values: Mapping[str, Any], index: Index)
         built: list[Spec] = []
         broken: list[Broken] = []
         for rest in _product(free):
-            spec = family.make(stem, values, choice | rest)
+            spec = schema.make(stem, values, choice | rest)
             matching = _matching(spec, index)
             found.unused -= matching
             if matching:
                 continue
-            rules = family.broken(spec)
+            rules = schema.broken(spec)
             broken += rules
             if not rules and ("tile" not in free or spec.tile != LOW or _narrow(spec)):
                 built.append(spec)
         found.specs += _chosen(built, free) if free and built else built
         if broken and not built:
-            fatal = fatal or any(key not in family.sweep_keys for key, _, _ in broken)
+            fatal = fatal or any(key not in schema.sweep_keys for key, _, _ in broken)
             found.broken += broken
             swept = ", ".join(f"{key} = {show(choice[key])}" for key in given if len(given[key]) > 1)
             found.dropped.append((swept, tuple(dict.fromkeys(rule for _, _, rule in broken))))
     if fatal and free:  # what holds for every candidate
-        found.broken = [each for each in found.broken if each[0] not in family.sweep_keys]
+        found.broken = [each for each in found.broken if each[0] not in schema.sweep_keys]
     elif found.specs and not fatal:
         found.broken = []
     elif not found.specs and not found.broken:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fusekit.abi import FloatParameter, IntegerParameter, LaunchRecord, PointerParameter, evaluate
-from fusekit.compiler.families import family
+from fusekit.compiler.identity import roots_of
 from fusekit.config import Config
 from fusekit.reference import decode, encode, route
 from fusekit.reference import gemm as reference_gemm
@@ -35,7 +35,7 @@ COPY_MS = 0.001
 
 def record_of(spec: Any) -> LaunchRecord:
     """Arguments and dims of the real kernel; parameters that tell a stand-in all it needs."""
-    real = import_module(family(spec)).signature(spec)
+    real = import_module(roots_of(spec)[0]).signature(spec)
     parameters: list[Any] = []
     for tensor in real.tensors:
         parameters.append(PointerParameter(tensor.name, tensor.name, 8 * len(parameters)))

@@ -18,7 +18,7 @@ from fusekit.choice.tuning import Tuning
 from fusekit.errors import UsageError
 from fusekit.library import open_library
 from fusekit.plan.layer import program
-from fusekit.plan.operations import GEMM, OPERATIONS
+from fusekit.plan.operations import OPERATIONS
 from fusekit_cli.main import main
 from tests.bench import layer_stand_in
 from tests.bench.layer_stand_in import MS, install, publish
@@ -291,7 +291,7 @@ def test_a_sweep_of_a_layer_decides_what_it_loads(
     assert main(["bench", "model/moe", "--sweep", "--rows", "80", "--rows", "200", "--seconds", "0.01", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     made = open_library().layer("model/moe")
-    gemms = [part for part, keys in made.program.parts.items() if OPERATIONS[keys["op"]].family == GEMM]
+    gemms = [part for part, keys in made.program.parts.items() if OPERATIONS[keys["op"]].gemm]
     assert document["layers"] == [] and [each["model"] for each in document["models"]] == ["model/moe"] * 2
     for each, tokens in zip(document["models"], (80, 200), strict=True):
         assert [kernel["name"] for kernel in each["kernels"]] == [f"model/moe.{part}" for part in gemms]

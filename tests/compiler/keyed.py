@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 import fusekit
-from fusekit.compiler.families import family
-from fusekit.compiler.identity import Identity
+from fusekit.compiler.identity import Identity, roots_of
 from fusekit.compiler.sources import Sources
 from fusekit.spec import find
 from fusekit.store import key_of
@@ -20,11 +19,11 @@ SOURCES = Sources()  # as they are; tests that change one have a copy
 
 
 def one_of_each() -> list[Any]:
-    """A kernel of every family, and of every epilogue."""
+    """A kernel of every planner, and of every epilogue."""
     found: dict[Any, Any] = {}
     for spec in find([]):
         if spec.op != "extern":
-            found.setdefault((family(spec), getattr(spec, "epilogue", "")), spec)
+            found.setdefault((roots_of(spec)[0], getattr(spec, "epilogue", "")), spec)
     return list(found.values())
 
 

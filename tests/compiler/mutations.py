@@ -160,8 +160,8 @@ def recorded_launches(plan: Any, record: LaunchRecord, host: Any, seed: str) -> 
 
 def main(patterns: list[str]) -> None:
     from fusekit.compiler import hostcode
-    from fusekit.compiler.families import plan
     from fusekit.compiler.trace import trace
+    from fusekit.compiler.worker import plan
     from fusekit.spec import find
 
     total = Tally()

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from fusekit.compiler import cubin as cubins
-from fusekit.compiler.families import plan
 from fusekit.compiler.trace import compile_plan
+from fusekit.compiler.worker import plan
 from fusekit.errors import BuildError, ToolchainError
 from fusekit.spec import find
 from tests.compiler import sass

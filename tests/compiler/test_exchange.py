@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fusekit.abi import LaunchRecord, evaluate
-from fusekit.compiler.families import plan
 from fusekit.compiler.trace import compile_plan
+from fusekit.compiler.worker import plan
 from fusekit.errors import SpecError, ToolchainError
 from fusekit.plan import exchange
 from fusekit.plan.exchange import regions

@@ -41,15 +41,15 @@ def spec_of(function, rest, arch="sm_90a"):
 
 
 def compiled(tmp_path, function, rest, arch="sm_90a"):
-    from fusekit.compiler.families import plan
     from fusekit.compiler.trace import compile_plan
+    from fusekit.compiler.worker import plan
 
     made = compile_plan(plan(spec_of(function, rest, arch)), tmp_path)
     return LaunchRecord.from_json(made.launch), made
 
 
 def refused(function, rest):
-    from fusekit.compiler.families import plan
+    from fusekit.compiler.worker import plan
 
     with pytest.raises(FusekitError) as error:
         plan(spec_of(function, rest))
@@ -451,7 +451,7 @@ def test_what_the_trace_does_not_have():
         "params.rows = 1": "source foreignkernels:twice: got an unexpected keyword argument 'rows'; its arguments are"
         " columns; mend params",
     }
-    from fusekit.compiler.families import plan
+    from fusekit.compiler.worker import plan
 
     for rest, words in refusals.items():
         if words is None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import fusekit
-from fusekit.compiler import families
 from fusekit.compiler.build import BuildPlan, execute, plan_build
 from fusekit.compiler.explain import explained
 from fusekit.compiler.foreign import Foreign, describe, normal
@@ -381,7 +380,7 @@ def compiled_by(worker, fields):
     spec = spec_of("mine:f")
     fields = fields | with_spec({"options": compile_options("sm_90a")}, spec.device_spec())
     with pytest.raises(BuildError) as caught:
-        worker.compile(Job("mine/f", families.plan, spec, fields, ("mine", "sm_90a")))
+        worker.compile(Job("mine/f", None, spec, fields, ("mine", "sm_90a")))
     return str(caught.value)
 
 

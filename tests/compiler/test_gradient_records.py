@@ -10,7 +10,7 @@ import pytest
 
 from fusekit import reference
 from fusekit.abi import ScalarArgument, evaluate
-from fusekit.compiler.families import family
+from fusekit.compiler.identity import roots_of
 from fusekit.reference.operands.gather import tokens_of
 from fusekit.spec import KernelSpec, find, parse_file
 
@@ -23,7 +23,7 @@ SPECS = pytest.mark.parametrize("spec", DISTINCT.values(), ids=lambda spec: spec
 
 
 def signature(spec):
-    return import_module(family(spec)).signature(spec)
+    return import_module(roots_of(spec)[0]).signature(spec)
 
 
 def dims_of(spec):

@@ -13,9 +13,9 @@ pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not insta
 from fusekit.abi import LaunchRecord, TensorMapParameter, evaluate
 from fusekit.compiler import trace
 from fusekit.compiler.build import execute, plan_build
-from fusekit.compiler.families import plan
 from fusekit.compiler.prove import prove
 from fusekit.compiler.samples import expected_map
+from fusekit.compiler.worker import plan
 from fusekit.errors import ProofError, ToolchainError
 from fusekit.plan.arch.sm_90a import ROW as SM90A
 from fusekit.spec import find, parse_file

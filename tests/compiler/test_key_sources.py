@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fusekit.compiler.families import family, modules
+from fusekit.compiler.identity import roots_of
 from fusekit.compiler.sources import Sources, closure
 from fusekit.compiler.worker import alone
 from fusekit.plan.operations import OPERATIONS
@@ -23,11 +23,7 @@ from tests.compiler.keyed import EACH, PACKAGE, SOURCES, SPEC, key
 
 def own_modules(spec):
     """What the spec's plan names, or the operation's row."""
-    return modules(spec)
-
-
-def roots_of(spec):
-    return family(spec), *own_modules(spec)
+    return roots_of(spec)[1:]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +39,6 @@ NO_SOURCE = {
     "fusekit": "the package's list of names",
     "fusekit.spec": "the package's list of names",
     "fusekit.errors": "messages",
-    "fusekit.compiler.families": "says which module builds an operation: a key holds that module",
     "fusekit.compiler.prove": "compares a launch record with the host code, and changes neither",
     "fusekit.compiler.recorder": "for the proof",
     "fusekit.compiler.hostcall": "for the proof",
@@ -63,8 +58,9 @@ COMPILE = """
 import json, pickle, sys, tempfile
 from pathlib import Path
 spec = pickle.loads(bytes.fromhex(sys.argv[1]))
-from fusekit.compiler.families import plan
+from fusekit.plan.operations import operation
 from fusekit.compiler.trace import compile_plan
+plan = operation(spec.op).load("planner")
 with tempfile.TemporaryDirectory() as scratch:
     compile_plan(plan(spec), Path(scratch))
 files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}

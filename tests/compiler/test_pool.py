@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from fusekit.compiler import families
 from fusekit.compiler.memory import available_bytes, bound
 from fusekit.compiler.pool import HOMES, ForkServer, PostponedError, run
 from fusekit.compiler.worker import Job
@@ -99,7 +98,7 @@ def test_a_compiler_that_cannot_be_imported_is_said_to_be_the_trouble(worker, tm
     with pytest.raises(
         ToolchainError, match=f"(?s){said}.*pip install --force-reinstall .*'nvidia-cutlass-dsl=="
     ) as caught:
-        worker.compile(Job("a", families.plan, LINEAR))
+        worker.compile(Job("a", None, LINEAR))
     assert "defect" not in str(caught.value)
 
 
@@ -116,7 +115,7 @@ def test_a_planner_that_cannot_be_imported_is_an_error(worker, tilecopy, tmp_pat
 
 def test_few_servers_of_foreign_modules_are_kept(server):
     """Those in use, and of the others the last; a module that comes again has the same one."""
-    homes = [Job(f"k{number}", families.plan, LINEAR, {}, (f"module{number}", "sm_90a")) for number in range(HOMES + 3)]
+    homes = [Job(f"k{number}", None, LINEAR, {}, (f"module{number}", "sm_90a")) for number in range(HOMES + 3)]
     with server.at(homes[0]) as used:
         made = []
         for job in homes[1:]:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fusekit.compiler.families import plan
 from fusekit.compiler.trace import compile_plan
+from fusekit.compiler.worker import plan
 from fusekit.errors import ToolchainError
 from fusekit.spec import parse_text
 from tests.compiler import sass

@@ -18,7 +18,7 @@ import hashlib, json, sys, tempfile
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import tilecopy
-from fusekit.compiler.families import plan
+from fusekit.compiler.worker import plan
 from fusekit.compiler.trace import compile_plan
 from fusekit.spec import find
 

@@ -13,7 +13,7 @@ from fusekit.layers import Layer
 from fusekit.layers.layer import pinned
 from fusekit.library import Library
 from fusekit.plan.layer.program import BACKWARD, FORWARD
-from fusekit.plan.operations import GEMM, OPERATIONS
+from fusekit.plan.operations import OPERATIONS
 from fusekit.reference import held
 from fusekit.reference.inputs import bits
 from fusekit.runtime import DeviceArray
@@ -47,7 +47,7 @@ class Loose(Layer):
 
     def _kernel(self, part: str, dims: Any) -> Any:
         kernel = super()._kernel(part, dims)
-        if OPERATIONS[self.program.parts[part]["op"]].family != GEMM:
+        if not OPERATIONS[self.program.parts[part]["op"]].gemm:
             return kernel
         return SimpleNamespace(packed=partial(kernel.packed, cluster_margin=int(self._rng.choice(MARGINS))))
 

@@ -11,7 +11,7 @@ from fusekit.config import Config
 from fusekit.library import Library
 from fusekit.plan.layer import Options, program
 from fusekit.plan.operands.saved_preactivation import DZ, Z
-from fusekit.plan.operations import GEMM, OPERATIONS
+from fusekit.plan.operations import OPERATIONS
 from fusekit.runtime import Driver
 from fusekit.store import Entry, NameRecord, Store, key_of
 from tests.cubins import cubin_of
@@ -45,7 +45,7 @@ def records(options: Options) -> dict[str, LaunchRecord]:
             if step.window:
                 arguments += [ScalarArgument(each, "i32", None) for each in ("rank", "capacity", "timeout")]
             op = made.parts[step.part]["op"]
-            gemm = op in OPERATIONS and OPERATIONS[op].family == GEMM
+            gemm = op in OPERATIONS and OPERATIONS[op].gemm
             blocks = ("max", 1, ("sub", "sm_count", "cluster_margin")) if gemm else 1
             found[step.part] = LaunchRecord(
                 symbol=step.part.replace("-", "_"), arch="sm_90a", arguments=tuple(arguments),
@@ -68,7 +68,7 @@ def library(root: Path, options: Options) -> tuple[Library, FakeDriver]:
         store.publish(entry, cubin)
         op = program(options).parts[part]["op"]
         spec: dict[str, Any] = {"op": op, "layer": options.canonical()}
-        gemm = OPERATIONS[op].family == GEMM if op in OPERATIONS else False
+        gemm = OPERATIONS[op].gemm if op in OPERATIONS else False
         spec |= {"tile": [128, 128], "cluster": [1, 1]} if gemm else {"warps": 8}
         name = f"{options.file}/{options.name}.{part}@{'128x128-c1x1' if gemm else 'w8'}"
         store.publish_name(NameRecord(name, record.arch, entry.key, spec, {}))

@@ -8,7 +8,7 @@ import pytest
 
 from fusekit.errors import ArgumentError, NotBuiltError, UsageError
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
-from fusekit.plan.operations import GEMM, OPERATIONS
+from fusekit.plan.operations import OPERATIONS
 from tests.layers.samples import library
 from tests.plan.test_layer_program import CASES, options
 from tests.runtime.samples import Torchlike
@@ -93,7 +93,7 @@ def test_gemms_hold_back_the_clusters_of_a_margin(tmp_path, bound):
             else:
                 (layer.backward if which == BACKWARD else layer.forward)(**mine, stream=0, cluster_margin=margin)
         steps = [step for which in (FORWARD, INFERENCE, BACKWARD) for step in layer.program.steps[which]]
-        gemms = [OPERATIONS[layer.program.parts[step.part]["op"]].family == GEMM for step in steps]
+        gemms = [OPERATIONS[layer.program.parts[step.part]["op"]].gemm for step in steps]
         assert [launch.grid[0] for launch in fake.launches] == [blocks if gemm else 1 for gemm in gemms]
         assert any(gemms) and not all(gemms)
     fake.launches.clear()

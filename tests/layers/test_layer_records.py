@@ -9,7 +9,7 @@ import pytest
 
 from fusekit import errors
 from fusekit.abi import LaunchRecord, PointerParameter
-from fusekit.compiler.families import family
+from fusekit.compiler.identity import roots_of
 from fusekit.compiler.naming import record_of as named
 from fusekit.config import Config
 from fusekit.library import Library
@@ -28,7 +28,7 @@ GPU = Path(__file__).parents[1] / "gpu"
 
 def record_of(spec, symbol):
     """The real kernel's arguments, dims and constraints; it takes nothing but addresses."""
-    real = import_module(family(spec)).signature(spec)
+    real = import_module(roots_of(spec)[0]).signature(spec)
     parameters = [PointerParameter(each.name, each.name, 8 * index) for index, each in enumerate(real.tensors)]
     return LaunchRecord(
         symbol=symbol, arch=real.arch, arguments=real.arguments, dims=real.dims, constraints=real.constraints,

@@ -7,7 +7,7 @@ from fusekit.layers.layer import pinned
 from fusekit.plan.layer import program
 from fusekit.plan.layer.options import ROUTER_KEYS, Options
 from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE, SCRATCH
-from fusekit.plan.operations import GEMM, OPERATIONS
+from fusekit.plan.operations import OPERATIONS
 from fusekit.reference import layer as definition
 from fusekit.spec import Activation
 
@@ -272,7 +272,7 @@ SAME_BITS = {
 @pytest.mark.parametrize("name", CASES)
 def test_every_key_of_a_gemm_is_known_to_keep_a_rows_bits_or_pins_its_variant(name):
     parts = program(options(**CASES[name])).parts
-    gemms = {part: keys for part, keys in parts.items() if OPERATIONS[keys["op"]].family == GEMM}
+    gemms = {part: keys for part, keys in parts.items() if OPERATIONS[keys["op"]].gemm}
     for part, keys in gemms.items():
         assert set(keys) - SAME_BITS == ({"dprob"} if pinned(keys) else set()), part
     by_output = options(**CASES[name]).router.get("scale") == "output"

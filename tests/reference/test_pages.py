@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fusekit.plan.activations import functions
 from fusekit.reference import activations
 from tests.plans import ACTIVATIONS, BACKWARD_ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
@@ -38,8 +39,8 @@ def test_every_activation_has_its_twin():
     own = {path.stem for path in (ROOT / "fusekit" / "plan" / "activations").glob("*.py")}
     twins = {path.stem for path in (ROOT / "fusekit" / "reference" / "activations").glob("*.py")}
     assert own == twins == {"__init__", *PLAIN_ACTIVATIONS, *GATED_ACTIVATIONS}
-    assert {kind for kind, row in activations.KINDS.items() if row.gated} == set(GATED_ACTIVATIONS)
-    assert {f"d{kind}" for kind in activations.KINDS if kind != "identity"} == set(BACKWARD_ACTIVATIONS)
+    assert {kind for kind in functions() if activations.load(kind).gated} == set(GATED_ACTIVATIONS)
+    assert {f"d{kind}" for kind in functions() if kind != "identity"} == set(BACKWARD_ACTIVATIONS)
     assert set(ACTIVATIONS) == {*PLAIN_ACTIVATIONS, *GATED_ACTIVATIONS, *BACKWARD_ACTIVATIONS}
 
 

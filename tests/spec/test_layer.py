@@ -8,9 +8,9 @@ from fusekit.plan.layer import layer_keys, program
 from fusekit.plan.layer.options import ROUTER_KEYS
 from fusekit.spec import parse_text, schema
 from fusekit.spec.catalog import targets
-from fusekit.spec.family import layer_name
 from fusekit.spec.keys import ACTIVATION_KEYS
 from fusekit.spec.model import DTYPES
+from fusekit.spec.schemas import layer_name
 
 MOE = {"name": "moe", "kind": "moe", "arch": "sm_90a", "hidden": 256, "intermediate": 128, "experts": 8, "topk": 2}
 MLP = {name: value for name, value in MOE.items() if name not in ("experts", "topk")} | {"name": "mlp", "kind": "mlp"}

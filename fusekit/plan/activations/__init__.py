@@ -6,8 +6,12 @@ a clamped element. `m` is the arithmetic of whoever computes: `fusekit.kernels.g
 accumulators in registers. A file that has `approximations` maps the names of forms to (value, derivative).
 `SLOPED` says that it takes the run-time scalar `alpha`. One without `derivative` has no backward activation.
 
-The forward activation has the name of its file, the backward one a "d" before it. Nothing else in fusekit takes a name
-apart: what an activation is stands in its `Kind`.
+The forward activation has the name of its file, the backward one a "d" before it, with which no forward one begins.
+Nothing else in fusekit takes a name apart: what an activation is is in its `Kind`.
+
+An activation of another package is such a module, which an entry point of the group `fusekit.activations` leads to; its
+name is the activation's. `REFERENCE` there is the dotted name of the module that defines it in NumPy
+(fusekit/reference/activations).
 """
 
 from collections.abc import Callable, Mapping
@@ -18,12 +22,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fusekit.errors import SpecError
+from fusekit.plan import packages
+
 DERIVATIVE = "d"  # before the name of an activation
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a spec's `activation.kind` stands for. function: the forward activation, and the name of its file."""
+    """What a spec's `activation.kind` stands for. function: the forward activation. module: dotted name of its file."""
 
     name: str
     function: str
@@ -31,11 +38,7 @@ class Kind:
     gated: bool
     sloped: bool
     approximations: tuple[str, ...]
-
-    @property
-    def module(self) -> str:
-        """Dotted name of its file."""
-        return f"{__name__}.{self.function}"
+    module: str
 
 
 @cache
@@ -45,17 +48,23 @@ def _names() -> frozenset[str]:
 
 @cache
 def functions() -> tuple[str, ...]:
-    """The names of the forward activations: plain ones first."""
-    return tuple(sorted(_names(), key=lambda name: (_gated(name), name != "identity", name)))
+    """The names of the forward activations: fusekit's, plain ones first, then those of other packages."""
+    own = sorted(_names(), key=lambda name: (_gated(name), name != "identity", name))
+    return (*own, *packages.usable(packages.ACTIVATIONS, module))
 
 
 def is_backward(name: Any) -> bool:
     """Whether `name` is that of a backward activation. Imports none of them."""
-    return isinstance(name, str) and name not in _names() and name.removeprefix(DERIVATIVE) in _names()
+    return isinstance(name, str) and name.startswith(DERIVATIVE)
 
 
 def kind(name: str) -> Kind:
-    """The kind of that name; KeyError for one that no file is of."""
+    """The kind of that name. Raises SpecError where there is none, as on a machine without the package that has it."""
+    if name not in kinds():
+        raise SpecError(
+            f"activation {name!r} is of no package that is installed here; install the one that the kernel was built "
+            "with"
+        )
     return kinds()[name]
 
 
@@ -63,27 +72,36 @@ def kind(name: str) -> Kind:
 def kinds() -> Mapping[str, Kind]:
     """Every kind by its name: the forward ones, then the backward ones."""
     found = {name: _kind(name, name, False) for name in functions()}
-    backward = (name for name in functions() if hasattr(_module(name), "derivative") or forms(name)["none"][1])
+    backward = (name for name in functions() if hasattr(module(name), "derivative") or forms(name)["none"][1])
     return found | {f"{DERIVATIVE}{name}": _kind(f"{DERIVATIVE}{name}", name, True) for name in backward}
 
 
 def forms(name: str) -> Mapping[str, tuple[Callable[..., Any], Callable[..., Any] | None]]:
     """(value, derivative) of the forward activation `name`, by approximation: "none", and what else it has."""
-    module = _module(name)
-    found: Mapping[str, Any] = getattr(module, "approximations", None) or {
-        "none": (module.value, getattr(module, "derivative", None))
+    file = module(name)
+    found: Mapping[str, Any] = getattr(file, "approximations", None) or {
+        "none": (file.value, getattr(file, "derivative", None))
     }
     return found
 
 
+@cache
+def module(name: str) -> ModuleType:
+    """The file of the forward activation `name`. Raises SpecError for one of a package that is unusable."""
+    if name in _names():
+        return import_module(f"{__name__}.{name}")  # before any of the same name of another package
+    found, what = packages.load(packages.ACTIVATIONS, name), packages.what(packages.ACTIVATIONS, name)
+    if not isinstance(found, ModuleType) or not (hasattr(found, "value") or hasattr(found, "approximations")):
+        raise SpecError(f"{what}: its entry point gives {found!r}; it must give a module with value(m, z)")
+    if is_backward(name):
+        raise SpecError(f'{what}: a name that begins with "{DERIVATIVE}" is that of a derivative; name it otherwise')
+    return found
+
+
 def _kind(name: str, function: str, backward: bool) -> Kind:
-    sloped = bool(getattr(_module(function), "SLOPED", False))
-    return Kind(name, function, backward, _gated(function), sloped, tuple(forms(function)))
+    sloped = bool(getattr(module(function), "SLOPED", False))
+    return Kind(name, function, backward, _gated(function), sloped, tuple(forms(function)), module(function).__name__)
 
 
 def _gated(name: str) -> bool:
-    return bool(getattr(_module(name), "GATED", False))
-
-
-def _module(name: str) -> ModuleType:
-    return import_module(f"{__name__}.{name}")
+    return bool(getattr(module(name), "GATED", False))

@@ -4,6 +4,9 @@ A file has classes of `Operand` (base.py) and `OPERANDS`, one of each. An operan
 rules that go with it, what a launch passes for it, its regions of shared memory, workspace and scratch memory. Its
 device half has the same name, in fusekit/kernels/gemm/operands; its NumPy twin is in fusekit/reference.
 
+An operand of another package is such an object, which an entry point of the group `fusekit.operands` leads to; its name
+is the operand's, and that of its key. `device_module` and `twin` there say where its other two files are.
+
 `words`, `refused`, `rules` and `key` are for people and for the parser: what comes of them stands in a spec. So they
 are no part of a kernel's key, and neither is the file of an operand that the kernel does not have.
 """
@@ -14,10 +17,12 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+from fusekit.errors import SpecError
+from fusekit.plan import packages
 from fusekit.plan.keys import Key
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Broken, Operand
 
-__all__ = ["BACKWARD", "FORWARD", "WGRAD", "Broken", "Operand", "keys", "operands", "operands_of", "words"]
+__all__ = ["BACKWARD", "FORWARD", "WGRAD", "Broken", "Operand", "keys", "operands", "operands_of", "outside", "words"]
 
 _APART = frozenset({"__init__", "base"})
 
@@ -27,7 +32,31 @@ def operands() -> tuple[Operand, ...]:
     """Every operand, in the order of a launch's arguments."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in _APART)
     found = [operand for name in names for operand in import_module(f"{__name__}.{name}").OPERANDS]
+    taken = frozenset(operand.name for operand in found)
+    outside = packages.usable(packages.OPERANDS, lambda name: _outside(name, taken))
+    found += [_outside(name, taken) for name in outside]
     return tuple(sorted(found, key=lambda operand: operand.order))
+
+
+@cache
+def _outside(name: str, taken: frozenset[str]) -> Operand:
+    """The operand of another package. taken: names that fusekit's have."""
+    found, what = packages.load(packages.OPERANDS, name), packages.what(packages.OPERANDS, name)
+    if not isinstance(found, Operand) or found.name != name or found.key is None or found.key.name != name:
+        raise SpecError(
+            f"{what}: its entry point gives {found!r}; it must give an object of a class of "
+            "fusekit.plan.operands.Operand, whose name and key are that of the entry point"
+        )
+    if name in taken or found.key.default is None:
+        rule = "a kernel has an operand of that name; name it otherwise" if name in taken else "its key has no default"
+        raise SpecError(f"{what}: {rule}")
+    return found
+
+
+@cache
+def outside() -> frozenset[str]:
+    """The names of the operands of other packages, which are their keys."""
+    return frozenset(operand.name for operand in operands() if operand.outside)
 
 
 @cache

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fusekit.dtypes import DTYPES
+from fusekit.plan.keys import Broken as Broken
 from fusekit.plan.keys import Key
 from fusekit.plan.shared import Region
 
@@ -21,8 +22,6 @@ else:
 
 FORWARD, BACKWARD, WGRAD = "forward", "backward", "wgrad"  # the epilogues
 VECTOR = 8  # elements in 16 bytes, the granule of TMA addresses and strides
-
-Broken = tuple[str, Any, str]  # key, its value, the rule
 
 
 class Operand:
@@ -40,6 +39,9 @@ class Operand:
     epilogues: ClassVar[tuple[str, ...]]
     key: ClassVar[Key | None] = None
     on_device: ClassVar[bool] = True  # whether it has a device half
+    # Of another package: dotted names of the modules of its device half, and of its NumPy twin.
+    device_module: ClassVar[str] = ""
+    twin: ClassVar[str] = ""
     needs_registers: ClassVar[bool] = False
     blocks_in_turn: ClassVar[bool] = False  # its code for a block of rows is long enough to be worth fetching once
     named_barriers: ClassVar[tuple[str, ...]] = ()  # the sets that it uses; see GemmPlan.named_barrier
@@ -117,7 +119,12 @@ class Operand:
     @property
     def device(self) -> str:
         """Dotted name of the module of its device half."""
-        return type(self).__module__.replace("fusekit.plan.", "fusekit.kernels.gemm.")
+        return self.device_module or type(self).__module__.replace("fusekit.plan.", "fusekit.kernels.gemm.")
+
+    @property
+    def outside(self) -> bool:
+        """Whether it is of another package."""
+        return type(self).__module__.partition(".")[0] != "fusekit"
 
     @property
     def modules(self) -> tuple[str, ...]:

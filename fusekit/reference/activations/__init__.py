@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 
 import numpy as np
 
-from fusekit.plan.activations import functions, kind
+from fusekit.errors import UsageError
+from fusekit.plan.activations import functions, kind, module
+from fusekit.plan.packages import ACTIVATIONS, package
 from fusekit.reference import layouts
 from fusekit.reference.formats import Array
 from fusekit.spec import Activation
@@ -32,12 +35,20 @@ class Kind:
     gated: bool = False
 
 
-def _load(name: str) -> Kind:
-    module = import_module(f"{__name__}.{name}")
-    return Kind(module.function, module.slope, kind(name).gated)
+@cache
+def load(name: str) -> Kind:
+    """The forward activation `name`. Raises UsageError for one of a package that does not define it in NumPy."""
+    file = module(name)
+    own = file.__name__.startswith("fusekit.")
+    reference = f"{__name__}.{name}" if own else getattr(file, "REFERENCE", "")
+    if not reference:
+        raise UsageError(
+            f"activation {name}: the package {package(ACTIVATIONS, name)} gives no REFERENCE in {file.__name__}, which "
+            "says what its results must be; run it without --check"
+        )
+    found = import_module(reference)
+    return Kind(found.function, found.slope, kind(name).gated)
 
-
-KINDS: dict[str, Kind] = {name: _load(name) for name in functions()}
 
 # What float32 and its approximate exponentials and reciprocals make of an activation, as a share of its argument, and
 # of a slope, as a share of it or of 1, whichever is larger: 1 - sigmoid has no more digits than 1.
@@ -102,10 +113,9 @@ def error_bound(activation: Activation, layout: str, z: Array, error: Array) -> 
 
 
 def _kind(activation: Activation) -> Kind:
-    try:
-        return KINDS[activation.kind]
-    except KeyError:
-        raise ValueError(f"activation {activation.kind!r}; it is one of {', '.join(KINDS)}") from None
+    if activation.kind not in functions():
+        raise ValueError(f"activation {activation.kind!r}; it is one of {', '.join(functions())}")
+    return load(activation.kind)
 
 
 def _clamped(activation: Activation, layout: str, z: Array) -> tuple[Array, Array]:

@@ -1,7 +1,8 @@
 """The NumPy twins of the operands that change values, or have an output of a backward epilogue's own, by the names of
 fusekit/plan/operands.
 
-A twin has what it needs of five functions. `step` is the place of its stage in the epilogue.
+That of another package's operand is the module that its `twin` names. A twin has what it needs of five functions.
+`step` is the place of its stage in the epilogue.
 
     inputs(means, dims, rng, seed)                        its inputs, made up, by argument name
     factors(means, inputs)                                inputs with the factors of the product as they are multiplied
@@ -17,7 +18,9 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from fusekit.plan.operands import operands
+from fusekit.errors import UsageError
+from fusekit.plan.operands import Operand, operands
+from fusekit.plan.packages import OPERANDS, package
 from fusekit.reference.meaning import Meaning
 
 
@@ -27,7 +30,20 @@ def _modules() -> dict[str, ModuleType]:
     return {name: import_module(f"{__name__}.{name}") for name in names}
 
 
+def _twin(operand: Operand) -> ModuleType | None:
+    """The twin of an operand; None of one of fusekit's that changes no value."""
+    if not operand.outside:
+        return _modules().get(operand.name)
+    if not operand.twin:
+        raise UsageError(
+            f"operand {operand.name}: the package {package(OPERANDS, operand.name)} gives no `twin`, which says what "
+            "its results must be; run it without --check"
+        )
+    return import_module(operand.twin)
+
+
 def twins(means: Meaning) -> list[ModuleType]:
     """Those of the operands that a spec asks for, in the order of their stages."""
-    asked = [operand.name for operand in operands() if means.epilogue in operand.epilogues and operand.asked(means)]
-    return sorted((_modules()[name] for name in asked if name in _modules()), key=lambda module: int(module.step))
+    asked = [operand for operand in operands() if means.epilogue in operand.epilogues and operand.asked(means)]
+    found = (_twin(operand) for operand in asked)
+    return sorted((twin for twin in found if twin is not None), key=lambda module: int(module.step))

@@ -1,0 +1,101 @@
+"""Which fields each operation takes, and what makes a spec of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from fusekit.plan.arch import ARCHITECTURES
+from fusekit.plan.operands import keys as operand_keys
+from fusekit.plan.operations import OPERATIONS, Operation, Schema, operation
+from fusekit.plan.quant import quant
+from fusekit.plan.quant import text as quant_text
+from fusekit.plan.tiles import default_mainloop
+from fusekit.spec.exchange import ExchangeSpec
+from fusekit.spec.extern import ExternSpec
+from fusekit.spec.keys import KERNEL_KEYS, SWEEP_KEYS, Key
+from fusekit.spec.model import Activation, KernelSpec, Problem
+from fusekit.spec.permutation import PermutationSpec
+from fusekit.spec.quantise import QuantiseSpec
+from fusekit.spec.router import RouterSpec
+from fusekit.spec.rules import broken_rules
+from fusekit.spec.sweep import CANDIDATES
+
+Spec = KernelSpec | RouterSpec | PermutationSpec | ExchangeSpec | QuantiseSpec | ExternSpec
+OP_DOC = "The operation."
+
+
+@cache
+def schemas() -> tuple[Schema, ...]:
+    """Every schema of fusekit's operations; the first is what an unknown operation is read as."""
+    return tuple({schema.ops: schema for schema in map(_schema, OPERATIONS)}.values())
+
+
+def schema_of(op: Any) -> Schema:
+    """The schema of an operation; the first for what is none, so that its error names every operation. Raises SpecError
+    for an operation of a package that cannot be imported.
+    """
+    return _schema(op) if operation(op) is not None else schemas()[0]
+
+
+@cache
+def _schema(op: str) -> Schema:
+    row = operation(op)
+    assert row is not None
+    schema: Any = row.load("schema")
+    ops = tuple(each.name for each in OPERATIONS.values() if each.schema == row.schema)
+    if isinstance(schema, Mapping):
+        schema, ops = schema[op], ()
+    return _with_op(schema, row, ops or (op,))
+
+
+def _with_op(schema: Schema, row: Operation, ops: tuple[str, ...]) -> Schema:
+    op = Key("op", "choice", OP_DOC, choices=tuple(dict.fromkeys((*OPERATIONS, row.name))), required=True)
+    others = [key for key in schema.keys if key.name != "op"]
+    return replace(schema, keys=(*others[:2], op, *others[2:]), ops=ops)
+
+
+def layer_of(spec: Any) -> Any:
+    """The options of the layer that the kernel `spec` is a part of; None where it is none."""
+    return getattr(spec, "layer", None)
+
+
+def layer_name(spec: Any) -> str:
+    """`file/layer` of the layer that the kernel `spec` is a part of; empty where it is none."""
+    return "" if layer_of(spec) is None else str(spec.name.rpartition(".")[0])
+
+
+def _make_gemm(stem: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> KernelSpec:
+    activation = Activation(**(values["activation"] or {}))
+    problem = Problem(**values["problem"]) if values["problem"] else None
+    tile = choice["tile"]
+    told = quant_text(values["quant"])
+    recipe = quant(told)
+    shared = recipe.promoted or recipe.transpose
+    arch = ARCHITECTURES[choice["arch"]]
+    mainloop = choice["mainloop"] or ("cooperative" if shared else default_mainloop(tile, arch))
+    return KernelSpec(
+        file=stem,
+        kernel=values["name"],
+        op=values["op"],
+        arch=choice["arch"],
+        dtype=values["dtype"],
+        out_dtype=values["out_dtype"] or values["dtype"],
+        b_major=values["b_major"],
+        activation=activation,
+        glu_layout=values["glu_layout"] or ("concat" if activation.gated else "none"),
+        quant=told,
+        tile=tile,
+        cluster=choice["cluster"],
+        mainloop=mainloop,
+        schedule=choice["schedule"],
+        cluster_margin=values["cluster_margin"],
+        problem=problem,
+        summary=values["summary"],
+        **{key.name: values[key.name] for key in operand_keys()},
+    )
+
+
+SCHEMA = Schema(KERNEL_KEYS, SWEEP_KEYS, _make_gemm, broken_rules, candidates=CANDIDATES)
