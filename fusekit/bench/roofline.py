@@ -72,28 +72,28 @@ def gemm_work(spec: Mapping[str, Any], *, rows: int, groups: int, busy: int, n: 
         weights = 2 * 4 * busy if means.accumulate else DTYPES[means.out_dtype].bytes * groups
         sums = (2 * 4 * busy if means.accumulate else 4 * groups) if means.dbias else 0
         moved = rows * n + read * k if means.gather != "dy" else read * n + rows * k
-        scales = 4 * -(-rows // SIDE) * (n + k) if means.recipe else 0
+        scales = 4 * -(-rows // SIDE) * (n + k) if means.quant.coded_inputs else 0
         return Work(flops, size * moved + scales + weights * n * k + sums * n, 2.0 / size)
     gated = means.activation.gated
     factors, moved, rate = size * (read * k + busy * n * k), 0, 2.0 / size
     single = rows if means.row_scale else 0  # float32 numbers
-    if means.recipe:
-        single += _scales(means.recipe, rows, busy, n, k)
+    if means.quant.coded_inputs:
+        single += _scales(means.quant, rows, busy, n, k)
     if means.activation.backward:
         width = 2 * n if gated else n
-        moved += (1 + means.recipe.wide) * rows * width + (rows * n if means.recompute else 0)
-        if means.recipe.coded:
+        moved += (1 + means.quant.wide) * rows * width + (rows * n if means.recompute else 0)
+        if means.quant.coded:
             factors += rows * width
             single += rows * -(-width // SIDE)
         single += (rows if means.dprob else 0) + (groups * width if means.dbias else 0)
         return Work(flops, factors + 2 * moved + 4 * single, rate)
     y = rows * (n // 2 if gated else n)
-    coded = (1 + means.recipe.transpose) * means.recipe.coded  # orientations
+    coded = (1 + means.quant.transpose) * means.quant.coded  # orientations
     single += coded * -(-y // SIDE)
     factors += coded * y
     if means.out_dtype == "f32":
         single += y
-    elif means.recipe.wide:
+    elif means.quant.wide:
         moved += y
     if means.save_preactivation:
         moved += rows * n

@@ -21,7 +21,7 @@ from fusekit.errors import UsageError
 from fusekit.interop.torch import DTYPES
 from fusekit.plan.activations import kind as kind_of
 from fusekit.plan.operations import OPERATIONS
-from fusekit.plan.quant import ROW, SIDE, quant
+from fusekit.plan.quant import ROW, SIDE, Quant
 from fusekit.runtime import DeviceArray
 
 _CHUNK = 1 << 26  # elements that are widened at a time
@@ -113,7 +113,7 @@ class Unfused:
         return self._rest(self._product())
 
     def _product(self) -> Tensor:
-        if quant(self.spec["quant"]):
+        if Quant.of(self.spec["quant"]).coded_inputs:
             return self._scaled_product()
         x, w = self._t["x"], self._t["w"]
         w = w.transpose(-1, -2) if self.spec["b_major"] == "k" else w
@@ -129,7 +129,7 @@ class Unfused:
 
     def _scaled_product(self) -> Tensor:
         """PyTorch's product of codes with scales of rows and columns; for blocks that of their values in 16 bits."""
-        told, grouped = quant(self.spec["quant"]), self._grouped
+        told, grouped = Quant.of(self.spec["quant"]), self._grouped
         x, w, x_s, w_s = (self._t[name] for name in ("x", "w", "x_s", "w_s"))
         dtype = DTYPES[self.spec["dtype"]]
         if told.by_block:

@@ -72,7 +72,7 @@ class GemmPlan(Product):
     @property
     def driver(self) -> str:
         """Dotted name of the module that puts the kernel together."""
-        blocks = "_blocks" if self.wgrad and self.quant else ""
+        blocks = "_blocks" if self.wgrad and self.quant.coded_inputs else ""
         return f"fusekit.kernels.gemm.{self.arch.kernels}.{self.epilogue}{blocks}"
 
     @property
@@ -253,7 +253,7 @@ class GemmPlan(Product):
             return GATED_UNIT if self.kind.gated else self.box(self.tile[1], BOX_WIDTHS[0])
         # 64 columns, or 32 where that makes room for one more stage. Weight gradients of codes gain less from a fifth
         # stage than they lose by short rows of dw.
-        enough = 4 if self.wgrad and self.quant else MAX_STAGES
+        enough = 4 if self.wgrad and self.quant.coded_inputs else MAX_STAGES
         return max((min(enough, self._stages(self._warp_bytes(box))), box) for box in (64, 32))[1]
 
     def result_box(self, width: int) -> int:
@@ -285,7 +285,7 @@ class GemmPlan(Product):
     @property
     def output_boxes(self) -> int:
         """Staging boxes of a warp that an output takes in turn."""
-        return WGRAD_BOXES if self.wgrad and self.quant else OUTPUT_BOXES
+        return WGRAD_BOXES if self.wgrad and self.quant.coded_inputs else OUTPUT_BOXES
 
     @property
     def codes_bytes(self) -> int:
@@ -415,7 +415,7 @@ class GemmPlan(Product):
 
         groups = [Dim("E", minimum=1, maximum=MOST_GROUPS)] if self.grouped else []
         columns = (Dim(name, divisor, divisor, BIG // 2) for name, divisor in self.columns.items())
-        tokens = Dim("P", SIDE, SIDE, BIG) if self.wgrad and self.quant else Dim("M", maximum=BIG)
+        tokens = Dim("P", SIDE, SIDE, BIG) if self.wgrad and self.quant.coded_inputs else Dim("M", maximum=BIG)
         own = (dim for operand in self.operands for dim in operand.dims(self))
         return tokens, *groups, *columns, *own
 
@@ -440,4 +440,4 @@ class GemmPlan(Product):
     def skip_if_zero(self) -> tuple[str, ...]:
         """Dims without which there is nothing to do: outputs of groups are written without rows too."""
         by_group = not self.has("accumulate") if self.wgrad else self.backward and self.spec.dbias
-        return () if by_group or self.quant.largest else ("P" if self.wgrad and self.quant else "M",)
+        return () if by_group or self.quant.largest else ("P" if self.wgrad and self.quant.coded_inputs else "M",)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fusekit.dtypes import DTYPES
 from fusekit.plan.activations import Kind, kind
 from fusekit.plan.arch import ARCHITECTURES
-from fusekit.plan.quant import W_FORMAT, Quant, quant
+from fusekit.plan.quant import W_FORMAT, Quant
 
 if TYPE_CHECKING:
     from fusekit.abi import Expr
@@ -32,9 +32,9 @@ class Product:
         self.dynamic: bool = spec.schedule == "dynamic"
         self.epilogue: str = spec.epilogue
         self.grouped: bool = spec.grouped
-        self.quant: Quant = quant(spec.quant)
+        self.quant: Quant = spec.quant
         # 16-bit factors of a weight gradient have a row for each token, 8-bit ones a column.
-        self.b_major: str = "n" if self.wgrad and not self.quant else spec.b_major
+        self.b_major: str = "n" if self.wgrad and not self.quant.coded_inputs else spec.b_major
         self.glu_layout: str = spec.glu_layout
         self.gather: str = spec.gather
         self.kind: Kind = kind(spec.activation.kind)
@@ -63,7 +63,7 @@ class Product:
     @property
     def factors(self) -> tuple[str, str]:
         """Types of x and w; of grouped-wgrad, dy and x."""
-        return (self.quant.x_format, W_FORMAT) if self.quant else (self.dtype, self.dtype)
+        return (self.quant.x_format, W_FORMAT) if self.quant.coded_inputs else (self.dtype, self.dtype)
 
     @property
     def element(self) -> int:

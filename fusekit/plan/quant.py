@@ -1,7 +1,4 @@
-"""The quantisation recipe of a GEMM: what its factors are, how their products are added up, what is stored as codes.
-
-A spec has it as text, each key of the table `quant` that is not left out and not the default: `in=fp8-row`, or "none".
-"""
+"""The quantisation recipe of a GEMM: what its factors are, how their products are added up, what is stored as codes."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ class Quant:
     @property
     def promoted(self) -> bool:
         """Whether float32 registers take over behind every 128 of K."""
-        return bool(self) and self.accumulation == ACCUMULATIONS[0]
+        return self.coded_inputs and self.accumulation == ACCUMULATIONS[0]
 
     @property
     def by_block(self) -> bool:
@@ -97,9 +94,25 @@ class Quant:
         """Whether y or dz is stored in its dtype."""
         return self.keep or not self.coded
 
-    def __bool__(self) -> bool:
-        """Whether the factors are codes."""
+    @property
+    def coded_inputs(self) -> bool:
+        """Whether the factors of the product are FP8 values."""
         return self.inputs != NONE
+
+    def canonical(self) -> str:
+        """As a spec has it in JSON: each key of the table that is not its default, `in=fp8-row`; "none" for none."""
+        usual = Quant()
+        pairs = (
+            f"{key}={str(getattr(self, name)).lower()}"
+            for key, name in _NAMES.items()
+            if getattr(self, name) != getattr(usual, name)
+        )
+        return " ".join(pairs) or NONE
+
+    @classmethod
+    def of(cls, table: Mapping[str, Any] | str) -> Quant:
+        """The recipe of the table `quant` of a spec file, or of its canonical text."""
+        return _parsed(table) if isinstance(table, str) else cls(**{_NAMES[key]: table[key] for key in table})
 
 
 # As keys and as attributes.
@@ -111,24 +124,10 @@ _NAMES = {"in": "inputs"} | {name: name for name in _SAME}
 _WORDS = {"true": True, "false": False}
 
 
-def text(table: Mapping[str, Any] | str) -> str:
-    """The table of a spec file as a spec has it."""
-    if isinstance(table, str):
-        return table
-    usual = Quant()
-    told = (
-        f"{key}={str(table[key]).lower()}"
-        for key, name in _NAMES.items()
-        if table.get(key, getattr(usual, name)) != getattr(usual, name)
-    )
-    return " ".join(told) or NONE
-
-
 @cache
-def quant(told: str) -> Quant:
-    """What `text` says."""
-    if told == NONE:
+def _parsed(text: str) -> Quant:
+    if text == NONE:
         return Quant()
-    pairs = (each.partition("=") for each in told.split())
+    pairs = (each.partition("=") for each in text.split())
     values = {_NAMES[key]: int(value) if value.isdigit() else _WORDS.get(value, value) for key, _, value in pairs}
     return Quant(**values)  # type: ignore[arg-type]

@@ -35,12 +35,12 @@ class Block(NamedTuple):
 
 def coded_outputs(means: Meaning, results: Mapping[str, Array], ends: NDArray[np.int64]) -> dict[str, Array]:
     """Every coded output, whole buffers, from bf16 ``results`` by name; what is not written holds all ones."""
-    keys = {"out": BLOCK, "blocks": ROWS, "scales": means.recipe.scales, "transpose": True}
+    keys = {"out": BLOCK, "blocks": ROWS, "scales": means.quant.scales, "transpose": True}
     found: dict[str, Array] = {}
     for each in coded(means):
         result = results[each.name]
-        if means.recipe.mx:
-            made = mx.outputs(each.name, result, int(ends[-1]), means.recipe)
+        if means.quant.mx:
+            made = mx.outputs(each.name, result, int(ends[-1]), means.quant)
             found |= {name: made[name] for name in each.outputs}
             continue
         squares = {"transpose_blocks": SQUARE if each.columns == SIDE else ROWS}
@@ -62,8 +62,8 @@ def token_blocks(ends: NDArray[np.int64]) -> list[Block]:
 
 def written(means: Meaning, name: str, shape: tuple[int, ...], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Which elements of a coded output a launch writes."""
-    if means.recipe.mx:
-        return mx.written(name.rpartition("_")[2], shape, int(ends[-1]), means.recipe)
+    if means.quant.mx:
+        return mx.written(name.rpartition("_")[2], shape, int(ends[-1]), means.quant)
     mask = np.zeros(shape, dtype=bool)
     owned, tokens = int(ends[-1]) if ends.size else 0, int(padded_starts(ends)[-1])
     where: dict[str, Any] = {
@@ -92,8 +92,8 @@ def coded_faults(
                 rows = slice(first, first + block.stop - block.begin)
                 value, room = wanted[each.name].value[rows], bound(wanted[each.name])[rows]
                 v, first = values(encode(value, "bf16"), "bf16"), rows.stop
-            compared = _compared_mx if means.recipe.mx else _compared
-            for name, got, want in compared(each, means.recipe, outputs, block, v.astype(np.float32), room):
+            compared = _compared_mx if means.quant.mx else _compared
+            for name, got, want in compared(each, means.quant, outputs, block, v.astype(np.float32), room):
                 wrong = _differing(got, want, exact=exact)
                 counts.setdefault(name, [0, 0])
                 counts[name][0] += wrong

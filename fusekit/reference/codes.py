@@ -82,7 +82,7 @@ class Coded(NamedTuple):
 
 def coded(means: Meaning) -> list[Coded]:
     """The results that are stored as codes."""
-    recipe, backward = means.recipe, means.activation.backward
+    recipe, backward = means.quant, means.activation.backward
     columns = {name: SIDE if recipe.turned_square(name) else 1 for name in ("y", "dz")}
     name = "dz" if backward else "y"
     side = MX_SIDE if recipe.mx else SIDE
@@ -94,8 +94,8 @@ def coded(means: Meaning) -> list[Coded]:
 
 def coded_shapes(means: Meaning, name: str, shape: tuple[int, int], groups: int) -> dict[str, tuple[Any, str]]:
     """Shape and dtype of what is stored of the result ``name`` [M, N]; the transpose has room for M + 127 E tokens."""
-    if means.recipe.mx:
-        every = mx_shapes(name, shape, means.recipe)
+    if means.quant.mx:
+        every = mx_shapes(name, shape, means.quant)
         return {each: every[each] for one in coded(means) if one.name == name for each in one.outputs}
     rows, columns = shape
     spare = (SIDE - 1) * groups if means.grouped else 0
@@ -129,10 +129,10 @@ def mx_shapes(name: str, shape: tuple[int, int], recipe: Quant) -> dict[str, tup
 
 def largest_shapes(means: Meaning, groups: int) -> dict[str, tuple[Any, str]]:
     """Shape and dtype of each; none for other kernels. Of dz, gates and ups have one each."""
-    if not means.recipe.largest:
+    if not means.quant.largest:
         return {}
     backward = means.activation.backward
     sides = 2 if means.glu_layout != "none" else 1
     shape = ((groups,) if means.grouped else ()) + (sides,) if backward else (groups,)
-    ends = ("amax", "rht_amax") if means.recipe.rht_amax else ("amax",)
+    ends = ("amax", "rht_amax") if means.quant.rht_amax else ("amax",)
     return {f"{'dz' if backward else 'y'}_{end}": (shape, "f32") for end in ends}

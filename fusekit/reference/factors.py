@@ -21,9 +21,9 @@ FAST, FAST_SINGLE, PROMOTED_SINGLE = 4.0e-3, 3.0e-3, 4.0e-4
 
 def limit(means: Meaning, single: bool = False) -> float | None:
     """The Frobenius bound of a result that is made of the product, where it is another than its format's."""
-    if not means.recipe:
+    if not means.quant.coded_inputs:
         return None
-    if means.recipe.promoted:
+    if means.quant.promoted:
         return PROMOTED_SINGLE if single else None
     return FAST_SINGLE if single else FAST
 
@@ -31,22 +31,22 @@ def limit(means: Meaning, single: bool = False) -> float | None:
 def x_values(means: Meaning, inputs: Mapping[str, Any], rows: NDArray[np.int64]) -> Array:
     """``rows`` of x, float64 [rows, K]."""
     x = need(inputs, "x", 2)[rows]
-    if not means.recipe:
+    if not means.quant.coded_inputs:
         return values(x, means.dtype).astype(np.float64)
     scale = need(inputs, "x_s", None).astype(np.float64)
-    if means.recipe.by_block:
+    if means.quant.by_block:
         each = np.repeat(scale[:, rows].T, SIDE, axis=1)[:, : x.shape[1]]
     else:
-        each = scale if means.recipe.inputs == TENSOR else scale[rows, None]
+        each = scale if means.quant.inputs == TENSOR else scale[rows, None]
     return decode(x, means.factors[0]) * each
 
 
 def w_values(means: Meaning, inputs: Mapping[str, Any], w: Array, group: int, columns: Any) -> Array:
     """``columns`` of w[group] of w [E, N, K], float32 or (of codes) float64 [columns, K]."""
-    if not means.recipe:
+    if not means.quant.coded_inputs:
         return values(w[group, columns], means.dtype)
     scale = need(inputs, "w_s", None).astype(np.float64)
-    if means.recipe.by_block:
+    if means.quant.by_block:
         blocks = scale.reshape(w.shape[0], *scale.shape[-2:])[group]
         each = np.repeat(blocks[np.arange(w.shape[1])[columns] // SIDE], SIDE, axis=1)[:, : w.shape[2]]
     else:

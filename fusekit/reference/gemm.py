@@ -96,7 +96,7 @@ def coded_check(
     """
     means = meaning(spec)
     results = coded(means)
-    if not results and not means.recipe.largest:
+    if not results and not means.quant.largest:
         return []
     ends = group_ends(inputs, len(need(inputs, "x" if means.gather == "none" else "index", None)), means)
     found = []
@@ -115,7 +115,7 @@ def coded_check(
     if len(chosen) > most:
         chosen = [chosen[int(number)] for number in np.unique(np.linspace(0, len(chosen) - 1, most).astype(int))]
     wanted: dict[str, Expected] = {}
-    if chosen and not means.recipe.wide:
+    if chosen and not means.quant.wide:
         rows = np.concatenate([np.arange(block.begin, block.stop) for block in chosen])
         wanted = _results(spec, inputs, rows, None)
     return found + coded_faults(means, outputs, chosen, wanted)
@@ -126,7 +126,7 @@ def expected(
 ) -> dict[str, Expected]:
     """What ``gemm`` gives, for the rows that groups own, with the error that float32 arithmetic may make of it."""
     means = meaning(spec)
-    hidden = set() if means.recipe.wide else {each.name for each in coded(means)}
+    hidden = set() if means.quant.wide else {each.name for each in coded(means)}
     return {name: want for name, want in _results(spec, inputs, rows, columns).items() if name not in hidden}
 
 

@@ -61,7 +61,7 @@ def make_inputs(
     rng = np.random.default_rng(seed)
     groups = (E,) if means.grouped else ()
     # Of codes, the scales do it.
-    one_over_root_k = 0 if means.recipe else -round(0.5 * np.log2(max(K, 1) * RMS**4))
+    one_over_root_k = 0 if means.quant.coded_inputs else -round(0.5 * np.log2(max(K, 1) * RMS**4))
     inputs: dict[str, Any] = {
         "x": bits((_rows(means, "x", M), K), means.factors[0], seed + 1),
         "w": bits(
@@ -94,7 +94,7 @@ def _rows(means: Meaning, name: str, rows: int) -> int:
 def _wgrad_inputs(means: Meaning, shape: tuple[int, int, int], rows: int, seed: int, sizes: Sizes) -> dict[str, Any]:
     """Output gradients are scaled so that dw has a spread of about 1; so have the numbers that it is added to."""
     each = rows / shape[0]
-    if means.recipe:
+    if means.quant.coded_inputs:
         inputs = _turned(means, shape, rows, seed, sizes)
     else:
         spread = -round(0.5 * np.log2(max(each, 1) * RMS**4))
@@ -128,7 +128,7 @@ def _turned(means: Meaning, shape: tuple[int, int, int], rows: int, seed: int, s
         columns = shape[number]
         codes = bits((columns, room), dtype, seed + number)
         codes[:, ~owned] = 0
-        scaled = -(-columns // SIDE) if name == "x" and means.recipe.square else columns
+        scaled = -(-columns // SIDE) if name == "x" and means.quant.square else columns
         scales = rng.uniform(0.5, 1.5, (room // SIDE, scaled)) * (spread if name == "dy" else 1)
         inputs |= {f"{name}_t": codes, f"{name}_ts": scales.astype(np.float32)}
     return inputs
@@ -155,11 +155,11 @@ def output_shapes(
         return shapes
     if means.activation.backward:
         width = 2 * N if gated else N
-        if means.recipe.wide:
+        if means.quant.wide:
             shapes["dz"] = ((M, width), means.dtype)
         shapes |= coded_shapes(means, "dz", (M, width), E)
         shapes |= coded_shapes(means, "y", (M, N), E)
-        if means.recompute and (means.recipe.wide or not means.recipe.transpose):
+        if means.recompute and (means.quant.wide or not means.quant.transpose):
             shapes["y"] = ((M, N), means.out_dtype)
         shapes |= largest_shapes(means, E)
         if means.dprob:
@@ -168,7 +168,7 @@ def output_shapes(
             shapes["dbias"] = ((*groups, width), "f32")
         return shapes
     y = M, N // 2 if gated else N
-    if means.recipe.wide:
+    if means.quant.wide:
         shapes["y"] = (y, means.out_dtype)
     shapes |= coded_shapes(means, "y", y, E) | largest_shapes(means, E)
     if means.save_preactivation:

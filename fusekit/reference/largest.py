@@ -23,7 +23,7 @@ def largest(means: Meaning, results: Mapping[str, Array], ends: NDArray[np.int64
         sides = [results[result]]
         if result == "dz" and means.glu_layout != "none":
             sides = list(layouts.split(results[result], means.glu_layout))
-        keys = {"out": AMAX, "blocks": "1x128", "scales": "", "transpose": False, "rht_amax": means.recipe.rht_amax}
+        keys = {"out": AMAX, "blocks": "1x128", "scales": "", "transpose": False, "rht_amax": means.quant.rht_amax}
         made = [quantise(keys, {"x": np.ascontiguousarray(side), "offsets": ends})[f"x_{end}"] for side in sides]
         found[name] = np.stack(made, axis=-1).reshape(shape)
     return found

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fusekit.plan.operands import BACKWARD, FORWARD, WGRAD
 from fusekit.plan.operands import keys as operand_keys
 from fusekit.plan.operations import OPERATIONS
-from fusekit.plan.quant import W_FORMAT, Quant, quant
+from fusekit.plan.quant import W_FORMAT, Quant
 from fusekit.reference.formats import Array
 from fusekit.spec import Activation, KernelSpec
 from fusekit.spec.model import OPS
@@ -29,9 +29,8 @@ class Meaning:
         self.b_major, self.glu_layout = str(keys["b_major"]), str(keys["glu_layout"])
         self.activation = Activation(**keys["activation"])
         self.grouped = bool(operation.ragged)  # else all rows belong together
-        self.quant = str(keys["quant"])
-        self.recipe: Quant = quant(self.quant)
-        self.factors = (self.recipe.x_format, W_FORMAT) if self.recipe else (self.dtype, self.dtype)
+        self.quant = Quant.of(str(keys["quant"]))
+        self.factors = (self.quant.x_format, W_FORMAT) if self.quant.coded_inputs else (self.dtype, self.dtype)
         self.epilogue = FORWARD
         if operation.reduces_rows or self.activation.backward:
             self.epilogue = WGRAD if operation.reduces_rows else BACKWARD

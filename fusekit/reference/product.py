@@ -59,5 +59,5 @@ def product(
     for twin in twins(means):
         if hasattr(twin, "product"):
             twin.product(means, inputs, value, error, owner, columns)
-    error *= OF_CODES if means.recipe else ACCUMULATION
+    error *= OF_CODES if means.quant.coded_inputs else ACCUMULATION
     return value, error

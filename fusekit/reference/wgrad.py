@@ -54,7 +54,7 @@ def expected(
     if dy.shape[0] != x.shape[0]:
         raise ValueError(f"dy has {dy.shape[0]} rows and x has {x.shape[0]}; they must be equal")
     ends = group_ends(inputs, x.shape[0], means)
-    starts = padded_starts(ends)[:-1] if means.recipe else np.concatenate([[0], ends[:-1]])
+    starts = padded_starts(ends)[:-1] if means.quant.coded_inputs else np.concatenate([[0], ends[:-1]])
     shape = (ends.size, dy.shape[1], x.shape[1])
     whole = shape if means.grouped else shape[1:]
     chosen = _chosen("rows", rows, shape[0] * shape[1])
@@ -84,7 +84,7 @@ def expected(
                     bias[here] += left.sum(axis=1, keepdims=True, dtype=np.float64)
                     bias_magnitude[here] += np.abs(left).sum(axis=1, keepdims=True, dtype=np.float64)
         steps = steps[:, None]
-        unit = OF_CODES / 8 if means.recipe else UNIT
+        unit = OF_CODES / 8 if means.quant.coded_inputs else UNIT
         slack, bias_slack = (
             (unit * 8 + UNIT * 2 * np.sqrt(steps)) * sizes + UNIT * steps * np.abs(sums)
             for sizes, sums in ((magnitude, value), (bias_magnitude, bias))
@@ -99,13 +99,13 @@ def expected(
 
 def _factors(means: Meaning, inputs: Mapping[str, Any]) -> tuple[Array, Array]:
     """dy and x, a row for each token; of codes the tokens are padded, and their values float64."""
-    if not means.recipe:
+    if not means.quant.coded_inputs:
         return need(inputs, "dy", 2), need(inputs, "x", 2)
     found = []
     for name, dtype in zip(("dy", "x"), means.factors, strict=True):
         scale = np.repeat(need(inputs, f"{name}_ts", 2).astype(np.float64), SIDE, axis=0)
         codes = decode(need(inputs, f"{name}_t", 2), dtype).T
-        if name == "x" and means.recipe.square:
+        if name == "x" and means.quant.square:
             scale = np.repeat(scale, SIDE, axis=1)[:, : codes.shape[1]]
         with np.errstate(invalid="ignore"):
             found.append(codes * scale)

@@ -11,6 +11,7 @@ from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.operands import BACKWARD, FORWARD, WGRAD, outside
 from fusekit.plan.operands import keys as operand_keys
 from fusekit.plan.operations import OPERATIONS
+from fusekit.plan.quant import Quant
 from fusekit.plan.tiles import default_mainloop
 
 __all__ = ["ARCHES", "DTYPES", "OPS", "OUT_DTYPES", "Activation", "KernelSpec", "Problem", "names"]
@@ -83,7 +84,7 @@ class _Kernel:
     b_major: str
     activation: Activation
     glu_layout: str
-    quant: str
+    quant: Quant
     tile: tuple[int, int]
     cluster: tuple[int, int]
     mainloop: str
@@ -164,7 +165,7 @@ class _Kernel:
             "mainloop": self.mainloop,
             "op": self.op,
             "out_dtype": self.out_dtype,
-            "quant": self.quant,
+            "quant": self.quant.canonical(),
             "schedule": self.schedule,
             "stages": self.plan.stages,
             "tile": list(self.tile),

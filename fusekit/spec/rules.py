@@ -9,7 +9,7 @@ from fusekit.dtypes import DTYPES
 from fusekit.plan.activations import Kind, kind, kinds
 from fusekit.plan.gemm import VECTOR_BYTES
 from fusekit.plan.operands import BACKWARD, WGRAD, operands
-from fusekit.plan.quant import BLOCK, NONE, RECIPES, SIDE, Quant, quant
+from fusekit.plan.quant import BLOCK, NONE, RECIPES, SIDE, Quant
 from fusekit.plan.quantise import AMAX, MXFP8
 from fusekit.plan.tiles import refusals
 from fusekit.spec.keys import Broken
@@ -110,9 +110,9 @@ def _types(spec: KernelSpec) -> list[Broken]:
 
 def _quant(spec: KernelSpec) -> list[Broken]:
     """Keys of the recipe that nothing is there for."""
-    told, usual = quant(spec.quant), Quant()
+    told, usual = spec.quant, Quant()
     sides = (
-        ("in", bool(told), NONE, RECIPES[-1], ("x_format", "accumulation", "x_blocks")),
+        ("in", told.coded_inputs, NONE, RECIPES[-1], ("x_format", "accumulation", "x_blocks")),
         ("out", told.coded, told.out, BLOCK, ("transpose", "keep")),
         ("out", told.by_blocks, told.out, BLOCK, ("scales",)),
         ("out", told.mx, told.out, MXFP8, ("scale_layout", "group_alignment")),

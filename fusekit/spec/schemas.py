@@ -10,8 +10,7 @@ from typing import Any
 from fusekit.plan.arch import ARCHITECTURES
 from fusekit.plan.operands import keys as operand_keys
 from fusekit.plan.operations import OPERATIONS, Operation, Schema, operation
-from fusekit.plan.quant import quant
-from fusekit.plan.quant import text as quant_text
+from fusekit.plan.quant import Quant
 from fusekit.plan.tiles import default_mainloop
 from fusekit.spec.exchange import ExchangeSpec
 from fusekit.spec.extern import ExternSpec
@@ -71,9 +70,8 @@ def _make_gemm(stem: str, values: Mapping[str, Any], choice: Mapping[str, Any]) 
     activation = Activation(**(values["activation"] or {}))
     problem = Problem(**values["problem"]) if values["problem"] else None
     tile = choice["tile"]
-    told = quant_text(values["quant"])
-    recipe = quant(told)
-    shared = recipe.promoted or recipe.transpose
+    quant = Quant.of(values["quant"])
+    shared = quant.promoted or quant.transpose
     arch = ARCHITECTURES[choice["arch"]]
     mainloop = choice["mainloop"] or ("cooperative" if shared else default_mainloop(tile, arch))
     return KernelSpec(
@@ -86,7 +84,7 @@ def _make_gemm(stem: str, values: Mapping[str, Any], choice: Mapping[str, Any]) 
         b_major=values["b_major"],
         activation=activation,
         glu_layout=values["glu_layout"] or ("concat" if activation.gated else "none"),
-        quant=told,
+        quant=quant,
         tile=tile,
         cluster=choice["cluster"],
         mainloop=mainloop,

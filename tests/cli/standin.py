@@ -68,8 +68,8 @@ def record() -> LaunchRecord:
 def store_codes(spec: Any, arrays: dict[str, Any]) -> None:
     """The results that the kernel stores as codes."""
     means = meaning(spec)
-    if means.recipe.coded:
-        kept = spec.canonical() | {"quant": spec.quant + ("" if means.recipe.keep else " keep=true")}
+    if means.quant.coded:
+        kept = spec.canonical() | {"quant": spec.quant.canonical() + ("" if means.quant.keep else " keep=true")}
         results = {name: encode(values, "bf16") for name, values in gemm(kept, arrays).items()}
         for name, codes in coded_outputs(means, results, arrays["offsets"]).items():
             where = written(means, name, codes.shape, arrays["offsets"])

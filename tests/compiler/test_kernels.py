@@ -18,6 +18,7 @@ from fusekit.compiler.samples import expected_map
 from fusekit.compiler.worker import plan
 from fusekit.errors import ProofError, ToolchainError
 from fusekit.plan.arch.sm_90a import ROW as SM90A
+from fusekit.plan.quant import Quant
 from fusekit.spec import find, parse_file
 from fusekit.store import Store
 from tests.compiler import sass
@@ -168,7 +169,7 @@ def test_nothing_is_spilled(built, spec):
 def test_tensor_cores_multiply_what_tma_brings(built, spec):
     code = instructions(*loaded(built, spec))
     products = {each.opcode.partition(".F32")[0] for each in code if each.base in ("HGMMA", "QGMMA")}
-    kind, depth = ("QGMMA", 32) if spec.plan.quant else ("HGMMA", 16)
+    kind, depth = ("QGMMA", 32) if spec.plan.quant.coded_inputs else ("HGMMA", 16)
     assert products == {f"{kind}.64x{spec.tile[1] // spec.plan.waves}x{depth}"}
     loads = [each.opcode for each in code if each.base == "UTMALDG"]
     assert loads
@@ -220,7 +221,7 @@ def test_what_was_read_is_what_was_planned(built, spec):
     record, plan = LaunchRecord.from_json(dict(entry.launch)), spec.plan
     # Of schema 2 are a stride in 32 bits, and types of 8; of 4 a dz that may lie over z.
     dz = spec.activation.backward and plan.quant.wide
-    assert record.schema == (4 if dz else 1 if spec.gather == "none" and spec.quant == "none" else 2)
+    assert record.schema == (4 if dz else 1 if spec.gather == "none" and spec.quant == Quant() else 2)
     padded = plan.quant.transpose and plan.quant.by_blocks
     assert bool(record.constraints) is (spec.gather != "none" or padded)
     product = product_of(record)

@@ -16,6 +16,7 @@ from fusekit.compiler.identity import roots_of
 from fusekit.compiler.sources import Sources, closure
 from fusekit.compiler.worker import alone
 from fusekit.plan.operations import OPERATIONS
+from fusekit.plan.quant import Quant
 from fusekit.plan.tokens import TOKENS
 from fusekit.spec import KernelSpec, find
 from tests.compiler.keyed import EACH, PACKAGE, SOURCES, SPEC, key
@@ -192,7 +193,7 @@ def edited(copy, name, before, after):
         ("plan/tiles.py", "take a smaller tile", "try a smaller tile", None),
         ("plan/operands/bias.py", "* 4, 4)", "* 4, 16)", lambda spec: spec.bias),
         ("kernels/gemm/operands/bias.py", "chunk * 8", "chunk * 9",
-         lambda spec: spec.bias or (spec.quant != "none" and "wgrad" not in spec.op)),  # scales of w are columns, too
+         lambda spec: spec.bias or (spec.quant != Quant() and "wgrad" not in spec.op)),  # scales of w are columns, too
         ("plan/activations/swiglu.py", "value * shifted, *", "shifted * value, *",
          lambda spec: spec.activation.function == "swiglu"),
         ("kernels/gemm/operands/dbias.py", "NO_TILE = -1", "NO_TILE = -2",

@@ -28,11 +28,13 @@ def made(name, sizes=SIZES, n=2 * 208, k=144, spare=3):
     spec = SPECS[name]
     inputs = reference.make_inputs(spec, E=len(sizes), M=sum(sizes) + spare, N=n, K=k, seed=3, sizes=sizes, spare=spare)
     means = meaning(spec)
-    wide = spec.canonical() | {"quant": spec.quant if means.recipe.keep else f"{spec.quant} keep=true"}
+    wide = spec.canonical() | {
+        "quant": spec.quant.canonical() if means.quant.keep else f"{spec.quant.canonical()} keep=true"
+    }
     whole = reference.gemm(wide, inputs)["y"]
     y = reference.encode(np.nan_to_num(whole), "bf16")
     outputs = reference.coded_outputs(means, {"y": y}, inputs["offsets"])
-    if means.recipe.keep:
+    if means.quant.keep:
         outputs["y"] = y
     return spec, inputs, y, outputs
 

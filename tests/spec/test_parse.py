@@ -143,7 +143,13 @@ def test_backward_activations():
 
 def test_left_out_keys_have_defaults():
     (spec,) = parse_text(SHORT, "small")
-    assert (spec.dtype, spec.out_dtype, spec.b_major, spec.alpha, spec.quant) == ("bf16", "bf16", "k", "none", "none")
+    assert (spec.dtype, spec.out_dtype, spec.b_major, spec.alpha, spec.quant.canonical()) == (
+        "bf16",
+        "bf16",
+        "k",
+        "none",
+        "none",
+    )
     assert spec.activation == Activation()
     assert not spec.activation.gated
     assert (spec.glu_layout, spec.cluster, spec.mainloop, spec.schedule) == ("none", (1, 1), "pingpong", "static")

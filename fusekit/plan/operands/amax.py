@@ -12,12 +12,11 @@ from typing import Any
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.operands.base import BACKWARD, FORWARD, Argument, Operand, by_group, vector
 from fusekit.plan.operands.codes import Quantised
-from fusekit.plan.quant import quant
 
 
 class Amax(Quantised):
     def asked(self, spec: Any) -> bool:
-        return quant(spec.quant).largest
+        return bool(spec.quant.largest)
 
     def present(self, plan: GemmPlan) -> bool:
         return plan.quant.largest

@@ -11,14 +11,14 @@ from typing import Any
 
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Broken, Expr, Operand, rows, tensor
-from fusekit.plan.quant import CODES, SIDE, quant
+from fusekit.plan.quant import CODES, SIDE
 
 
 class Quantised(Operand):
     """What is made of y or dz as it would be stored, rounded to bf16."""
 
     def rules(self, spec: Any) -> Iterable[Broken]:
-        out = quant(spec.quant).out
+        out = spec.quant.out
         if spec.epilogue == WGRAD and FORWARD in self.epilogues:
             rule = "dw is added up in its own dtype; leave it out, and take the operation quantise"
             yield "quant.out", out, rule
@@ -28,7 +28,7 @@ class Quantised(Operand):
 
 class Codes(Quantised):
     def asked(self, spec: Any) -> bool:
-        return quant(spec.quant).by_blocks
+        return bool(spec.quant.by_blocks)
 
     def present(self, plan: GemmPlan) -> bool:
         return plan.quant.by_blocks
@@ -37,7 +37,7 @@ class Codes(Quantised):
         yield from super().rules(spec)
         if spec.epilogue not in self.epilogues:
             return
-        if spec.gather != "none" and quant(spec.quant).transpose:
+        if spec.gather != "none" and spec.quant.transpose:
             yield "gather", spec.gather, "gathered rows have codes along their columns alone; leave it or transpose out"
         yield from whole_blocks(spec)
 
@@ -72,7 +72,7 @@ def whole_blocks(spec: Any) -> Iterator[Broken]:
         least = SIDE * (2 if plan.halved else 1)
         gated = f", gate and up {least}" if plan.halved else ""
         yield "tile", spec.tile, f"{what}{gated}, so tile N is a multiple of {least}; say {least}"
-    if quant(spec.quant).transpose:
+    if spec.quant.transpose:
         if spec.mainloop != "cooperative":
             yield "mainloop", spec.mainloop, 'both warpgroups share a block of 128 tokens; say "cooperative"'
         elif spec.tile[0] != SIDE:

@@ -24,7 +24,7 @@ class TokenRows(Operand):
     }
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
-        if plan.quant:
+        if plan.quant.coded_inputs:
             factors = zip(("dy_t", "x_t"), plan.factors, ("N", "K"), strict=True)
             return tuple(turned(name, dtype, columns, plan.vector) for name, dtype, columns in factors)
         return factor("dy", plan, "N"), factor("x", plan, "K")

@@ -12,7 +12,7 @@ from typing import Any
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.operands.base import BACKWARD, FORWARD, Argument, Broken, Expr, rows, tensor
 from fusekit.plan.operands.codes import Codes
-from fusekit.plan.quant import CODES, SIDE, quant
+from fusekit.plan.quant import CODES, SIDE
 from fusekit.plan.quantise import MX_SIDE
 
 E8M0 = "e8m0"
@@ -20,14 +20,14 @@ E8M0 = "e8m0"
 
 class MxCodes(Codes):
     def asked(self, spec: Any) -> bool:
-        return quant(spec.quant).mx
+        return bool(spec.quant.mx)
 
     def present(self, plan: GemmPlan) -> bool:
         return plan.quant.mx
 
     def rules(self, spec: Any) -> Iterable[Broken]:
         yield from super().rules(spec)
-        told = quant(spec.quant)
+        told = spec.quant
         if spec.epilogue not in self.epilogues:
             return
         if told.group_alignment not in (1, SIDE):

@@ -11,7 +11,7 @@ from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.operands.base import Argument, Constraint, Dim, Expr, Operand, rows
 from fusekit.plan.operands.mx_codes import blocks, scales, whole
 from fusekit.plan.operands.turned import DzTurned, YTurned
-from fusekit.plan.quant import CODES, quant
+from fusekit.plan.quant import CODES
 
 
 class MxTurned(Operand):
@@ -20,7 +20,7 @@ class MxTurned(Operand):
     words = {}
 
     def asked(self, spec: Any) -> bool:
-        return quant(spec.quant).transpose and quant(spec.quant).mx
+        return bool(spec.quant.transpose and spec.quant.mx)
 
     def dims(self, plan: GemmPlan) -> tuple[Dim, ...]:
         return ()

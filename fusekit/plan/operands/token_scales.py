@@ -11,7 +11,7 @@ from typing import Any
 from fusekit.plan.gemm import WARP, GemmPlan
 from fusekit.plan.operands import x_scale
 from fusekit.plan.operands.base import WGRAD, Argument, Expr, Operand, tensor
-from fusekit.plan.quant import SIDE, quant
+from fusekit.plan.quant import SIDE
 from fusekit.plan.shared import Region
 
 
@@ -25,10 +25,10 @@ class TokenScales(Operand):
     }
 
     def asked(self, spec: Any) -> bool:
-        return bool(quant(spec.quant))
+        return bool(spec.quant.coded_inputs)
 
     def present(self, plan: GemmPlan) -> bool:
-        return bool(plan.quant)
+        return plan.quant.coded_inputs
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         of_x: Expr = ["ceildiv", "K", SIDE] if plan.quant.square else "K"

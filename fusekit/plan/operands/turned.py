@@ -16,7 +16,7 @@ from typing import Any
 
 from fusekit.plan.gemm import FOURTH, GemmPlan
 from fusekit.plan.operands.base import BACKWARD, FORWARD, Argument, Broken, Constraint, Dim, Expr, Operand, tensor
-from fusekit.plan.quant import CODES, SIDE, quant
+from fusekit.plan.quant import CODES, SIDE
 from fusekit.plan.shared import Region
 
 TURNERS = 4  # warps of the fourth warpgroup
@@ -34,14 +34,14 @@ class YTurned(Operand):
     }
 
     def asked(self, spec: Any) -> bool:
-        return quant(spec.quant).transpose and quant(spec.quant).by_blocks
+        return bool(spec.quant.transpose and spec.quant.by_blocks)
 
     def present(self, plan: GemmPlan) -> bool:
         told = plan.quant
         return told.by_blocks and told.transpose and (not plan.backward or plan.spec.recompute)
 
     def rules(self, spec: Any) -> Iterable[Broken]:
-        told = quant(spec.quant)
+        told = spec.quant
         if told.turned_square("y") and spec.epilogue == BACKWARD and not spec.recompute:
             yield "quant.y_blocks", told.y_blocks, "y is stored where it is computed again; say recompute = true"
 
@@ -79,7 +79,7 @@ class DzTurned(Operand):
     }
 
     def asked(self, spec: Any) -> bool:
-        return quant(spec.quant).transpose and quant(spec.quant).by_blocks
+        return bool(spec.quant.transpose and spec.quant.by_blocks)
 
     def present(self, plan: GemmPlan) -> bool:
         return plan.turning and plan.quant.by_blocks
@@ -87,7 +87,7 @@ class DzTurned(Operand):
     def rules(self, spec: Any) -> Iterable[Broken]:
         if spec.epilogue == BACKWARD and spec.tile[1] != SIDE:
             yield "tile", spec.tile, f"shared memory has room for {SIDE} columns of da; say {SIDE}"
-        told = quant(spec.quant)
+        told = spec.quant
         if told.turned_square("dz") and spec.epilogue != BACKWARD:
             rule = f"only backward activations make dz, not {spec.activation.kind}; leave it out"
             yield "quant.dz_blocks", told.dz_blocks, rule

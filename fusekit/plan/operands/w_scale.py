@@ -10,7 +10,7 @@ from typing import Any
 
 from fusekit.plan.gemm import COLUMNS, GemmPlan
 from fusekit.plan.operands.base import BACKWARD, FORWARD, Argument, Expr, Operand, by_group, tensor, vector
-from fusekit.plan.quant import ROW, SIDE, quant
+from fusekit.plan.quant import ROW, SIDE
 from fusekit.plan.shared import Region
 
 
@@ -22,10 +22,10 @@ class WScale(Operand):
     words = {"w_s": "Scales of w: what a code is multiplied by to get the value back."}
 
     def asked(self, spec: Any) -> bool:
-        return bool(quant(spec.quant))
+        return bool(spec.quant.coded_inputs)
 
     def present(self, plan: GemmPlan) -> bool:
-        return bool(plan.quant)
+        return plan.quant.coded_inputs
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         if plan.quant.by_block:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fusekit.plan.gemm import SEGMENT, WARP, GemmPlan
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Broken, Expr, Operand, tensor, vector
-from fusekit.plan.quant import BLOCK, ROW, SIDE, TENSOR, X_FORMATS, quant
+from fusekit.plan.quant import BLOCK, ROW, SIDE, TENSOR, X_FORMATS
 from fusekit.plan.shared import Region
 
 
@@ -22,13 +22,13 @@ class XScale(Operand):
     words = {"x_s": "Scales of x: what a code is multiplied by to get the value back."}
 
     def asked(self, spec: Any) -> bool:
-        return bool(quant(spec.quant))
+        return bool(spec.quant.coded_inputs)
 
     def present(self, plan: GemmPlan) -> bool:
-        return bool(plan.quant)
+        return plan.quant.coded_inputs
 
     def rules(self, spec: Any) -> Iterable[Broken]:
-        told = quant(spec.quant)
+        told = spec.quant
         if spec.epilogue == WGRAD:
             if not told.by_block:
                 rule = f'the scales of rows are inside the sum of {spec.op}; say "{BLOCK}", or leave quant out'

@@ -16,7 +16,7 @@ def gradient(means: Meaning, made: Gradients) -> dict[str, Expected]:
     if made.rows is not None:
         return {}
     groups = [slice(start, end) for start, end in zip([0, *made.ends[:-1]], made.ends, strict=True)]
-    stored = ROUNDED * means.recipe.transpose
+    stored = ROUNDED * means.quant.transpose
     dz, slack = made.dz
     value, error, limit = made.sums((dz, slack + stored * np.abs(dz)), groups)
     shape = (len(groups), made.shape[1]) if means.grouped else made.shape[1:]

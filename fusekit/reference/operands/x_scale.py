@@ -14,7 +14,7 @@ step = 0
 
 
 def inputs(means: Meaning, dims: Mapping[str, int], rng: np.random.Generator, seed: int) -> dict[str, Any]:
-    shape: tuple[int, ...] = (dims["M"] if means.recipe.inputs == ROW else 1,)
-    if means.recipe.by_block:
+    shape: tuple[int, ...] = (dims["M"] if means.quant.inputs == ROW else 1,)
+    if means.quant.by_block:
         shape = -(-dims["K"] // SIDE), dims["M"]
     return {"x_s": rng.uniform(0.5, 1.5, shape).astype(np.float32)}

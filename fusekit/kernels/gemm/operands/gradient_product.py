@@ -22,7 +22,7 @@ class TokenRows(Operand):
     role = BOTH
 
     def parameter(self, given):
-        if self.plan.quant:
+        if self.plan.quant.coded_inputs:
             atoms = [self.kit.swizzled(dtype_of(dtype), self.plan.tile_k) for dtype in self.plan.factors]
             boxes = [(tile // self.plan.cluster_size, self.plan.tile_k) for tile in self.plan.tile]
             pairs = zip((given.dy_t, given.x_t), boxes, atoms, strict=True)

@@ -128,7 +128,7 @@ class BackwardEpilogue:
                 phase = ptx.divide(seen + number, self.depth) & 1
                 box = work.staging + slot * self.plan.z_box_bytes
                 cute.arch.mbarrier_wait(self.z.barrier(work.shared, work.warp_of_cta, slot), phase)
-                if cutlass.const_expr(bool(self.plan.quant)):
+                if cutlass.const_expr(self.plan.quant.coded_inputs):
                     chunks = range(unit * self.columns // 8, (unit + 1) * self.columns // 8)
                     self.operands.accumulate(acc, first, chunks, states, mine)
                 base, steps = first + unit * (self.columns // 2), []

@@ -62,7 +62,7 @@ class MainLoop:
     def __init__(self, plan: GemmPlan, halves) -> None:
         self.plan = plan
         self.x_dtype, self.w_dtype = map(dtype_of, plan.factors)
-        self.m_major, self.n_major = plan.wgrad and not plan.quant, plan.b_major == "n"
+        self.m_major, self.n_major = plan.wgrad and not plan.quant.coded_inputs, plan.b_major == "n"
         operands = Operands(halves)
         self.left, self.right, self.both = (operands.role(role) for role in (LEFT, RIGHT, BOTH))
         self.turns = Turns(plan)

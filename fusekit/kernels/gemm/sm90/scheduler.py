@@ -353,7 +353,7 @@ class GroupScheduler(Scheduler):
                     end = cutlass.min(begin + height, rows)
                 local = number - group * self.raster.count(m_tiles, n)
                 m_tile, n_tile = self.raster.place(local, m_tiles, n, cutlass.max(end - begin, 1), rank)
-                if cutlass.const_expr(bool(self.plan.quant) and self.plan.grouped):
+                if cutlass.const_expr(self.plan.quant.coded_inputs and self.plan.grouped):
                     blocks += blocks_between(offsets, rows, counted, group, lane)
                     counted = group
                 if writer:
