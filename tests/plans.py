@@ -21,7 +21,15 @@ def gemm_spec(*, glu_layout: str = "none", kind: str | None = None, backward: bo
         kind = ("dsrelu" if backward else "identity") if glu_layout == "none" else ("dswiglu" if backward else "swiglu")
     if "tile" in changes:
         changes = {"mainloop": default_mainloop(changes["tile"])} | changes
-    return replace(PLAIN, activation=Activation(kind), glu_layout=glu_layout, **changes)
+    operands = {name: changes.pop(name) for name in PLAIN.operands.keys() & changes}
+    return replace(
+        PLAIN, activation=Activation(kind), glu_layout=glu_layout, operands=PLAIN.operands | operands, **changes
+    )
+
+
+def value_of(spec: KernelSpec, key: str):
+    """What a spec has for a key of a spec file."""
+    return spec.operands[key] if key in spec.operands else getattr(spec, key)
 
 
 def gemm_plan(**changes) -> GemmPlan:

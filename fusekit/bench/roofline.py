@@ -66,26 +66,26 @@ def gemm_work(spec: Mapping[str, Any], *, rows: int, groups: int, busy: int, n: 
     """
     means, flops = meaning(spec), 2 * rows * n * k
     size = DTYPES[means.factors[0]].bytes
-    read = rows if means.gather == "none" else rows // CHOICES  # rows of the gathered operand
+    read = rows if means.operands["gather"] == "none" else rows // CHOICES  # rows of the gathered operand
     if means.epilogue == WGRAD:
         # An empty group's zeros are written, but nothing is added to it.
-        weights = 2 * 4 * busy if means.accumulate else DTYPES[means.out_dtype].bytes * groups
-        sums = (2 * 4 * busy if means.accumulate else 4 * groups) if means.dbias else 0
-        moved = rows * n + read * k if means.gather != "dy" else read * n + rows * k
+        weights = 2 * 4 * busy if means.operands["accumulate"] else DTYPES[means.out_dtype].bytes * groups
+        sums = (2 * 4 * busy if means.operands["accumulate"] else 4 * groups) if means.operands["dbias"] else 0
+        moved = rows * n + read * k if means.operands["gather"] != "dy" else read * n + rows * k
         scales = 4 * -(-rows // SIDE) * (n + k) if means.quant.coded_inputs else 0
         return Work(flops, size * moved + scales + weights * n * k + sums * n, 2.0 / size)
     gated = means.activation.gated
     factors, moved, rate = size * (read * k + busy * n * k), 0, 2.0 / size
-    single = rows if means.row_scale else 0  # float32 numbers
+    single = rows if means.operands["row_scale"] else 0  # float32 numbers
     if means.quant.coded_inputs:
         single += _scales(means.quant, rows, busy, n, k)
     if means.activation.backward:
         width = 2 * n if gated else n
-        moved += (1 + means.quant.wide) * rows * width + (rows * n if means.recompute else 0)
+        moved += (1 + means.quant.wide) * rows * width + (rows * n if means.operands["recompute"] else 0)
         if means.quant.coded:
             factors += rows * width
             single += rows * -(-width // SIDE)
-        single += (rows if means.dprob else 0) + (groups * width if means.dbias else 0)
+        single += (rows if means.operands["dprob"] else 0) + (groups * width if means.operands["dbias"] else 0)
         return Work(flops, factors + 2 * moved + 4 * single, rate)
     y = rows * (n // 2 if gated else n)
     coded = (1 + means.quant.transpose) * means.quant.coded  # orientations
@@ -95,9 +95,9 @@ def gemm_work(spec: Mapping[str, Any], *, rows: int, groups: int, busy: int, n: 
         single += y
     elif means.quant.wide:
         moved += y
-    if means.save_preactivation:
+    if means.operands["save_preactivation"]:
         moved += rows * n
-    if means.bias:
+    if means.operands["bias"]:
         moved += busy * n
     return Work(flops, factors + 2 * moved + 4 * single, rate)
 

@@ -276,7 +276,7 @@ class GemmPlan(Product):
             z, outputs = self.z_boxes * self.sides, OUTPUT_BOXES if self.outputs_staged else 0
             behind = outputs * box * WARP_ROWS * 2 + self.codes_bytes
             if self.turning:  # codes of rows, and then the transpose of y, in one place
-                behind = max(self.tile[1] * WARP_ROWS * 2 * self.spec.recompute, self.codes_bytes)
+                behind = max(self.tile[1] * WARP_ROWS * 2 * self.spec.operands["recompute"], self.codes_bytes)
             return z * box * WARP_ROWS * 2 + behind
         if not self.quant.wide and not self.has("preactivation"):
             boxes = 0
@@ -439,5 +439,5 @@ class GemmPlan(Product):
     @property
     def skip_if_zero(self) -> tuple[str, ...]:
         """Dims without which there is nothing to do: outputs of groups are written without rows too."""
-        by_group = not self.has("accumulate") if self.wgrad else self.backward and self.spec.dbias
+        by_group = not self.has("accumulate") if self.wgrad else self.backward and self.spec.operands["dbias"]
         return () if by_group or self.quant.largest else ("P" if self.wgrad and self.quant.coded_inputs else "M",)

@@ -36,7 +36,7 @@ class Product:
         # 16-bit factors of a weight gradient have a row for each token, 8-bit ones a column.
         self.b_major: str = "n" if self.wgrad and not self.quant.coded_inputs else spec.b_major
         self.glu_layout: str = spec.glu_layout
-        self.gather: str = spec.gather
+        self.gather: str = spec.operands["gather"]
         self.kind: Kind = kind(spec.activation.kind)
         self.approximate: str = spec.activation.approximate
 

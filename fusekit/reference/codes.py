@@ -87,7 +87,7 @@ def coded(means: Meaning) -> list[Coded]:
     name = "dz" if backward else "y"
     side = MX_SIDE if recipe.mx else SIDE
     found = [Coded(name, True, recipe.transpose, columns[name], side)] if recipe.coded else []
-    if backward and recipe.transpose and means.recompute:
+    if backward and recipe.transpose and means.operands["recompute"]:
         found.append(Coded("y", False, True, columns["y"], side))
     return found
 

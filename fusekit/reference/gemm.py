@@ -98,7 +98,7 @@ def coded_check(
     results = coded(means)
     if not results and not means.quant.largest:
         return []
-    ends = group_ends(inputs, len(need(inputs, "x" if means.gather == "none" else "index", None)), means)
+    ends = group_ends(inputs, len(need(inputs, "x" if means.operands["gather"] == "none" else "index", None)), means)
     found = []
     for name, numbers in largest(means, outputs, ends).items():
         wrong = np.asarray(outputs[name]).view(np.uint32) != numbers.view(np.uint32)
@@ -176,7 +176,7 @@ def _forward(
     limit = wgrad.UNIT * (32 + 2 * steps) if single else None
     limit = limit_of(means, single) or limit
     outputs = {"y": Expected(means.out_dtype, chosen, y, y_error, across, shape=(total, width), limit=limit)}
-    if means.save_preactivation:
+    if means.operands["save_preactivation"]:
         shape = total, n
         outputs["preactivation"] = Expected(means.dtype, chosen, z, error, z_columns, shape, limit_of(means))
     return outputs

@@ -88,7 +88,7 @@ def _of_operands(means: Meaning, dims: Mapping[str, int], rng: np.random.Generat
 
 def _rows(means: Meaning, name: str, rows: int) -> int:
     """Rows of the factor ``name`` of a product that has ``rows``."""
-    return tokens_of(rows) if means.gather == name else rows
+    return tokens_of(rows) if means.operands["gather"] == name else rows
 
 
 def _wgrad_inputs(means: Meaning, shape: tuple[int, int, int], rows: int, seed: int, sizes: Sizes) -> dict[str, Any]:
@@ -105,12 +105,12 @@ def _wgrad_inputs(means: Meaning, shape: tuple[int, int, int], rows: int, seed: 
     if means.grouped:
         inputs["offsets"] = offsets_of(sizes)
     inputs |= _of_operands(means, {"M": rows}, np.random.default_rng(seed), seed)
-    if means.accumulate:
+    if means.operands["accumulate"]:
         whole = shape if means.grouped else shape[1:]
         # As many bits as float32 has, of which a 16-bit format would lose most.
         rng = np.random.default_rng(seed)
         inputs["dw"] = rng.uniform(-1.7, 1.7, whole).astype(np.float32)
-        if means.dbias:
+        if means.operands["dbias"]:
             inputs["dbias"] = rng.uniform(-1.7, 1.7, whole[:-1]).astype(np.float32)
     return inputs
 
@@ -150,7 +150,7 @@ def output_shapes(
     groups = (E,) if means.grouped else ()
     if means.epilogue == WGRAD:
         shapes["dw"] = ((*groups, N, K), means.out_dtype)
-        if means.dbias:
+        if means.operands["dbias"]:
             shapes["dbias"] = ((*groups, N), "f32")
         return shapes
     if means.activation.backward:
@@ -159,18 +159,18 @@ def output_shapes(
             shapes["dz"] = ((M, width), means.dtype)
         shapes |= coded_shapes(means, "dz", (M, width), E)
         shapes |= coded_shapes(means, "y", (M, N), E)
-        if means.recompute and (means.quant.wide or not means.quant.transpose):
+        if means.operands["recompute"] and (means.quant.wide or not means.quant.transpose):
             shapes["y"] = ((M, N), means.out_dtype)
         shapes |= largest_shapes(means, E)
-        if means.dprob:
+        if means.operands["dprob"]:
             shapes["dprob"] = ((M,), "f32")
-        if means.dbias:
+        if means.operands["dbias"]:
             shapes["dbias"] = ((*groups, width), "f32")
         return shapes
     y = M, N // 2 if gated else N
     if means.quant.wide:
         shapes["y"] = (y, means.out_dtype)
     shapes |= coded_shapes(means, "y", y, E) | largest_shapes(means, E)
-    if means.save_preactivation:
+    if means.operands["save_preactivation"]:
         shapes["preactivation"] = ((M, N), means.dtype)
     return shapes

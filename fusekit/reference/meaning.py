@@ -20,7 +20,7 @@ from fusekit.spec.model import OPS
 class Meaning:
     """What must decide a kernel's numbers; all else (tile, cluster, ...) must not change them.
 
-    The keys of the operands are attributes, too.
+    operands: the value of each operand's key, by name.
     """
 
     def __init__(self, keys: Mapping[str, Any]) -> None:
@@ -34,13 +34,7 @@ class Meaning:
         self.epilogue = FORWARD
         if operation.reduces_rows or self.activation.backward:
             self.epilogue = WGRAD if operation.reduces_rows else BACKWARD
-        self.asked = {key.name: keys.get(key.name, key.default) for key in operand_keys()}
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["asked"][name]
-        except KeyError:
-            raise AttributeError(name) from None
+        self.operands: Mapping[str, Any] = {key.name: keys.get(key.name, key.default) for key in operand_keys()}
 
 
 def meaning(spec: KernelSpec | Mapping[str, Any]) -> Meaning:

@@ -61,9 +61,9 @@ def expected(
     across = _chosen("columns", columns, shape[2])
     value = np.zeros((chosen.size, across.size))
     bias = np.zeros((chosen.size, 1))
-    if means.accumulate:
+    if means.operands["accumulate"]:
         value += _before(inputs, "dw", whole).reshape(-1, shape[2])[chosen][:, across]
-        if means.dbias:
+        if means.operands["dbias"]:
             bias += _before(inputs, "dbias", whole[:-1]).reshape(-1, 1)[chosen]
     magnitude, bias_magnitude = np.abs(value), np.abs(bias)
     owner, down = np.divmod(chosen, max(shape[1], 1))
@@ -80,7 +80,7 @@ def expected(
                 right = values(x[part][:, across], means.dtype)
                 value[here] += left.astype(np.float64) @ right.astype(np.float64)
                 magnitude[here] += np.abs(left).astype(np.float32) @ np.abs(right).astype(np.float32)
-                if means.dbias:
+                if means.operands["dbias"]:
                     bias[here] += left.sum(axis=1, keepdims=True, dtype=np.float64)
                     bias_magnitude[here] += np.abs(left).sum(axis=1, keepdims=True, dtype=np.float64)
         steps = steps[:, None]
@@ -92,7 +92,7 @@ def expected(
     limit = limit_of(means, single=True) or UNIT * (4 + int(steps.max(initial=0)))
     told, bound = None if columns is None else across, limit if means.out_dtype == "f32" else None
     outputs = {"dw": Expected(means.out_dtype, chosen, value, slack, columns=told, shape=whole, limit=bound)}
-    if means.dbias:
+    if means.operands["dbias"]:
         outputs["dbias"] = Expected("f32", chosen, bias, bias_slack, shape=whole[:-1], limit=limit)
     return outputs
 

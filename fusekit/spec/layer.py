@@ -35,7 +35,7 @@ def expand_layer(stem: str, values: Mapping[str, Any]) -> Expansion:
         for each in _unknown(schema, table):
             refused.setdefault(each, []).append(part)
         made = expand(schema, stem, table, indexed(()))
-        found.specs += [replace(spec, layer=options) for spec in made.specs]  # type: ignore[type-var]
+        found.specs += [replace(spec, layer=options) for spec in made.specs]  # type: ignore[arg-type]
         for each in made.broken:
             refused.setdefault(each, []).append(part)
     for (key, value, rule), named in refused.items():

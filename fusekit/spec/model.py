@@ -1,9 +1,10 @@
 """The frozen values a spec file turns into. Names are those of the file's keys."""
 
 import math
-from dataclasses import dataclass, fields, make_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fusekit.plan.activations import kind as kind_of
 from fusekit.plan.arch import ARCHES, ARCHITECTURES
@@ -69,10 +70,11 @@ class Problem:
     K: int
 
 
-class _Kernel:
-    """What every kernel of the GEMM family has; an operand's key is a field of KernelSpec as well.
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel, every sweep resolved. Two specs with equal `device_spec()` share a cubin.
 
-    layer: the options of the layer that it is a part of.
+    operands: the value of each operand's key, by name. layer: the options of the layer that it is a part of.
     """
 
     file: str
@@ -92,8 +94,8 @@ class _Kernel:
     cluster_margin: int
     problem: Problem | None
     summary: str
-    if TYPE_CHECKING:
-        layer: Any
+    operands: Mapping[str, Any] = field(hash=False)
+    layer: Any = None
 
     @property
     def name(self) -> str:
@@ -134,24 +136,24 @@ class _Kernel:
         return GemmPlan(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        kind: Any = type(self)
-        return {name: getattr(self, name) for name in names(kind)}
+        return {name: getattr(self, name) for name in names(KernelSpec)}
 
     def canonical(self) -> dict[str, Any]:
         """The whole spec in JSON types, keys sorted; `layer` only of a layer's kernel, and a key of another package's
         operand only where it is not the default.
         """
         found = _members(self)
+        operands = found.pop("operands")
         if self.layer is None:
             del found["layer"]
         usual = {key.name: key.default for key in operand_keys() if key.name in outside()}
-        return {name: value for name, value in found.items() if name not in usual or value != usual[name]}
+        found |= {name: value for name, value in operands.items() if name not in usual or value != usual[name]}
+        return dict(sorted(found.items()))
 
     def device_spec(self) -> dict[str, Any]:
         """What decides the cubin and its launch record, in JSON types: no names, scalars, margin or problem, and no key
         of an operand that the kernel does not have.
         """
-        operands = {key.name: getattr(self, key.name) for key in operand_keys()}
         return {
             "activation": {"approximate": self.activation.approximate, "kind": self.activation.kind},
             "arch": self.arch,
@@ -169,7 +171,7 @@ class _Kernel:
             "schedule": self.schedule,
             "stages": self.plan.stages,
             "tile": list(self.tile),
-            **{key.name: operands[key.name] for key in operand_keys() if operands[key.name] != key.default},
+            **{key.name: self.operands[key.name] for key in operand_keys() if self.operands[key.name] != key.default},
         }
 
     def defaults(self) -> dict[str, float | int]:
@@ -181,25 +183,6 @@ class _Kernel:
             scalars["act_limit"] = math.inf if limit is None else limit
             scalars["act_up_offset"] = self.activation.up_offset
         return scalars
-
-
-if TYPE_CHECKING:
-
-    class KernelSpec(_Kernel):
-        """One kernel, every sweep resolved. Two specs with equal `device_spec()` share a cubin."""
-
-        def __init__(self, **values: Any) -> None: ...
-
-        def __getattr__(self, name: str) -> Any: ...
-
-else:
-    KernelSpec = make_dataclass(
-        "KernelSpec",
-        [*_Kernel.__annotations__.items(), *(key.name for key in operand_keys()), ("layer", object, None)],
-        bases=(_Kernel,),
-        namespace={"__module__": __name__, "__doc__": _Kernel.__doc__},
-        frozen=True,
-    )
 
 
 def _json_value(value: Any) -> Any:

@@ -16,7 +16,8 @@ from fusekit.spec.keys import Broken
 from fusekit.spec.model import KernelSpec, names
 from fusekit.spec.values import show
 
-_NAMING = frozenset({"file", "kernel", "summary", "cluster_margin", "problem"})  # which only rules of the problem read
+# Which only rules of the problem read; and the mapping, whose values are compared.
+_NAMING = frozenset({"file", "kernel", "summary", "cluster_margin", "problem", "operands"})
 _values = attrgetter(*(name for name in names(KernelSpec) if name not in _NAMING))
 
 
@@ -28,7 +29,7 @@ class _Alike(tuple[Any, ...]):
 
 def broken_rules(spec: KernelSpec) -> list[Broken]:
     """Every rule that an expanded spec breaks; empty when it can be built."""
-    alike = _Alike(_values(spec))
+    alike = _Alike((*_values(spec), *spec.operands.values()))
     alike.spec = spec
     found = _of_kernel(alike)
     if any(key == "glu_layout" for key, _, _ in found):
@@ -100,7 +101,7 @@ def _types(spec: KernelSpec) -> list[Broken]:
     elif spec.epilogue == BACKWARD and spec.out_dtype == "f32":
         rule = f'{kind_} gives dz and y in 16 bits; say "bf16" or "fp16"'
         found.append(("out_dtype", spec.out_dtype, rule))
-    elif spec.epilogue == BACKWARD and spec.out_dtype != spec.dtype and not spec.recompute:
+    elif spec.epilogue == BACKWARD and spec.out_dtype != spec.dtype and not spec.operands["recompute"]:
         rule = (
             f'dz has dtype, "{spec.dtype}", and there is no y without recompute; leave it out, or say recompute = true'
         )

@@ -92,7 +92,7 @@ def _make_gemm(stem: str, values: Mapping[str, Any], choice: Mapping[str, Any]) 
         cluster_margin=values["cluster_margin"],
         problem=problem,
         summary=values["summary"],
-        **{key.name: values[key.name] for key in operand_keys()},
+        operands={key.name: values[key.name] for key in operand_keys()},
     )
 
 

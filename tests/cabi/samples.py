@@ -43,7 +43,9 @@ def samples() -> list[Exported]:
     model = [find([f"gpt-oss-20b/{name}"])[0] for name in ("fc1-fwd", "fc2-fwd")]
     specs = [*find(["quickstart"]), *model]
     exported = [Exported(spec.full_name, complete(read_record(spec)), CUBIN, spec.defaults()) for spec in specs]
-    sums = next(spec for spec in parse_file(BACKWARD) if spec.dprob and spec.dbias)  # with scratch
+    sums = next(
+        spec for spec in parse_file(BACKWARD) if spec.operands["dprob"] and spec.operands["dbias"]
+    )  # with scratch
     exported.append(Exported(sums.full_name, complete(read_record(sums)), CUBIN, sums.defaults()))
     for name in HOST_FUNCTIONS:
         made = read_plan(hostfunctions.plan(getattr(hostfunctions, name)))

@@ -75,4 +75,4 @@ def test_arguments_are_those_of_the_reference(spec):
 def test_what_must_be_written_without_rows_is(spec):
     """Zeros of empty groups are results; a launch without rows is skipped only where there are none."""
     by_group = {name for name in reference.output_shapes(spec, M=1, N=64, K=64) if name in reference.BY_GROUP}
-    assert signature(spec).skip_if_zero == (() if by_group and not spec.accumulate else ("M",))
+    assert signature(spec).skip_if_zero == (() if by_group and not spec.operands["accumulate"] else ("M",))

@@ -90,7 +90,7 @@ SPECS = (
     *(MATRIX[f"matrix_fp8/{name}"] for name in FP8),
     *CROWDED,
 )
-SPLIT = [spec for spec in MATRIX.values() if spec.split]
+SPLIT = [spec for spec in MATRIX.values() if spec.operands["split"]]
 # Those of the matrix that have a neighbour which stays; packaged kernels all stay.
 WITH_SOAK = (
     "matrix/swiglu-interleaved-32@128x192-c1x2", "matrix/geglu-interleaved@64x128-c1x1", "matrix/dense@128x128-c1x1",
@@ -113,7 +113,7 @@ def every(config):
 
 def pytest_generate_tests(metafunc):
     specs, names = every(metafunc.config), coded(metafunc.config)
-    cases = {"spec": specs, "gathering": [spec for spec in specs if spec.gather != "none"], "split": SPLIT}
+    cases = {"spec": specs, "gathering": [spec for spec in specs if spec.operands["gather"] != "none"], "split": SPLIT}
     cases |= {"name": names, "summed": [name for name in names if "-sums" in name]}
     for argument in cases.keys() & set(metafunc.fixturenames):
         metafunc.parametrize(argument, cases[argument], ids=lambda each: getattr(each, "full_name", each))
@@ -221,9 +221,9 @@ def test_what_was_read_is_what_was_planned(built, spec):
     record, plan = LaunchRecord.from_json(dict(entry.launch)), spec.plan
     # Of schema 2 are a stride in 32 bits, and types of 8; of 4 a dz that may lie over z.
     dz = spec.activation.backward and plan.quant.wide
-    assert record.schema == (4 if dz else 1 if spec.gather == "none" and spec.quant == Quant() else 2)
+    assert record.schema == (4 if dz else 1 if spec.operands["gather"] == "none" and spec.quant == Quant() else 2)
     padded = plan.quant.transpose and plan.quant.by_blocks
-    assert bool(record.constraints) is (spec.gather != "none" or padded)
+    assert bool(record.constraints) is (spec.operands["gather"] != "none" or padded)
     product = product_of(record)
     assert product.block == (plan.threads, 1, 1)
     assert product.cluster == (spec.cluster[0] * spec.cluster[1], 1, 1)

@@ -191,9 +191,10 @@ def edited(copy, name, before, after):
         ("plan/operands/bias.py", '"Adds bias[E, N]."', '"Adds a bias."', None),
         ("plan/operands/row_scale.py", "has no right gradient", "has a wrong gradient", None),
         ("plan/tiles.py", "take a smaller tile", "try a smaller tile", None),
-        ("plan/operands/bias.py", "* 4, 4)", "* 4, 16)", lambda spec: spec.bias),
+        ("plan/operands/bias.py", "* 4, 4)", "* 4, 16)", lambda spec: spec.operands["bias"]),
         ("kernels/gemm/operands/bias.py", "chunk * 8", "chunk * 9",
-         lambda spec: spec.bias or (spec.quant != Quant() and "wgrad" not in spec.op)),  # scales of w are columns, too
+         # Scales of w are columns, too.
+         lambda spec: spec.operands["bias"] or (spec.quant != Quant() and "wgrad" not in spec.op)),
         ("plan/activations/swiglu.py", "value * shifted, *", "shifted * value, *",
          lambda spec: spec.activation.function == "swiglu"),
         ("kernels/gemm/operands/dbias.py", "NO_TILE = -1", "NO_TILE = -2",

@@ -210,7 +210,7 @@ def _dense_wgrad_cases(spec: KernelSpec) -> list[Case]:
     n, k = tile_n + unit, tile_k + unit
     ring = spec.plan.stages * TILE_K
     rows = {0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, ring - 1, ring, ring + 1, 2 * ring + 65}
-    if spec.split:
+    if spec.operands["split"]:
         rows |= {511, 512, 513, 1023, 1024, 1025, 2049, 5000}
     extents = {
         "n-on-the-tile": (2 * tile_n, k),
@@ -231,7 +231,7 @@ def _dense_wgrad_cases(spec: KernelSpec) -> list[Case]:
         Case("many-tiles", (700,), 12 * tile_n, 12 * tile_k + unit, sample=60),
         Case("many-tiles-few-clusters", (300,), 4 * tile_n, 4 * tile_k, margin=100_000, sample=60),
     ]
-    if spec.split:
+    if spec.operands["split"]:
         cases += [
             Case("padded-rows-in-parts", (1500,), n, k, pad=24),
             Case("many-tiles-in-parts", (3000,), 4 * tile_n, 4 * tile_k + 8, sample=60),

@@ -106,12 +106,12 @@ def prepare(spec: KernelSpec, case: Case, seed: int = 0) -> Launch:
         inputs[loud] += inputs[loud].dtype.type(3 << (FORMATS[_dtype_of(spec, loud)].significand - 1))
     if "dy_t" in inputs:
         _poison_blocks(inputs, case)
-    for name in inputs.keys() & TOKENS - {spec.gather}:
+    for name in inputs.keys() & TOKENS - {spec.operands["gather"]}:
         _poison(inputs[name], slice(case.rows, None))
         if case.nan_group is not None:
             _poison(inputs[name], _rows_of(case, case.nan_group))
-    if spec.gather != "none":
-        _choose(inputs, spec.gather, case)
+    if spec.operands["gather"] != "none":
+        _choose(inputs, spec.operands["gather"], case)
     if case.nan_empty_weights:
         for name in inputs.keys() & {"w", "w_s"}:
             _poison(inputs[name], [group for group, size in enumerate(case.sizes) if not size])
@@ -220,7 +220,7 @@ def _wanted(launch: Launch) -> list[tuple[str, reference.Expected]]:
         chosen = reference.sample_weights(offsets, (len(case.sizes), case.n, case.k), case.sample)
         return list(reference.expected(spec, inputs, *chosen).items())
     wanted = list(reference.expected(spec, inputs, reference.sample_rows(offsets, case.sample)).items())
-    if spec.dbias:  # which takes all rows
+    if spec.operands["dbias"]:  # which takes all rows
         few = np.unique([0, 1, case.n // 2, case.n - 1])
         wanted.append(("dbias", reference.expected(spec, inputs, None, few)["dbias"]))
     return wanted

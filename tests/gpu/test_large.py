@@ -146,7 +146,7 @@ def test_weights(gpu, specs, name):
     shape = (groups, n, k) if spec.b_major == "k" else (groups, k, n)
     offsets = reference.offsets_of(sizes)
     given = {"x": small["x"], "offsets": offsets}
-    if spec.bias:
+    if spec.operands["bias"]:
         given["bias"] = np.repeat(small["bias"][:1], groups, axis=0)
         given["bias"][-1] = small["bias"][1]
     y = gpu.array(70 * n * 2, 0xFF)

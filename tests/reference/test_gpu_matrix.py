@@ -7,7 +7,7 @@ import pytest
 from fusekit.plan.operands.split import parts
 from fusekit.spec import parse_file
 from tests.gpu.cases import TILE_K, cases_of, multiple_of_n
-from tests.plans import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+from tests.plans import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, value_of
 
 GPU = Path(__file__).parents[1] / "gpu"
 SPECS = parse_file(GPU / "matrix.toml")
@@ -22,7 +22,7 @@ DERIVATIVES = [spec for spec in BACKWARD if spec.activation.backward]
 
 
 def covered(*keys):
-    return {tuple(getattr(spec, key) for key in keys) for spec in SPECS}
+    return {tuple(value_of(spec, key) for key in keys) for spec in SPECS}
 
 
 def test_few_enough_to_build_in_minutes_and_no_two_share_a_cubin():
@@ -72,11 +72,11 @@ def test_the_dynamic_schedule_under_every_cluster_main_loop_and_layout():
     assert {spec.b_major for spec in dynamic} == {"k", "n"}
     assert {spec.op for spec in dynamic} == {"grouped-gemm", "dense-gemm"}
     for key in ("bias", "save_preactivation", "row_scale"):
-        assert {getattr(spec, key) for spec in dynamic} == {True, False}
+        assert {value_of(spec, key) for spec in dynamic} == {True, False}
 
 
 def test_weight_gradients_of_every_type_tile_cluster_and_schedule():
-    types = {(spec.dtype, spec.out_dtype, spec.accumulate) for spec in WGRAD}
+    types = {(spec.dtype, spec.out_dtype, spec.operands["accumulate"]) for spec in WGRAD}
     assert {("bf16", "bf16", False), ("fp16", "fp16", False), ("bf16", "f32", False)} <= types
     assert {("bf16", "f32", True), ("fp16", "f32", True)} <= types
     assert {(128, 128), (128, 192), (256, 128), (64, 128), (64, 64)} == {spec.tile for spec in WGRAD}
@@ -84,24 +84,24 @@ def test_weight_gradients_of_every_type_tile_cluster_and_schedule():
         some = [spec for spec in WGRAD if spec.schedule == schedule]
         assert {(1, 1), (2, 1), (1, 2)} == {spec.cluster for spec in some}
         assert {spec.mainloop for spec in some} == {"pingpong", "cooperative"}
-        assert {spec.accumulate for spec in some} == {True, False}
+        assert {spec.operands["accumulate"] for spec in some} == {True, False}
 
 
 def test_weight_gradients_with_that_of_the_bias():
-    some = [spec for spec in WGRAD if spec.dbias]
+    some = [spec for spec in WGRAD if spec.operands["dbias"]]
     # One warp sums dy's columns, or two, or two with two boxes each.
     assert {spec.tile[0] for spec in some} == {64, 128, 256}
     for key in ("dtype", "mainloop", "schedule", "accumulate"):
-        assert len({getattr(spec, key) for spec in some}) == 2
+        assert len({value_of(spec, key) for spec in some}) == 2
     assert {spec.cluster for spec in some} == {(1, 1), (2, 1), (1, 2)}
 
 
 def test_weight_gradients_of_dense_layers_whole_and_in_parts():
     for split in (True, False):
-        some = [spec for spec in DENSE_WGRAD if spec.split == split]
+        some = [spec for spec in DENSE_WGRAD if spec.operands["split"] == split]
         assert {("bf16", "bf16"), ("bf16", "f32")} <= {(spec.dtype, spec.out_dtype) for spec in some}
         for key in ("dtype", "mainloop", "schedule", "accumulate", "dbias"):
-            assert len({getattr(spec, key) for spec in some}) == 2, key
+            assert len({value_of(spec, key) for spec in some}) == 2, key
         assert {spec.cluster for spec in some} == {(1, 1), (2, 1), (1, 2)}
 
 
@@ -109,7 +109,7 @@ def test_float32_results_plain_and_gated():
     some = [spec for spec in SPECS if spec.out_dtype == "f32"]
     assert {"none", "interleaved", "concat"} <= {spec.glu_layout for spec in some}
     for key in ("op", "dtype", "b_major", "bias", "mainloop", "schedule", "save_preactivation"):
-        assert len({getattr(spec, key) for spec in some}) == 2, key
+        assert len({value_of(spec, key) for spec in some}) == 2, key
     assert {spec.cluster for spec in some} == {(1, 1), (2, 1), (1, 2)}
     assert {16, 32} <= {box_of(spec) for spec in some}  # columns that are stored at once
 
@@ -142,17 +142,23 @@ def test_derivatives_with_everything_on_and_off():
             ("cluster", {(1, 1), (2, 1), (1, 2)}),
             ("op", {"grouped-gemm", "dense-gemm"}),
         ):
-            assert {getattr(spec, key) for spec in some} == choices, key
+            assert {value_of(spec, key) for spec in some} == choices, key
     assert {(128, 160), (128, 192), (256, 128)} <= {spec.tile for spec in DERIVATIVES}
 
 
 def test_sums_over_rows_and_columns():
-    assert {(False, True), (True, False), (True, True)} <= {(spec.dprob, spec.dbias) for spec in DERIVATIVES}
+    assert {(False, True), (True, False), (True, True)} <= {
+        (spec.operands["dprob"], spec.operands["dbias"]) for spec in DERIVATIVES
+    }
     for gated in (True, False):
-        assert [spec for spec in DERIVATIVES if spec.dprob and spec.dbias and spec.activation.gated == gated]
+        assert [
+            spec
+            for spec in DERIVATIVES
+            if spec.operands["dprob"] and spec.operands["dbias"] and spec.activation.gated == gated
+        ]
     for key in ("op", "schedule", "mainloop"):
-        assert len({getattr(spec, key) for spec in DERIVATIVES if spec.dbias}) == 2
-    assert {spec.cluster for spec in DERIVATIVES if spec.dbias} == {(1, 1), (2, 1), (1, 2)}
+        assert len({value_of(spec, key) for spec in DERIVATIVES if spec.operands["dbias"]}) == 2
+    assert {spec.cluster for spec in DERIVATIVES if spec.operands["dbias"]} == {(1, 1), (2, 1), (1, 2)}
 
 
 @pytest.mark.parametrize(
@@ -167,7 +173,7 @@ def test_cases_of_dense_weight_gradients_hold_every_hard_one(spec):
     assert {0, 1, 63, 64, 65, 127, 128, 129} <= {case.rows for case in cases}
     assert any(case.pad for case in cases)
     problems = [{"M": case.rows, "N": case.n, "K": case.k} for case in cases]
-    if spec.split:
+    if spec.operands["split"]:
         assert {1, 2, 3, 5} <= {parts(problem) for problem in problems}
         assert any(parts_with_rows(problem) < parts(problem) for problem in problems)
 
@@ -215,7 +221,7 @@ def test_codes_of_every_layout_from_every_kind_of_factor():
         ("row_scale", {True, False}),
         ("bias", {True, False}),
     ):
-        assert {getattr(spec, key) for spec in CODED} == choices, key
+        assert {value_of(spec, key) for spec in CODED} == choices, key
 
 
 @pytest.mark.parametrize("spec", [*SPECS, *DERIVATIVES, *QUANTISED, *CODED], ids=lambda spec: spec.full_name)

@@ -52,12 +52,14 @@ def test_models_have_their_shapes(model):
         columns, tile_n = k if spec.op == "grouped-wgrad" else n, spec.tile[1]
         assert -(-columns // tile_n) * tile_n <= 1.04 * columns, "packaged tiles have few columns beyond the last"
         assert spec.op == ("grouped-wgrad" if spec.kernel.endswith("-wgrad") else "grouped-gemm")
-        assert spec.bias is (gpt and forward)
-        assert spec.dbias is (gpt and spec.op == "grouped-wgrad")  # in a pass that reads the gradient anyway
+        assert spec.operands["bias"] is (gpt and forward)
+        assert spec.operands["dbias"] is (
+            gpt and spec.op == "grouped-wgrad"
+        )  # in a pass that reads the gradient anyway
         assert spec.b_major == ("n" if spec.kernel.endswith("-dgrad") else "k")
         assert spec.schedule == "dynamic"
         assert spec.activation.backward is (spec.kernel == "fc2-dgrad")
-        assert spec.recompute is spec.activation.backward
+        assert spec.operands["recompute"] is spec.activation.backward
         if spec.activation.gated:
             scalars = (spec.activation.alpha, spec.activation.limit, spec.activation.up_offset)
             assert scalars == ((1.702, 7.0, 1.0) if gpt else (1.0, None, 0.0))

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from fusekit.plan.quant import Quant
 from fusekit.spec import Activation, KernelSpec, Problem, parse_file, parse_text
 from fusekit.store import canonical_json
 
@@ -57,20 +58,9 @@ def test_every_key_arrives():
         dtype="fp16",
         out_dtype="bf16",
         b_major="n",
-        alpha="group",
-        bias=True,
-        save_preactivation=True,
         activation=Activation("swiglu", alpha=1.702, limit=7.0, up_offset=1.0),
         glu_layout="interleaved",
-        row_scale=True,
-        accumulate=False,
-        recompute=False,
-        dprob=False,
-        dbias=False,
-        split=False,
-        gather="none",
-        awaits=False,
-        quant="none",
+        quant=Quant(),
         tile=(128, 128),
         cluster=(2, 1),
         mainloop="cooperative",
@@ -78,6 +68,19 @@ def test_every_key_arrives():
         cluster_margin=2,
         problem=Problem(E=4, M=100, N=64, K=72),
         summary="its own",
+        operands={
+            "alpha": "group",
+            "bias": True,
+            "save_preactivation": True,
+            "row_scale": True,
+            "accumulate": False,
+            "recompute": False,
+            "dprob": False,
+            "dbias": False,
+            "split": False,
+            "gather": "none",
+            "awaits": False,
+        },
     )
     assert spec.full_name == "model/fc1@128x128-c2x1-coop"
     assert isinstance(spec.activation.limit, float)
@@ -97,8 +100,18 @@ schedule = "static"
 
 def test_weight_gradients():
     (spec,) = parse_text(WGRAD + "problem = { E = 4, M = 100, N = 384, K = 576 }\n", "model")
-    assert (spec.op, spec.dtype, spec.out_dtype, spec.accumulate) == ("grouped-wgrad", "bf16", "bf16", False)
-    assert (spec.b_major, spec.alpha, spec.glu_layout, spec.activation) == ("k", "none", "none", Activation())
+    assert (spec.op, spec.dtype, spec.out_dtype, spec.operands["accumulate"]) == (
+        "grouped-wgrad",
+        "bf16",
+        "bf16",
+        False,
+    )
+    assert (spec.b_major, spec.operands["alpha"], spec.glu_layout, spec.activation) == (
+        "k",
+        "none",
+        "none",
+        Activation(),
+    )
     assert spec.full_name == "model/fc1-wgrad@128x192-c1x2"
     assert spec.defaults() == {"cluster_margin": 0}
     (wide,) = parse_text(WGRAD + 'out_dtype = "f32"\n', "model")
@@ -130,7 +143,12 @@ def test_backward_activations():
     (spec,) = parse_text(BACKWARD, "model")
     assert spec.activation.backward
     assert spec.activation.gated
-    assert (spec.recompute, spec.dprob, spec.dbias, spec.glu_layout) == (True, True, True, "concat")
+    assert (spec.operands["recompute"], spec.operands["dprob"], spec.operands["dbias"], spec.glu_layout) == (
+        True,
+        True,
+        True,
+        "concat",
+    )
     assert spec.defaults() == {"act_alpha": 1.702, "act_limit": 7.0, "act_up_offset": 1.0, "cluster_margin": 0}
     (plain,) = parse_text(BACKWARD.replace("{ kind = \"dswiglu\", alpha = 1.702, limit = 7.0, up_offset = 1.0 }",
                                            "{ kind = \"dgelu\", approximate = \"tanh\" }"), "model")  # fmt: skip
@@ -143,7 +161,7 @@ def test_backward_activations():
 
 def test_left_out_keys_have_defaults():
     (spec,) = parse_text(SHORT, "small")
-    assert (spec.dtype, spec.out_dtype, spec.b_major, spec.alpha, spec.quant.canonical()) == (
+    assert (spec.dtype, spec.out_dtype, spec.b_major, spec.operands["alpha"], spec.quant.canonical()) == (
         "bf16",
         "bf16",
         "k",
@@ -153,8 +171,13 @@ def test_left_out_keys_have_defaults():
     assert spec.activation == Activation()
     assert not spec.activation.gated
     assert (spec.glu_layout, spec.cluster, spec.mainloop, spec.schedule) == ("none", (1, 1), "pingpong", "static")
-    assert (spec.bias, spec.save_preactivation, spec.row_scale, spec.problem) == (False, False, False, None)
-    assert not spec.accumulate
+    assert (spec.operands["bias"], spec.operands["save_preactivation"], spec.operands["row_scale"], spec.problem) == (
+        False,
+        False,
+        False,
+        None,
+    )
+    assert not spec.operands["accumulate"]
     assert spec.name == "small/linear"
     assert spec.variant == "128x128-c1x1"
 
@@ -172,7 +195,7 @@ def test_gated_layout_defaults_to_concat():
 def test_kernel_wins_over_defaults_key_by_key():
     text = SHORT.replace("schema = 1", 'schema = 1\n[defaults]\nbias = true\ndtype = "fp16"\ntile = [64, 64]')
     (spec,) = parse_text(text + "bias = false\n", "small")
-    assert spec.bias is False
+    assert spec.operands["bias"] is False
     assert spec.dtype == "fp16"
     assert spec.tile == (128, 128)
 

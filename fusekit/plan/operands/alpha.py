@@ -21,12 +21,12 @@ class Alpha(Operand):
 
     def rules(self, spec: Any) -> Iterable[Broken]:
         yield from super().rules(spec)
-        if spec.alpha == "group" and spec.op == "dense-gemm":
+        if spec.operands["alpha"] == "group" and spec.op == "dense-gemm":
             rule = 'dense-gemm has no groups to scale apart; say "scalar", or op = "grouped-gemm"'
-            yield "alpha", spec.alpha, rule
+            yield "alpha", spec.operands["alpha"], rule
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
-        if plan.spec.alpha == "group":
+        if plan.spec.operands["alpha"] == "group":
             return (vector("alpha", "input", "f32", "E"),)
         return (scalar("alpha"),)
 

@@ -30,7 +30,7 @@ class Arrivals(Operand):
         yield from super().rules(spec)
         if spec.epilogue != WGRAD and not spec.grouped:
             yield "awaits", True, "the rows that come are those of experts; leave it out, or take grouped-gemm"
-        elif spec.epilogue != WGRAD and spec.gather != "x":
+        elif spec.epilogue != WGRAD and spec.operands["gather"] != "x":
             yield "awaits", True, 'rows that come are chosen by an index; say gather = "x", or leave it out'
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:

@@ -55,7 +55,7 @@ class Operand:
 
     def asked(self, spec: Any) -> bool:
         """Whether a spec file asks for it."""
-        return self.key is not None and getattr(spec, self.key.name) != self.key.default
+        return self.key is not None and spec.operands[self.key.name] != self.key.default
 
     def present(self, plan: GemmPlan) -> bool:
         """Whether a kernel with one of its epilogues has it."""
@@ -66,7 +66,7 @@ class Operand:
         why = self.refused.get(spec.epilogue)
         if why is not None and self.key is not None:
             name = self.key.name
-            yield name, getattr(spec, name), why.format(kind=spec.activation.kind, op=spec.op)
+            yield name, spec.operands[name], why.format(kind=spec.activation.kind, op=spec.op)
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         """What a launch passes for it."""

@@ -37,8 +37,12 @@ class Codes(Quantised):
         yield from super().rules(spec)
         if spec.epilogue not in self.epilogues:
             return
-        if spec.gather != "none" and spec.quant.transpose:
-            yield "gather", spec.gather, "gathered rows have codes along their columns alone; leave it or transpose out"
+        if spec.operands["gather"] != "none" and spec.quant.transpose:
+            yield (
+                "gather",
+                spec.operands["gather"],
+                "gathered rows have codes along their columns alone; leave it or transpose out",
+            )
         yield from whole_blocks(spec)
 
 

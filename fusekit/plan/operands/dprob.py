@@ -25,7 +25,7 @@ class Dprob(Operand):
 
     def rules(self, spec: Any) -> Iterable[Broken]:
         yield from super().rules(spec)
-        if spec.epilogue == BACKWARD and not spec.row_scale:
+        if spec.epilogue == BACKWARD and not spec.operands["row_scale"]:
             yield "dprob", True, "it is the gradient of row_scale, which is false; say row_scale = true"
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:

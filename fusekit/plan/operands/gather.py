@@ -32,11 +32,11 @@ class Gather(Operand):
     words = {"index": "Which row of the gathered factor each row is; outside [0, T): a row of zeros."}
 
     def rules(self, spec: Any) -> Iterable[Broken]:
-        if spec.gather == "dy" and spec.epilogue != WGRAD:
+        if spec.operands["gather"] == "dy" and spec.epilogue != WGRAD:
             yield "gather", "dy", f'only grouped-wgrad has dy; {spec.op} gathers its rows with gather = "x"'
-        elif SHARED[spec.epilogue].get(spec.cluster) == spec.gather:
-            other = next(cluster for cluster, name in SHARED[spec.epilogue].items() if name != spec.gather)
-            why = f"the CTAs of this cluster share {spec.gather}, and each gathers its own rows"
+        elif SHARED[spec.epilogue].get(spec.cluster) == spec.operands["gather"]:
+            other = next(cluster for cluster, name in SHARED[spec.epilogue].items() if name != spec.operands["gather"])
+            why = f"the CTAs of this cluster share {spec.operands['gather']}, and each gathers its own rows"
             yield "cluster", spec.cluster, f"{why}; say {list(other)} or [1, 1]"
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:

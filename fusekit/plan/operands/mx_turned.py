@@ -31,7 +31,7 @@ class MxTurned(Operand):
 
 class YMxTurned(MxTurned, YTurned):
     def present(self, plan: GemmPlan) -> bool:
-        return plan.quant.mx and plan.quant.transpose and (not plan.backward or plan.spec.recompute)
+        return plan.quant.mx and plan.quant.transpose and (not plan.backward or plan.spec.operands["recompute"])
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return mx_columns("y", plan.width, plan)

@@ -29,7 +29,7 @@ class RowScale(Operand):
 
     def rules(self, spec: Any) -> Iterable[Broken]:
         yield from super().rules(spec)
-        if spec.epilogue == FORWARD and spec.bias and spec.activation.kind == "identity":
+        if spec.epilogue == FORWARD and spec.operands["bias"] and spec.activation.kind == "identity":
             # y = p (x w + b): dprob of the backward kernels lacks dy . b, and dbias is not weighted.
             rule = (
                 "a bias that row_scale multiplies has no right gradient, and neither has row_scale; leave row_scale out"

@@ -38,11 +38,11 @@ class YTurned(Operand):
 
     def present(self, plan: GemmPlan) -> bool:
         told = plan.quant
-        return told.by_blocks and told.transpose and (not plan.backward or plan.spec.recompute)
+        return told.by_blocks and told.transpose and (not plan.backward or plan.spec.operands["recompute"])
 
     def rules(self, spec: Any) -> Iterable[Broken]:
         told = spec.quant
-        if told.turned_square("y") and spec.epilogue == BACKWARD and not spec.recompute:
+        if told.turned_square("y") and spec.epilogue == BACKWARD and not spec.operands["recompute"]:
             yield "quant.y_blocks", told.y_blocks, "y is stored where it is computed again; say recompute = true"
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:

@@ -33,7 +33,7 @@ class XScale(Operand):
             if not told.by_block:
                 rule = f'the scales of rows are inside the sum of {spec.op}; say "{BLOCK}", or leave quant out'
                 yield "quant.in", told.inputs, rule
-            if spec.dbias:
+            if spec.operands["dbias"]:
                 yield "dbias", True, "codes of dy are scaled by blocks, and their sum is none of dy; leave it out"
         elif told.square:
             yield (
@@ -43,8 +43,12 @@ class XScale(Operand):
             )
         if spec.epilogue != WGRAD and spec.b_major != "k":
             yield "b_major", spec.b_major, 'FP8 factors are contiguous along K: w is [E, N, K]; say b_major = "k"'
-        if spec.gather != "none":
-            yield "gather", spec.gather, "codes come by TMA alone, with their scales row by row; leave it out"
+        if spec.operands["gather"] != "none":
+            yield (
+                "gather",
+                spec.operands["gather"],
+                "codes come by TMA alone, with their scales row by row; leave it out",
+            )
         if told.x_format != X_FORMATS[0] and told.inputs != TENSOR:
             yield "quant.x_format", told.x_format, f'only in = "{TENSOR}" has it, not {told.inputs}; leave it out'
         if told.by_block and not told.promoted:

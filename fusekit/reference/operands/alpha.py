@@ -15,7 +15,7 @@ step = 1
 
 
 def inputs(means: Meaning, dims: Mapping[str, int], rng: np.random.Generator, seed: int) -> dict[str, Any]:
-    if means.alpha == "scalar":
+    if means.operands["alpha"] == "scalar":
         return {"alpha": 0.75}
     return {"alpha": rng.uniform(0.5, 1.5, dims["E"]).astype(np.float32)}
 
@@ -29,6 +29,6 @@ def product(
     columns: NDArray[np.int64] | None,
 ) -> None:
     alpha = np.asarray(need(inputs, "alpha", None), dtype=np.float64).reshape(-1)
-    factor = alpha[owner][:, None] if means.alpha == "group" else alpha[0]
+    factor = alpha[owner][:, None] if means.operands["alpha"] == "group" else alpha[0]
     value *= factor
     error *= np.abs(factor)

@@ -29,9 +29,9 @@ def inputs(means: Meaning, dims: Mapping[str, int], rng: np.random.Generator, se
 
 def factors(means: Meaning, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """``inputs`` with the rows [M, K] that the index chooses in place of the tensor [T, K]."""
-    tensor: Array = need(inputs, means.gather, 2)
+    tensor: Array = need(inputs, means.operands["gather"], 2)
     index = need(inputs, "index", 1).astype(np.int64)
     there = (index >= 0) & (index < len(tensor))
     rows = np.zeros((len(index), tensor.shape[1]), tensor.dtype)
     rows[there] = tensor[index[there]]
-    return {**inputs, means.gather: rows}
+    return {**inputs, means.operands["gather"]: rows}

@@ -8,7 +8,7 @@ class Alpha(Operand):
 
     def __init__(self, plan, told, kit) -> None:
         super().__init__(plan, told, kit)
-        self.by_group = plan.spec.alpha == "group"
+        self.by_group = plan.spec.operands["alpha"] == "group"
 
     def parameter(self, given):
         return given.alpha.iterator if self.by_group else given.alpha

@@ -38,7 +38,7 @@ class TokenRows(Operand):
 
     def extents(self, given) -> tuple:
         """Tokens, columns and rows of dw."""
-        if self.plan.quant:
+        if self.plan.quant.coded_inputs:
             return given.dy_t.shape[1], given.x_t.shape[0], given.dy_t.shape[0]
         return (given.index if self.plan.gathers else given.dy).shape[0], given.x.shape[1], given.dy.shape[1]
 
