@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from fusekit.plan.activations import kinds
 from fusekit.plan.gemm import GemmPlan
+from fusekit.plan.quant import Quant
 from fusekit.plan.tiles import default_mainloop
 from fusekit.spec import Activation, KernelSpec, parse_text
 
@@ -21,6 +22,8 @@ def gemm_spec(*, glu_layout: str = "none", kind: str | None = None, backward: bo
         kind = ("dsrelu" if backward else "identity") if glu_layout == "none" else ("dswiglu" if backward else "swiglu")
     if "tile" in changes:
         changes = {"mainloop": default_mainloop(changes["tile"])} | changes
+    if isinstance(changes.get("quant"), str):
+        changes = changes | {"quant": Quant.of(changes["quant"])}
     operands = {name: changes.pop(name) for name in PLAIN.operands.keys() & changes}
     return replace(
         PLAIN, activation=Activation(kind), glu_layout=glu_layout, operands=PLAIN.operands | operands, **changes

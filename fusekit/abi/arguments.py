@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from fusekit.abi.codec import Reader, describe, expression
+from fusekit.abi.codec import RecordReader, describe, expression
 from fusekit.abi.expr import Expr, RecordError, freeze, thaw, validate, variables
 from fusekit.dtypes import ARGUMENTS, DTYPES, SCALARS
 
@@ -54,7 +54,7 @@ class Dim:
 
     @classmethod
     def from_json(cls, value: Any, where: str = "dim") -> Dim:
-        reader = Reader(value, where)
+        reader = RecordReader(value, where)
         dim = cls(
             reader.string("name"), reader.integer("divisor"), reader.integer("minimum"), reader.integer("maximum")
         )
@@ -134,7 +134,7 @@ class TensorArgument:
         }  # fmt: skip
 
     @classmethod
-    def read(cls, reader: Reader) -> TensorArgument:
+    def read(cls, reader: RecordReader) -> TensorArgument:
         return cls(
             name=reader.string("name"),
             role=reader.string("role", ROLES),
@@ -203,7 +203,7 @@ class ScalarArgument:
         return {**told, **(bounds if self.bounded else {})}
 
     @classmethod
-    def read(cls, reader: Reader) -> ScalarArgument:
+    def read(cls, reader: RecordReader) -> ScalarArgument:
         name, dtype = reader.string("name"), reader.string("dtype", SCALARS)
         default = scalar_from_json(reader.take("default"), reader.path("default"))
         if "minimum" not in reader:
@@ -253,7 +253,7 @@ class PeersArgument:
         }  # fmt: skip
 
     @classmethod
-    def read(cls, reader: Reader) -> PeersArgument:
+    def read(cls, reader: RecordReader) -> PeersArgument:
         return cls(reader.string("name"), reader.integer("count"), reader.expr("bytes"), reader.integer("alignment"))
 
 
@@ -287,7 +287,7 @@ def scalar_from_json(value: Any, where: str) -> float | int | None:
 
 
 def argument_from_json(value: Any, where: str) -> Argument:
-    reader = Reader(value, where)
+    reader = RecordReader(value, where)
     kinds: dict[str, type[TensorArgument | ScalarArgument | PeersArgument]] = {
         "tensor": TensorArgument, "scalar": ScalarArgument, "peers": PeersArgument,
     }  # fmt: skip

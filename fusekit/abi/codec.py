@@ -16,7 +16,7 @@ MAX_ITEMS = 1024
 """Most entries of an array or object, expressions aside. The launcher in C takes fewer of most."""
 
 
-class Reader:
+class RecordReader:
     """Takes the members of one JSON object. `where` is the object's own path, empty for the document."""
 
     def __init__(self, value: Any, where: str = "") -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusekit.abi.codec import Reader, expression, integer
+from fusekit.abi.codec import RecordReader, expression, integer
 from fusekit.abi.expr import Expr, RecordError, freeze, thaw, validate
 from fusekit.abi.floats import FloatExpr, evaluate_float, validate_float
 from fusekit.dtypes import DTYPES, INTEGERS, MAPS, SIGNED
@@ -121,7 +121,7 @@ class TensorMapParameter:
         return DTYPES[self.dtype].map > 1 or self.encoding != "driver"
 
     @classmethod
-    def read(cls, reader: Reader, name: str, offset: int, size: int) -> TensorMapParameter:
+    def read(cls, reader: RecordReader, name: str, offset: int, size: int) -> TensorMapParameter:
         return cls(
             name=name,
             offset=offset,
@@ -314,7 +314,7 @@ def flat(parameters: Iterable[Parameter]) -> Iterator[tuple[int, TensorMapParame
 
 
 def parameter_from_json(value: Any, where: str) -> Parameter:
-    reader = Reader(value, where)
+    reader = RecordReader(value, where)
     kind = reader.string("kind", KINDS)
     name, offset, size = reader.string("name"), reader.integer("offset"), reader.integer("size")
     parameter: Parameter
@@ -341,7 +341,7 @@ def _field_from_json(value: Any, where: str) -> Scalar:
     return parameter
 
 
-def _scalar(reader: Reader, kind: str, name: str, offset: int) -> Scalar:
+def _scalar(reader: RecordReader, kind: str, name: str, offset: int) -> Scalar:
     if kind == "pointer":
         argument = reader.string("argument")
         return PointerParameter(name, argument, offset, reader.expr("shift") if "shift" in reader else 0)

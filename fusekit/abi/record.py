@@ -20,7 +20,7 @@ from fusekit.abi.arguments import (
     argument_from_json,
 )
 from fusekit.abi.checks import check, check_complete, host_variables, triple, unique
-from fusekit.abi.codec import Reader, expression, integer, string
+from fusekit.abi.codec import RecordReader, expression, integer, string
 from fusekit.abi.expr import SCHEMA_2_OPERATORS, Expr, RecordError, evaluate, freeze, operators, thaw, variables
 from fusekit.abi.parameters import (
     FloatParameter,
@@ -62,7 +62,7 @@ class Constraint:
 
     @classmethod
     def from_json(cls, value: Any, where: str) -> Constraint:
-        reader = Reader(value, where)
+        reader = RecordReader(value, where)
         constraint = cls(reader.expr("expr"), reader.string("message"))
         reader.end()
         return constraint
@@ -88,7 +88,7 @@ class LaunchStep:
 
     @classmethod
     def from_json(cls, value: Any, where: str) -> LaunchStep:
-        reader = Reader(value, where)
+        reader = RecordReader(value, where)
         step = cls(**_step(reader))
         reader.end()
         return step
@@ -205,15 +205,15 @@ class LaunchRecord(WithArguments):
     @classmethod
     def from_json(cls, value: Any) -> LaunchRecord:
         """The complete record in `value`; RecordError for another schema or a wrong, missing or unknown field."""
-        reader = Reader(value)
+        reader = RecordReader(value)
         schema = reader.integer("schema")
         if schema not in SCHEMAS:
             raise RecordError(
                 f"schema: {schema}; this fusekit reads launch records of schema {SCHEMAS[0]} to {SCHEMAS[-1]}; rebuild"
                 " the kernel with this version or use the fusekit that wrote it"
             )
-        workspace = Reader(reader.take("workspace"), "workspace")
-        scratch = Reader(reader.take("scratch"), "scratch") if "scratch" in reader else None
+        workspace = RecordReader(reader.take("workspace"), "workspace")
+        scratch = RecordReader(reader.take("scratch"), "scratch") if "scratch" in reader else None
         record = cls(
             arch=reader.string("arch"),
             arguments=reader.array("arguments", argument_from_json),
@@ -240,7 +240,7 @@ class LaunchRecord(WithArguments):
 _STEP = ("symbol", "parameters", "grid", "block", "cluster", "dynamic_shared", "attributes")
 
 
-def _step(reader: Reader) -> dict[str, Any]:
+def _step(reader: RecordReader) -> dict[str, Any]:
     """The fields of one launch."""
     return {
         "symbol": reader.string("symbol"),
@@ -266,7 +266,7 @@ def _step_json(step: LaunchRecord | LaunchStep) -> dict[str, Any]:
 
 
 def _value(value: Any, where: str) -> tuple[str, Expr]:
-    reader = Reader(value, where)
+    reader = RecordReader(value, where)
     pair = reader.string("name"), reader.expr("value")
     reader.end()
     return pair

@@ -115,10 +115,10 @@ def record(name: str, launch: LaunchRecord, defaults: Mapping[str, Any]) -> byte
 def record_row(name: str, launch: LaunchRecord, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The same as the one row of its table."""
     _check_defaults(name, launch, defaults)
-    return _Writer(name, launch, defaults).row()
+    return _RecordWriter(name, launch, defaults).row()
 
 
-class _Writer:
+class _RecordWriter:
     def __init__(self, name: str, launch: LaunchRecord, defaults: Mapping[str, Any]) -> None:
         self._name = name
         self._launch = launch

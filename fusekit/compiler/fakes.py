@@ -46,7 +46,7 @@ _GENERIC = "gmem"  # the memory space of a fake tensor that names none
 
 
 @dataclass(slots=True)
-class Writer:
+class CallWriter:
     """Writes the values of one call. symbols: those met so far; none has a name of `taken`, the host's parameters."""
 
     symbols: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -205,13 +205,13 @@ class Writer:
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
-    """Makes the values that a `Writer` wrote. symbols: the table of them."""
+class CallReader:
+    """Makes the values that a `CallWriter` wrote. symbols: the table of them."""
 
     symbols: Mapping[str, Any]
 
     @classmethod
-    def of(cls, table: Mapping[str, Mapping[str, int]]) -> Reader:
+    def of(cls, table: Mapping[str, Mapping[str, int]]) -> CallReader:
         from cutlass.cute.typing import SymInt
 
         known = {
@@ -279,18 +279,18 @@ class Reader:
         return self.symbols[item]
 
 
-_MAKERS: dict[str, Callable[[Reader, Mapping[str, Any]], Any]] = {
-    "tensor": Reader.tensor,
-    "pointer": Reader.pointer,
-    "stream": Reader.stream,
-    "object": Reader.object,
+_MAKERS: dict[str, Callable[[CallReader, Mapping[str, Any]], Any]] = {
+    "tensor": CallReader.tensor,
+    "pointer": CallReader.pointer,
+    "stream": CallReader.stream,
+    "object": CallReader.object,
     "number": lambda reader, data: _dtype(data["number"])(reader.value(data["value"])),
     "float": lambda reader, data: float(data["float"]),
     "symbol": lambda reader, data: reader.symbols[data["symbol"]],
     "none": lambda reader, data: None,
     "name": lambda reader, data: resolve(data["name"]),
-    "lambda": Reader.function,
-    "closure": Reader.closure,
+    "lambda": CallReader.function,
+    "closure": CallReader.closure,
     "tuple": lambda reader, data: tuple(reader.values(data["tuple"])),
     "list": lambda reader, data: reader.values(data["list"]),
     "dict": lambda reader, data: {reader.value(key): reader.value(item) for key, item in data["dict"]},
@@ -308,7 +308,7 @@ class Call:
 
 def write(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: str = "") -> Call:
     """`cute.compile(function, *args, **kwargs)` as data. Raises BuildError, in words, for what cannot be."""
-    writer = Writer()
+    writer = CallWriter()
     params: dict[str, Any] = {}
     if inspect.ismethod(function):
         params["method"] = function.__name__
@@ -349,7 +349,7 @@ def read(source: str, params: Mapping[str, Any]) -> Traced:
 
 
 def _read(source: str, params: Mapping[str, Any]) -> Traced:
-    reader = Reader.of(params.get("symbols", {}))
+    reader = CallReader.of(params.get("symbols", {}))
     function = resolve(source)
     if "state" in params or "items" in params:
         function = reader.object({"object": source, **params})

@@ -18,7 +18,7 @@ from fusekit.plan.token_operation import (
     SCALAR,
     Extent,
     Keys,
-    Operand,
+    TokenOperand,
     TokenOperation,
 )
 from fusekit.plan.tokens import TOKENS
@@ -64,12 +64,12 @@ def signature(spec: Any) -> Signature:
     )
 
 
-def _aligned(operation: TokenOperation, operand: Operand) -> bool:
+def _aligned(operation: TokenOperation, operand: TokenOperand) -> bool:
     """Whether rows are read or written whole, in accesses of several elements."""
     return operation.family == ROUTER or (operand.shape.split()[1:] in (["X"], ["NX"]) and not operand.sparse)
 
 
-def _argument(operation: TokenOperation, operand: Operand, shape: tuple[Extent, ...], keys: Keys) -> Argument:
+def _argument(operation: TokenOperation, operand: TokenOperand, shape: tuple[Extent, ...], keys: Keys) -> Argument:
     if operand.role == PEERS:
         return PeersArgument(operand.name, keys["ranks"], operand.size(keys) if operand.size else 1, WINDOW_ALIGNMENT)
     if operand.role == SCALAR:

@@ -33,7 +33,7 @@ _BY_TILE = ("dprob",)  # operands that sum a row tile by tile; all others add up
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _PassPlan:
     """A pass for one count of tokens and one set of outputs: its steps with kernels and buffers, and where each one
     lies. late: whether a step waits for those aside. written: after how many steps each output is there.
     """
@@ -68,7 +68,7 @@ class Layer:
         self.options = options or options_of(library, name, self._records.values())
         self.program: Program = program(self.options)
         self._kernels: dict[str, Kernel] = {}
-        self._plans: dict[Any, _Plan] = {}
+        self._plans: dict[Any, _PassPlan] = {}
         # By what a call is given, but for its addresses: passes that no thread is launching.
         self._moving: dict[Any, list[MovingPass]] = {}
 
@@ -318,7 +318,7 @@ class Layer:
                 raise of_the_pass(error, kernel.name, {name: base for name, (base, _) in where.items()}) from error
         return launches
 
-    def _in_order(self, plan: _Plan, launches: Sequence[Queue]) -> list[Queue]:
+    def _in_order(self, plan: _PassPlan, launches: Sequence[Queue]) -> list[Queue]:
         """The launches of a plan, with those that are queued aside or wait for them."""
         return [
             Aside(launch, self._side()) if step.aside else Late(launch, self._side()) if late else launch
@@ -332,7 +332,7 @@ class Layer:
     def _resolve(
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None,
         in_place: bool,
-    ) -> tuple[_Plan, list[tuple[Kernel, dict[str, Any]]], list[dict[str, tuple[str, int]]]]:  # fmt: skip
+    ) -> tuple[_PassPlan, list[tuple[Kernel, dict[str, Any]]], list[dict[str, tuple[str, int]]]]:  # fmt: skip
         """The plan of a pass; each kernel with what it is given; and where each of its tensors lies that is not in a
         window: in the memory of which argument of the pass, and how many bytes from its begin.
         """
@@ -494,7 +494,7 @@ class Layer:
 
     def _plan(
         self, which: str, tokens: int, asked: set[str], compact: set[str] | None = None, in_place: bool = False
-    ) -> _Plan:
+    ) -> _PassPlan:
         """compact: of the outputs `asked`, those that are contiguous; None: all."""
         compact = asked if compact is None else compact
         key = which, tokens, frozenset(asked), frozenset(compact), in_place
@@ -505,7 +505,7 @@ class Layer:
             plan = self._plans[key] = self._planned(which, tokens, asked, compact, in_place)
         return plan
 
-    def _planned(self, which: str, tokens: int, asked: set[str], compact: set[str], in_place: bool) -> _Plan:
+    def _planned(self, which: str, tokens: int, asked: set[str], compact: set[str], in_place: bool) -> _PassPlan:
         dims = self.program.dims(tokens)
         buffers = self.program.buffers
         steps: list[tuple[Step, Kernel, Mapping[str, Buffer]]] = []
@@ -517,7 +517,9 @@ class Layer:
             written |= {name: len(steps) for name in asked.intersection(step.writes.values())}
         scratch, scratch_bytes = self.program.scratch(which, asked, dims, compact, in_place=in_place)
         kept, kept_bytes = self.program.kept(dims)
-        return _Plan(tuple(steps), self.program.late(needed), written, kept, kept_bytes, scratch, scratch_bytes, dims)
+        return _PassPlan(
+            tuple(steps), self.program.late(needed), written, kept, kept_bytes, scratch, scratch_bytes, dims
+        )
 
     def kernel_name(self, part: str, tokens: int) -> str:
         """The full name of the variant of a part for so many tokens. Of a part whose bits depend on its tile it is

@@ -19,7 +19,7 @@ INPUT, OUTPUT, INOUT, SCALAR, PEERS = "input", "output", "inout", "scalar", "pee
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
+class TokenOperand:
     """A tensor, or a scalar, or the windows of all ranks; these have no shape.
 
     dtype: a type, or the key of the spec that says it. shape: dims in a row. T tokens, M rows, H elements of a row, B
@@ -61,7 +61,7 @@ class TokenOperation:
     name: str
     family: str
     kernel: str
-    operands: tuple[Operand, ...]
+    operands: tuple[TokenOperand, ...]
     long_row: int = 0
     constraints: Callable[[Keys], tuple[Rule, ...]] | None = None
 
@@ -70,7 +70,7 @@ class TokenOperation:
         """Whether rows have H elements."""
         return any("H" in operand.shape.split() for operand in self.operands)
 
-    def of(self, keys: Keys) -> tuple[Operand, ...]:
+    def of(self, keys: Keys) -> tuple[TokenOperand, ...]:
         """The operands of a kernel with these keys, in the order of its host function, scalars last."""
         return tuple(operand for operand in self.operands if operand.when(keys))
 
@@ -83,7 +83,7 @@ class TokenOperation:
         return _told(self, keys) | {"wide": self.wide, "operands": operands}
 
 
-def _told(row: Operand | TokenOperation, keys: Keys) -> dict[str, Any]:
+def _told(row: TokenOperand | TokenOperation, keys: Keys) -> dict[str, Any]:
     """Its fields, what depends on the keys as it is with these; but for what reaches no kernel."""
     told = {each.name: getattr(row, each.name) for each in fields(row) if each.name not in ("words", "long_row")}
     return {name: _plain(value(keys) if callable(value) else value) for name, value in told.items()}

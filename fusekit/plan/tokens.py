@@ -22,8 +22,8 @@ from fusekit.plan.token_operation import (
     ROUTER,
     SCALAR,
     Keys,
-    Operand,
     Rule,
+    TokenOperand,
     TokenOperation,
 )
 
@@ -34,35 +34,37 @@ def _where(key: str, *values: Any) -> Callable[[Keys], bool]:
 
 
 _COMPACT, _DENSE = _where("outputs", "compact"), _where("outputs", "dense")
-_LOGITS = Operand("logits", INPUT, "dtype", "T X", "The router's logits of each token, x . Wr^T.")
-_GRAD_LOGITS = Operand("grad_logits", OUTPUT, "dtype", "T X", "The gradient of logits.")
+_LOGITS = TokenOperand("logits", INPUT, "dtype", "T X", "The router's logits of each token, x . Wr^T.")
+_GRAD_LOGITS = TokenOperand("grad_logits", OUTPUT, "dtype", "T X", "The gradient of logits.")
 _CHOSEN = "The experts of each token, best first; outside [0, X): no expert."
-_INDICES = Operand("indices", INPUT, "i32", "T K", _CHOSEN)
-_COUNTS = Operand("counts", INPUT, "i32", "X", "How many tokens chose each expert.")
-_SCORES = Operand("scores", INPUT, "out_dtype", "T X", "As router-aux-score stored them.")
+_INDICES = TokenOperand("indices", INPUT, "i32", "T K", _CHOSEN)
+_COUNTS = TokenOperand("counts", INPUT, "i32", "X", "How many tokens chose each expert.")
+_SCORES = TokenOperand("scores", INPUT, "out_dtype", "T X", "As router-aux-score stored them.")
 _SUM = "Sum of each token's scores before they were divided by it."
 _ROW = "The row of each choice in expert order; -1: it has none."
-_INVERSE = Operand("inverse", INPUT, "i32", "T K", _ROW)
-_WEIGHTS = Operand("weights", INPUT, "f32", "T K", "The router's weights.",
+_INVERSE = TokenOperand("inverse", INPUT, "i32", "T K", _ROW)
+_WEIGHTS = TokenOperand("weights", INPUT, "f32", "T K", "The router's weights.",
                    lambda keys: keys["weighted"] or keys["scaled"])  # fmt: skip
-_SCALES = Operand("x_s", INPUT, "f32", "B T", "Of codes, the scale of each 128 elements of a row.", coded)
+_SCALES = TokenOperand("x_s", INPUT, "f32", "B T", "Of codes, the scale of each 128 elements of a row.", coded)
 _ROW_SCALE = "The weight of each row, which the second projection takes as row_scale."
-_GRAD_WEIGHTS = Operand("grad_weights", OUTPUT, "f32", "T K", "The gradient of weights.")
+_GRAD_WEIGHTS = TokenOperand("grad_weights", OUTPUT, "f32", "T K", "The gradient of weights.")
 
 
 _ADDENDS = (
-    Operand("addend0", INPUT, "dtype", "T H", "Added to the sum, before it is rounded.",
+    TokenOperand("addend0", INPUT, "dtype", "T H", "Added to the sum, before it is rounded.",
             lambda keys: keys["addends"] > 0),
-    Operand("addend1", INPUT, "dtype", "T H", "Added after addend0.", lambda keys: keys["addends"] > 1),
+    TokenOperand("addend1", INPUT, "dtype", "T H", "Added after addend0.", lambda keys: keys["addends"] > 1),
 )  # fmt: skip
-_WINDOW = Operand("window", PEERS, "u8", "", "The window of each rank, in the order of ranks.", size=window_bytes)
-_RANK = Operand("rank", SCALAR, "i32", "", "Which rank this is, from 0.", bounds=lambda keys: (0, keys["ranks"] - 1, 1))
+_WINDOW = TokenOperand("window", PEERS, "u8", "", "The window of each rank, in the order of ranks.", size=window_bytes)
+_RANK = TokenOperand(
+    "rank", SCALAR, "i32", "", "Which rank this is, from 0.", bounds=lambda keys: (0, keys["ranks"] - 1, 1)
+)
 _EXCHANGED = (
     _WINDOW,
     _RANK,
-    Operand("capacity", SCALAR, "i32", "", f"Tokens that a rank may have; a multiple of {GRAIN}, the same on all.",
+    TokenOperand("capacity", SCALAR, "i32", "", f"Tokens that a rank may have; a multiple of {GRAIN}, the same on all.",
             bounds=lambda keys: (GRAIN, 2**31 // (keys["ranks"] * keys["topk"]) // GRAIN * GRAIN - GRAIN, GRAIN)),
-    Operand("timeout", SCALAR, "i32", "", "Milliseconds that a launch waits for other ranks; left out: a minute.",
+    TokenOperand("timeout", SCALAR, "i32", "", "Milliseconds that a launch waits for other ranks; left out: a minute.",
             bounds=lambda keys: (1, 2**31 - 1, 1)),
 )  # fmt: skip
 _FITS: Rule = (("max", 0, ("sub", "T", "capacity")), "T must be at most capacity")
@@ -74,15 +76,15 @@ def _room(keys: Keys) -> tuple[Rule, ...]:
     return _FITS, (("max", 0, ("sub", slots, "S")), rule)
 
 
-def _map(role: str) -> tuple[Operand, ...]:
+def _map(role: str) -> tuple[TokenOperand, ...]:
     words = "Which experts each token chose: a byte an expert, or a bit in i32 words, the lowest expert lowest."
     return (
-        Operand("routing_map", role, "u8", "T X", words, _where("routing_map", "bytes")),
-        Operand("routing_map", role, "i32", "T W", words, _where("routing_map", "bits")),
+        TokenOperand("routing_map", role, "u8", "T X", words, _where("routing_map", "bytes")),
+        TokenOperand("routing_map", role, "i32", "T W", words, _where("routing_map", "bits")),
     )
 
 
-def _of_rows(operand: Operand) -> tuple[Operand, ...]:
+def _of_rows(operand: TokenOperand) -> tuple[TokenOperand, ...]:
     """As many elements as choices, or as rows where these are bounded."""
     return (
         replace(operand, shape="TK", when=lambda keys: operand.when(keys) and not keys["bounded"]),
@@ -90,10 +92,10 @@ def _of_rows(operand: Operand) -> tuple[Operand, ...]:
     )
 
 
-def _loss_scalars(coefficient: str) -> tuple[Operand, ...]:
+def _loss_scalars(coefficient: str) -> tuple[TokenOperand, ...]:
     both = (
-        Operand("coefficient", SCALAR, "f32", "", coefficient, _where("scalars", "launch")),
-        Operand("total_tokens", SCALAR, "i32", "", "Tokens that the counts count.", _where("scalars", "launch")),
+        TokenOperand("coefficient", SCALAR, "f32", "", coefficient, _where("scalars", "launch")),
+        TokenOperand("total_tokens", SCALAR, "i32", "", "Tokens that the counts count.", _where("scalars", "launch")),
     )
     there = [replace(each, role=INPUT, shape="1", when=_where("scalars", "device")) for each in both]
     return (*both, *there)
@@ -106,15 +108,15 @@ _ROWS = (
         "fusekit.kernels.router.topk:RouterTopK",
         (
             _LOGITS,
-            Operand("expert_bias", INPUT, "f32", "X", "Added to the scores for the selection alone.",
+            TokenOperand("expert_bias", INPUT, "f32", "X", "Added to the scores for the selection alone.",
                     lambda keys: keys["expert_bias"]),
-            Operand("probs", OUTPUT, "out_dtype", "T X",
+            TokenOperand("probs", OUTPUT, "out_dtype", "T X",
                     "The weight of each expert for each token; 0 where it was not chosen.", _DENSE),
             *_map(OUTPUT),
-            Operand("indices", OUTPUT, "i32", "T K", _CHOSEN, _COMPACT),
-            Operand("weights", OUTPUT, "f32", "T K", "The weights of the chosen experts, in the order of indices.",
+            TokenOperand("indices", OUTPUT, "i32", "T K", _CHOSEN, _COMPACT),
+            TokenOperand("weights", OUTPUT, "f32", "T K", "The weights of the chosen experts, in the order of indices.",
                     _COMPACT),
-            Operand("scaling_factor", SCALAR, "f32", "", "Factor of the weights; left out: the spec's."),
+            TokenOperand("scaling_factor", SCALAR, "f32", "", "Factor of the weights; left out: the spec's."),
         ),
         1024,
     ),
@@ -126,13 +128,13 @@ _ROWS = (
             replace(_LOGITS, when=lambda keys: keys["pre_softmax"]),
             replace(_LOGITS, when=lambda keys: not keys["pre_softmax"], sparse=True),
             *_map(INPUT),
-            Operand("grad_probs", INPUT, "out_dtype", "T X", "The gradient of probs.", _DENSE, sparse=True),
-            Operand("indices", INPUT, "i32", "T K", _CHOSEN, _COMPACT),
-            Operand("grad_weights", INPUT, "f32", "T K", "The gradient of weights.", _COMPACT),
-            Operand("addend", INPUT, "f32", "T X", "Added to the gradient, before it is rounded.",
+            TokenOperand("grad_probs", INPUT, "out_dtype", "T X", "The gradient of probs.", _DENSE, sparse=True),
+            TokenOperand("indices", INPUT, "i32", "T K", _CHOSEN, _COMPACT),
+            TokenOperand("grad_weights", INPUT, "f32", "T K", "The gradient of weights.", _COMPACT),
+            TokenOperand("addend", INPUT, "f32", "T X", "Added to the gradient, before it is rounded.",
                     lambda keys: keys["addend"]),
             replace(_GRAD_LOGITS, dtype="grad_dtype"),
-            Operand("scaling_factor", SCALAR, "f32", "", "That of the forward pass; left out: the spec's."),
+            TokenOperand("scaling_factor", SCALAR, "f32", "", "That of the forward pass; left out: the spec's."),
         ),
         1024,
     ),
@@ -142,9 +144,9 @@ _ROWS = (
         "fusekit.kernels.router.aux_score:RouterAuxScore",
         (
             _LOGITS,
-            Operand("scores", OUTPUT, "out_dtype", "T X",
+            TokenOperand("scores", OUTPUT, "out_dtype", "T X",
                     "The scores of all experts, which add up to 1 for each token."),
-            Operand("score_sum", OUTPUT, "f32", "T", _SUM, lambda keys: keys["score_function"] != "softmax"),
+            TokenOperand("score_sum", OUTPUT, "f32", "T", _SUM, lambda keys: keys["score_function"] != "softmax"),
             *_map(OUTPUT),
         ),
         1024,
@@ -155,8 +157,8 @@ _ROWS = (
         "fusekit.kernels.router.aux_score:RouterAuxScoreBackward",
         (
             _SCORES,
-            Operand("score_sum", INPUT, "f32", "T", _SUM, lambda keys: keys["score_function"] != "softmax"),
-            Operand("grad_scores", INPUT, "out_dtype", "T X", "The gradient of scores."),
+            TokenOperand("score_sum", INPUT, "f32", "T", _SUM, lambda keys: keys["score_function"] != "softmax"),
+            TokenOperand("grad_scores", INPUT, "out_dtype", "T X", "The gradient of scores."),
             _GRAD_LOGITS,
         ),
         1024,
@@ -168,7 +170,7 @@ _ROWS = (
         (
             _SCORES,
             _COUNTS,
-            Operand("loss", OUTPUT, "f32", "1", "The load-balancing loss."),
+            TokenOperand("loss", OUTPUT, "f32", "1", "The load-balancing loss."),
             *_loss_scalars("Factor of the loss; left out: the spec's."),
         ),
     ),
@@ -178,8 +180,8 @@ _ROWS = (
         "fusekit.kernels.router.aux_loss:MoeAuxLossBackward",
         (
             _COUNTS,
-            Operand("grad_loss", INPUT, "f32", "1", "The gradient of the loss."),
-            Operand("grad_scores", OUTPUT, "out_dtype", "T X", "The gradient of scores."),
+            TokenOperand("grad_loss", INPUT, "f32", "1", "The gradient of the loss."),
+            TokenOperand("grad_scores", OUTPUT, "out_dtype", "T X", "The gradient of scores."),
             *_loss_scalars("That of the forward pass; left out: the spec's."),
         ),
     ),
@@ -190,17 +192,19 @@ _ROWS = (
         (
             _INDICES,
             _WEIGHTS,
-            Operand("offsets", OUTPUT, "i32", "X", "End row of each group, cumulative, without a leading 0;"
+            TokenOperand("offsets", OUTPUT, "i32", "X", "End row of each group, cumulative, without a leading 0;"
                     " rows from the last end on are spare."),
-            *_of_rows(Operand("order", OUTPUT, "i32", "", "Which choice t K + k each row is.")),
-            Operand("inverse", OUTPUT, "i32", "T K", _ROW),
-            Operand("counts", OUTPUT, "i32", "X", "How many choices each expert has.", lambda keys: keys["counts"]),
+            *_of_rows(TokenOperand("order", OUTPUT, "i32", "", "Which choice t K + k each row is.")),
+            TokenOperand("inverse", OUTPUT, "i32", "T K", _ROW),
+            TokenOperand("counts", OUTPUT, "i32", "X", "How many choices each expert has.",
+                         lambda keys: keys["counts"]),
             *_of_rows(
-                Operand("token", OUTPUT, "i32", "", "Which token each row is of, for a GEMM that gathers; -1: no row.",
+                TokenOperand("token", OUTPUT, "i32", "",
+                             "Which token each row is of, for a GEMM that gathers; -1: no row.",
                         lambda keys: keys["tokens"]),
             ),
-            *_of_rows(Operand("row_scale", OUTPUT, "f32", "", _ROW_SCALE, lambda keys: keys["weighted"])),
-            Operand("wanted", OUTPUT, "i32", "1", "The rows that the choices would have without a bound.",
+            *_of_rows(TokenOperand("row_scale", OUTPUT, "f32", "", _ROW_SCALE, lambda keys: keys["weighted"])),
+            TokenOperand("wanted", OUTPUT, "i32", "1", "The rows that the choices would have without a bound.",
                     lambda keys: keys["bounded"]),
         ),
     ),
@@ -209,14 +213,14 @@ _ROWS = (
         PERMUTATION,
         "fusekit.kernels.permutation.permute:MoePermute",
         (
-            Operand("x", INPUT, "dtype", "T H", "The rows of tokens."),
+            TokenOperand("x", INPUT, "dtype", "T H", "The rows of tokens."),
             _SCALES,
             _INVERSE,
             _WEIGHTS,
-            Operand("y", OUTPUT, "dtype", "M H",
+            TokenOperand("y", OUTPUT, "dtype", "M H",
                     "The rows in expert order, scaled times their weights; one that no choice has is left as it was."),
-            Operand("y_s", OUTPUT, "f32", "B M", "The scales of the rows of y.", coded),
-            Operand("row_scale", OUTPUT, "f32", "M", _ROW_SCALE, lambda keys: keys["weighted"]),
+            TokenOperand("y_s", OUTPUT, "f32", "B M", "The scales of the rows of y.", coded),
+            TokenOperand("row_scale", OUTPUT, "f32", "M", _ROW_SCALE, lambda keys: keys["weighted"]),
         ),
     ),
     TokenOperation(
@@ -224,11 +228,11 @@ _ROWS = (
         PERMUTATION,
         "fusekit.kernels.permutation.permute:MoeUnpermuteBackward",
         (
-            Operand("x", INPUT, "dtype", "T H", "The rows of tokens that a scaled moe-permute read."),
-            Operand("grad_y", INPUT, "dtype", "M H", "The gradient of what it gave."),
+            TokenOperand("x", INPUT, "dtype", "T H", "The rows of tokens that a scaled moe-permute read."),
+            TokenOperand("grad_y", INPUT, "dtype", "M H", "The gradient of what it gave."),
             _INVERSE,
             _WEIGHTS,
-            Operand("grad_x", OUTPUT, "dtype", "T H", "The gradient of x."),
+            TokenOperand("grad_x", OUTPUT, "dtype", "T H", "The gradient of x."),
             _GRAD_WEIGHTS,
         ),
     ),
@@ -237,11 +241,11 @@ _ROWS = (
         PERMUTATION,
         "fusekit.kernels.permutation.permute:MoeUnpermute",
         (
-            Operand("x", INPUT, "dtype", "M H", "The rows in expert order."),
+            TokenOperand("x", INPUT, "dtype", "M H", "The rows in expert order."),
             _INVERSE,
             _WEIGHTS,
             *_ADDENDS,
-            Operand("y", OUTPUT, "dtype", "T H", "The sum of each token's rows, times their weights."),
+            TokenOperand("y", OUTPUT, "dtype", "T H", "The sum of each token's rows, times their weights."),
         ),
     ),
     TokenOperation(
@@ -249,11 +253,11 @@ _ROWS = (
         PERMUTATION,
         "fusekit.kernels.permutation.permute:MoeUnpermuteBackward",
         (
-            Operand("grad_y", INPUT, "dtype", "T H", "The gradient of what moe-unpermute gave."),
-            Operand("x", INPUT, "dtype", "M H", "The rows that moe-unpermute read."),
+            TokenOperand("grad_y", INPUT, "dtype", "T H", "The gradient of what moe-unpermute gave."),
+            TokenOperand("x", INPUT, "dtype", "M H", "The rows that moe-unpermute read."),
             _INVERSE,
             _WEIGHTS,
-            Operand("grad_x", OUTPUT, "dtype", "M H", "The gradient of x."),
+            TokenOperand("grad_x", OUTPUT, "dtype", "M H", "The gradient of x."),
             _GRAD_WEIGHTS,
         ),
     ),
@@ -262,10 +266,11 @@ _ROWS = (
         PERMUTATION,
         "fusekit.kernels.permutation.weights:MoeWeightsBackward",
         (
-            Operand("dprob", INPUT, "f32", "M", "The gradient of each row's weight."),
+            TokenOperand("dprob", INPUT, "f32", "M", "The gradient of each row's weight."),
             _INVERSE,
             replace(_INDICES, when=lambda keys: keys["addend"]),
-            Operand("addend", INPUT, "f32", "T X", "Added for the chosen experts, such as dO . b2^T for a bias of fc2.",
+            TokenOperand("addend", INPUT, "f32", "T X",
+                         "Added for the chosen experts, such as dO . b2^T for a bias of fc2.",
                     lambda keys: keys["addend"], sparse=True),
             _GRAD_WEIGHTS,
         ),
@@ -275,11 +280,11 @@ _ROWS = (
         PERMUTATION,
         "fusekit.kernels.permutation.bias:MoeBiasBackward",
         (
-            Operand("grad_y", INPUT, "dtype", "T H", "The gradient of what a weighted moe-unpermute gave."),
-            Operand("token", INPUT, "i32", "M", "Which token each row is of; -1: no row."),
-            Operand("row_scale", INPUT, "f32", "M", "The weight of each row."),
-            Operand("offsets", INPUT, "i32", "X", "End row of each group, cumulative, without a leading 0."),
-            Operand("grad_bias", OUTPUT, "f32", "X H", "The gradient of the bias."),
+            TokenOperand("grad_y", INPUT, "dtype", "T H", "The gradient of what a weighted moe-unpermute gave."),
+            TokenOperand("token", INPUT, "i32", "M", "Which token each row is of; -1: no row."),
+            TokenOperand("row_scale", INPUT, "f32", "M", "The weight of each row."),
+            TokenOperand("offsets", INPUT, "i32", "X", "End row of each group, cumulative, without a leading 0."),
+            TokenOperand("grad_bias", OUTPUT, "f32", "X H", "The gradient of the bias."),
         ),
     ),
     TokenOperation(
@@ -287,8 +292,8 @@ _ROWS = (
         PERMUTATION,
         "fusekit.kernels.router.terms:RouterSplit",
         (
-            Operand("w", INPUT, "f32", "T H", "Float32 numbers, such as a router's weights: T experts."),
-            Operand("terms", OUTPUT, "dtype", "M H",
+            TokenOperand("w", INPUT, "f32", "T H", "Float32 numbers, such as a router's weights: T experts."),
+            TokenOperand("terms", OUTPUT, "dtype", "M H",
                     "The numbers rounded; after these T rows, what was left of each, rounded; and so on."),
         ),
     ),
@@ -297,9 +302,10 @@ _ROWS = (
         PERMUTATION,
         "fusekit.kernels.router.terms:RouterSum",
         (
-            Operand("x", INPUT, "f32", "T NX", "Each token's products with the first terms, then with the second."),
-            Operand("bias", INPUT, "f32", "X", "Added to the sums.", lambda keys: keys["bias"]),
-            Operand("y", OUTPUT, "f32", "T X", "The sums of the terms' products: the logits."),
+            TokenOperand("x", INPUT, "f32", "T NX",
+                         "Each token's products with the first terms, then with the second."),
+            TokenOperand("bias", INPUT, "f32", "X", "Added to the sums.", lambda keys: keys["bias"]),
+            TokenOperand("y", OUTPUT, "f32", "T X", "The sums of the terms' products: the logits."),
         ),
     ),
     TokenOperation(
@@ -307,7 +313,7 @@ _ROWS = (
         EXCHANGE,
         "fusekit.kernels.exchange.dispatch:MoeDispatch",
         (
-            Operand("x", INPUT, "dtype", "T H", "The rows of tokens.", wide),
+            TokenOperand("x", INPUT, "dtype", "T H", "The rows of tokens.", wide),
             _SCALES,
             replace(_INDICES, when=lambda keys: keys["sends"] != NOTHING),
             replace(_WEIGHTS, when=lambda keys: keys["weighted"] and keys["sends"] in (ALL, CHOICES)),
@@ -320,18 +326,20 @@ _ROWS = (
         EXCHANGE,
         "fusekit.kernels.exchange.combine:MoeCombine",
         (
-            Operand("x", INPUT, "dtype", "M H", "The rows in expert order.", wide),
-            Operand("inverse", INPUT, "i32", "S K", _ROW, wide),
-            Operand("weights", INPUT, "f32", "S K", "The router's weights.", lambda keys: keys["weighted"]),
-            Operand("grad_weights", INPUT, "f32", "S K", "The gradient of weights.", lambda keys: keys["gradients"]),
+            TokenOperand("x", INPUT, "dtype", "M H", "The rows in expert order.", wide),
+            TokenOperand("inverse", INPUT, "i32", "S K", _ROW, wide),
+            TokenOperand("weights", INPUT, "f32", "S K", "The router's weights.", lambda keys: keys["weighted"]),
+            TokenOperand("grad_weights", INPUT, "f32", "S K", "The gradient of weights.",
+                         lambda keys: keys["gradients"]),
             _INDICES,
             *_ADDENDS,
-            Operand("wanted", INPUT, "i32", "1", "The rows that this rank's choices want; above M is an overflow.",
+            TokenOperand("wanted", INPUT, "i32", "1", "The rows that this rank's choices want; above M is an overflow.",
                     lambda keys: keys["overflow"]),
-            Operand("overflow", INOUT, "i32", "4", "Of launches in which a rank had one: how many; of the last, the "
-                    "rank with the most rows, and these; and the most rows of all.", lambda keys: keys["overflow"]),
-            Operand("y", OUTPUT, "dtype", "T H", "The sum of what the ranks made of each token.", wide),
-            Operand("returned", OUTPUT, "f32", "T K", "grad_weights, from the rank of each choice's expert.",
+            TokenOperand("overflow", INOUT, "i32", "4", "Of launches in which a rank had one: how many; of the last,"
+                    " the rank with the most rows, and these; and the most rows of all.",
+                    lambda keys: keys["overflow"]),
+            TokenOperand("y", OUTPUT, "dtype", "T H", "The sum of what the ranks made of each token.", wide),
+            TokenOperand("returned", OUTPUT, "f32", "T K", "grad_weights, from the rank of each choice's expert.",
                     lambda keys: keys["gradients"]),
             *_EXCHANGED,
         ),
@@ -342,11 +350,11 @@ _ROWS = (
         CHECK,
         "fusekit.kernels.check.offsets:MoeCheck",
         (
-            Operand("offsets", INPUT, "i32", "E", "The group ends to look at."),
-            Operand("report", INOUT, "i32", "8",
+            TokenOperand("offsets", INPUT, "i32", "E", "The group ends to look at."),
+            TokenOperand("report", INOUT, "i32", "8",
                     "What is wrong: launches that finished a report, the group, its begin, its end, the rows, launches "
                     "that began one; two words are unused."),
-            Operand("rows", SCALAR, "i32", "", "How many rows there are."),
+            TokenOperand("rows", SCALAR, "i32", "", "How many rows there are."),
         ),
     ),
 )  # fmt: skip

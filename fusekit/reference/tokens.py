@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fusekit.plan.token_operation import INPUT, PEERS, SCALAR, Operand
+from fusekit.plan.token_operation import INPUT, PEERS, SCALAR, TokenOperand
 from fusekit.plan.tokens import TOKENS
 
 if TYPE_CHECKING:
@@ -19,7 +19,9 @@ def canonical(spec: RouterSpec | PermutationSpec | Mapping[str, Any]) -> Mapping
     return spec if isinstance(spec, Mapping) else spec.canonical()
 
 
-def token_tensors(keys: Mapping[str, Any], *, T: int, H: int = 0) -> Iterator[tuple[Operand, tuple[int, ...], str]]:
+def token_tensors(
+    keys: Mapping[str, Any], *, T: int, H: int = 0
+) -> Iterator[tuple[TokenOperand, tuple[int, ...], str]]:
     """Each tensor of a launch, its shape and its dtype; there is a row for every choice, or every term. keys: of the
     spec.
     """

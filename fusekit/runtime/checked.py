@@ -21,7 +21,7 @@ from fusekit.errors import FusekitError
 from fusekit.runtime.devices import Device, Devices
 from fusekit.runtime.kernel import Kernel
 from fusekit.runtime.launch import Launch, Launches
-from fusekit.runtime.launch_plan import Plan
+from fusekit.runtime.launch_plan import LaunchPlan
 from fusekit.runtime.streams import stream_handle
 from fusekit.runtime.tensors import Slice
 from fusekit.runtime.workspace import owner_of
@@ -113,7 +113,7 @@ class Checks:
             if ordinal not in self._free:
                 self._stock(self._devices.get(ordinal))
 
-    def launch(self, kernel: str, plan: Plan, addresses: list[int], handle: int) -> None:
+    def launch(self, kernel: str, plan: LaunchPlan, addresses: list[int], handle: int) -> None:
         """Checks the offsets of a launch of `plan` that follows in the stream."""
         device = plan.loaded.device
         key = kernel, device.ordinal, owner_of(handle, self._devices)

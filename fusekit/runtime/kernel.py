@@ -20,7 +20,7 @@ from fusekit.runtime.devices import Device, Devices, check_arch
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.handle import SharedHandle
 from fusekit.runtime.launch import Launch, Launches, filled, launch, launch_parts
-from fusekit.runtime.launch_plan import Loaded, Plan, Settings, active_clusters
+from fusekit.runtime.launch_plan import LaunchPlan, Loaded, Settings, active_clusters
 from fusekit.runtime.peers import check_windows, placed, spread
 from fusekit.runtime.streams import stream_handle
 from fusekit.runtime.tensors import Meta, describe, read, unhashable
@@ -65,7 +65,7 @@ class Kernel(SharedHandle):
         # One list for every call that gives no scalar: by its identity a block knows that it holds them already.
         known: _Scalars = [value for value in self._scalar_defaults if value is not None]
         self._default_scalars = known if len(known) == len(record.scalars) else None
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, LaunchPlan] = {}
         self._loaded: dict[int, Loaded] = {}
         # Both before the driver sees the cubin: its own errors would not say what was expected.
         first = devices.get(device)
@@ -148,7 +148,7 @@ class Kernel(SharedHandle):
 
     def _resolve(
         self, arguments: dict[str, Any], cluster_margin: int | None, priority: int | None
-    ) -> tuple[Plan, list[int], _Scalars]:
+    ) -> tuple[LaunchPlan, list[int], _Scalars]:
         """The plan for these arguments, the tensors' addresses, the scalars. The launch path: it only picks up."""
         if self._peers:
             arguments = self.spread(arguments)
@@ -215,13 +215,13 @@ class Kernel(SharedHandle):
             check_names(self.record, arguments, self.defaults, self.name)
         return values
 
-    def _plan(self, metas: list[Any], margin: int | None, priority: int | None, scalars: _Scalars) -> Plan:
+    def _plan(self, metas: list[Any], margin: int | None, priority: int | None, scalars: _Scalars) -> LaunchPlan:
         try:
             return self._made_plan(metas, margin, priority, scalars)
         except RecordError as error:  # a divisor of 0, made of this call's numbers
             raise ArgumentError(f"{self.name} cannot be launched on these arguments: {error}") from error
 
-    def _made_plan(self, metas: list[Any], margin: int | None, priority: int | None, scalars: _Scalars) -> Plan:
+    def _made_plan(self, metas: list[Any], margin: int | None, priority: int | None, scalars: _Scalars) -> LaunchPlan:
         views = [describe(meta, name) for meta, name in zip(metas, self._tensors, strict=True)]
         given, views = views, placed(self.record, views) if self._peers else views
         bound = bind(self.record, views)
@@ -238,7 +238,7 @@ class Kernel(SharedHandle):
             check_windows(self.record, given, {**bound.env, **integers})
         overlaps = pairs(self.record, views, bound)
         plan, *then = (
-            Plan(self._driver, record, each, bound, overlaps, settings, integers)
+            LaunchPlan(self._driver, record, each, bound, overlaps, settings, integers)
             for record, each in zip(self.record.launches, (loaded, *loaded.then), strict=True)
         )
         plan.then = tuple(then)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError, DriverError
 from fusekit.runtime.handle import Handle
-from fusekit.runtime.launch_plan import Block, Plan
+from fusekit.runtime.launch_plan import Block, LaunchPlan
 from fusekit.runtime.streams import PER_THREAD, stream_handle
 from fusekit.runtime.tensors import Meta
 
@@ -45,7 +45,7 @@ class Launch(Handle):
         self._plan, self._arguments, self._metas = plan, arguments, metas
         self._keep(parts)
 
-    def _keep(self, parts: Sequence[tuple[Plan, Block]]) -> None:
+    def _keep(self, parts: Sequence[tuple[LaunchPlan, Block]]) -> None:
         self._block = parts[0][1] if parts else None
 
     def _read(self, name: str, tensor: Any) -> tuple[int, Meta]:
@@ -126,7 +126,7 @@ class Launches(Launch):
 
     __slots__ = ("_parts",)
 
-    def _keep(self, parts: Sequence[tuple[Plan, Block]]) -> None:
+    def _keep(self, parts: Sequence[tuple[LaunchPlan, Block]]) -> None:
         super()._keep(parts)
         self._parts = parts
 
@@ -157,7 +157,7 @@ class Launches(Launch):
             raise
 
 
-def launch_parts(parts: Sequence[tuple[Plan, Block]], handle: int) -> None:
+def launch_parts(parts: Sequence[tuple[LaunchPlan, Block]], handle: int) -> None:
     """Queues launches that are `filled`, in order, and gives their blocks back."""
     if len(parts) > 1:
         with parts[0][0].loaded.together:
@@ -166,13 +166,13 @@ def launch_parts(parts: Sequence[tuple[Plan, Block]], handle: int) -> None:
         _queue(parts, handle)
 
 
-def _queue(parts: Sequence[tuple[Plan, Block]], handle: int) -> None:
+def _queue(parts: Sequence[tuple[LaunchPlan, Block]], handle: int) -> None:
     for plan, block in parts:
         launch(plan, block, handle)
         plan.spare.append(block)
 
 
-def filled(plan: Plan, addresses: list[int], scalars: Sequence[float | int]) -> list[tuple[Plan, Block]]:
+def filled(plan: LaunchPlan, addresses: list[int], scalars: Sequence[float | int]) -> list[tuple[LaunchPlan, Block]]:
     """The launches of `plan` and of those that follow it, each with a block of its own; nothing is queued."""
     parts = [(each, each.take(addresses)) for each in (plan, *plan.then)]
     for each, block in parts:
@@ -180,7 +180,7 @@ def filled(plan: Plan, addresses: list[int], scalars: Sequence[float | int]) -> 
     return parts
 
 
-def launch(plan: Plan, block: Block, handle: int) -> None:
+def launch(plan: LaunchPlan, block: Block, handle: int) -> None:
     """One cuLaunchKernelEx of a filled block in the stream `handle`, in the context of the plan's device."""
     if handle != block.stream:
         plan.aim(block, handle)
@@ -192,7 +192,7 @@ def launch(plan: Plan, block: Block, handle: int) -> None:
         _relaunch(plan, block, status, handle)
 
 
-def _launch_in_context(plan: Plan, block: Block) -> Any:
+def _launch_in_context(plan: LaunchPlan, block: Block) -> Any:
     driver, context = plan.driver, plan.loaded.device.context
     call = driver.api.cuLaunchKernelEx
     if int(driver.check(driver.api.cuCtxGetCurrent(), "cuCtxGetCurrent")) == int(context):
@@ -201,7 +201,7 @@ def _launch_in_context(plan: Plan, block: Block) -> Any:
         return call(block.config, plan.loaded.function, block.parameters, 0)[0]
 
 
-def _relaunch(plan: Plan, block: Block, status: Any, handle: int) -> None:
+def _relaunch(plan: LaunchPlan, block: Block, status: Any, handle: int) -> None:
     """A failed launch once more, with the device's context current, where another one is and that may be why the driver
     refused. Raises what the failure means.
     """
@@ -217,7 +217,7 @@ def _relaunch(plan: Plan, block: Block, status: Any, handle: int) -> None:
         raise _failure(plan, status, handle)
 
 
-def _failure(plan: Plan, status: Any, handle: int) -> DriverError | ArgumentError:
+def _failure(plan: LaunchPlan, status: Any, handle: int) -> DriverError | ArgumentError:
     """What a failed launch most likely means; asked only then, so that a good launch pays nothing."""
     api, device = plan.driver.api, plan.loaded.device
     if plan.loaded.function is None:

@@ -1,6 +1,6 @@
 """A launch worked out for one combination of shapes, strides, device and margin: everything but the addresses.
 
-A `Plan` is made once and kept; a `Block` is the memory of one launch: parameters at the offsets that the kernel
+A `LaunchPlan` is made once and kept; a `Block` is the memory of one launch: parameters at the offsets that the kernel
 expects, the array of pointers to them, and the launch configuration. Filling a block and launching it allocates
 nothing.
 """
@@ -64,7 +64,7 @@ class Loaded:
     together: threading.Lock = field(default_factory=threading.Lock)
 
 
-class Plan:
+class LaunchPlan:
     """The launch of `record` for one signature. `skip` means that there is nothing to do (a dim is 0)."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Plan:
         self.index = {name: position for position, name in enumerate(self.names)}
         self.skip = any(bound.env[name] == 0 for name in record.skip_if_zero)
         self.spare: list[Block] = []
-        self.then: tuple[Plan, ...] = ()  # of the launches that follow
+        self.then: tuple[LaunchPlan, ...] = ()  # of the launches that follow
         if self.skip:
             return
         launch = {"sm_count": loaded.device.sm_count, "cluster_margin": settings.margin, **integers}
@@ -294,7 +294,7 @@ class Block:
 
     __slots__ = ("_buffer", "_pointers", "addresses", "config", "maps", "memory", "parameters", "scalars", "stream")
 
-    def __init__(self, plan: Plan, addresses: list[int]) -> None:
+    def __init__(self, plan: LaunchPlan, addresses: list[int]) -> None:
         api, record = plan.driver.api, plan.record
         self._buffer = ctypes.create_string_buffer(plan.size + _BASE_ALIGNMENT)
         start = -ctypes.addressof(self._buffer) % _BASE_ALIGNMENT

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from fusekit.errors import SpecError, UsageError, some
 from fusekit.plan.arch import ARCHES
-from fusekit.plan.operations import EXTERN
 from fusekit.spec import document
+from fusekit.spec.extern import EXTERN
 from fusekit.spec.parse import parse_file, parse_text
 from fusekit.spec.schemas import Spec, layer_name
 from fusekit.spec.values import nearest

@@ -22,7 +22,7 @@ SCHEMA_FILE = "fusekit.schema.json"
 def new_spec(model: Model, request: Request) -> str:
     """The text of the spec file. Raises SpecError where no MLP fits, or the ranks do not divide the experts."""
     sizes = sizes_of(model, request)
-    writer = _Writer(model, request, sizes)
+    writer = _SpecWriter(model, request, sizes)
     writer.header()
     for part in parts(model, sizes, request):
         if not writer.section(part.title, part.kernels):
@@ -46,7 +46,7 @@ def _schema(keys: Mapping[str, Any]) -> Schema:
     return LAYER if "kind" in keys else schema_of(keys["op"])
 
 
-class _Writer:
+class _SpecWriter:
     """The lines of the file. A key is explained where it first stands."""
 
     def __init__(self, model: Model, request: Request, sizes: Sizes) -> None:

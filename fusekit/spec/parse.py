@@ -15,7 +15,7 @@ from fusekit.spec import document
 from fusekit.spec.keys import FILE_KEYS, KERNEL_ONLY, NAME_PATTERN, NAME_RULE
 from fusekit.spec.schemas import Spec, schema_of, schemas
 from fusekit.spec.sweep import Expansion, Index, combinations, expand, indexed
-from fusekit.spec.values import BAD, MAX_PROBLEMS, Reader, TooManyError, bare, nearest, show, type_name
+from fusekit.spec.values import BAD, MAX_PROBLEMS, TableReader, TooManyError, bare, nearest, show, type_name
 
 SCHEMA_VERSION = 1
 MAX_KERNELS = 4096  # of a file; a sweep that makes more is a slip
@@ -45,7 +45,7 @@ def parse_text(
         raise SpecError(
             f"{source}: the file is empty; a spec has schema = {SCHEMA_VERSION} and at least one [[kernel]] table"
         )
-    reader = Reader()
+    reader = TableReader()
     parsed = document.parse(text, source)
     file = _File(reader, parsed if arch is None else _for_arch(parsed, arch), stem, namespace)
     try:
@@ -103,7 +103,7 @@ def _complete(schema: Schema, own: dict[str, Any], shared: dict[str, Any], summa
 
 
 class _File:
-    def __init__(self, reader: Reader, document: dict[str, Any], stem: str, namespace: str | None = None) -> None:
+    def __init__(self, reader: TableReader, document: dict[str, Any], stem: str, namespace: str | None = None) -> None:
         self.reader, self.document, self.stem = reader, document, stem
         self.namespace = document.get("namespace") if namespace is None else namespace
         self.kernels = 0

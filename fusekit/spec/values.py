@@ -107,7 +107,7 @@ def one_of(allowed: Iterable[Any]) -> str:
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
 
 
-class Reader:
+class TableReader:
     """Reads tables of one file; `problems` has a line for everything that is wrong, each once."""
 
     def __init__(self) -> None:

@@ -38,9 +38,9 @@ class Holder:
 
 
 def there_and_back(value):
-    writer = fakes.Writer()
+    writer = fakes.CallWriter()
     data = json.loads(json.dumps(writer.value(value, "it")))
-    return fakes.Reader.of(writer.symbols).value(data)
+    return fakes.CallReader.of(writer.symbols).value(data)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_lambda_keeps_its_place_among_others_in_a_line():
 @pytest.mark.parametrize("function", [halving(), LAMBDAS[2]])
 def test_a_lambda_with_more_than_its_text_is_refused(function):
     with pytest.raises(BuildError, match=r"made inside a function|gives something else"):
-        fakes.Writer().value(function, "it")
+        fakes.CallWriter().value(function, "it")
 
 
 def test_text_that_is_no_lambda_is_not_run():
@@ -216,7 +216,7 @@ def test_a_function_of_the_dsl_comes_back_with_its_attributes():
 )
 def test_a_place_where_no_such_function_stands_is_refused(change):
     data = {"closure": f"{__name__}:chosen", "place": "function", "free": {"by": 1}}
-    assert fakes.Reader.of({}).value(data)(5) == 6
+    assert fakes.CallReader.of({}).value(data)(5) == 6
     with pytest.raises(BuildError, match="is not in chosen"):
         fakes.read(f"{__name__}:facts", {"fakes": [data | change]})
 
@@ -332,7 +332,7 @@ REFUSED = {
 def test_what_cannot_be_made_again_is_refused_in_words(name):
     make, says = REFUSED[name]
     with pytest.raises(BuildError, match=says):
-        fakes.Writer().value(make(), "it")
+        fakes.CallWriter().value(make(), "it")
 
 
 def test_a_function_of_the_script_itself_is_refused_with_what_to_do():
@@ -351,7 +351,7 @@ def test_a_function_of_the_script_itself_is_refused_with_what_to_do():
 )  # fmt: skip
 def test_data_that_is_wrong_is_refused_in_words(data, says):
     with pytest.raises(BuildError, match=says):
-        fakes.Reader.of({}).value(data)
+        fakes.CallReader.of({}).value(data)
 
 
 SOURCE = "examples.cute.rows:SquareSum"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fusekit.abi import RecordError, evaluate
 from fusekit.compiler.hostcode.bits import Bits, Graph
-from fusekit.compiler.hostcode.expressions import Writer
+from fusekit.compiler.hostcode.expressions import ExpressionWriter
 from fusekit.compiler.hostcode.lower import Lowering
 from fusekit.compiler.hostcode.sums import INFINITY
 from fusekit.compiler.hostcode.terms import Algebra, Range, Term
@@ -59,7 +59,7 @@ def values(source: random.Random) -> dict[str, int]:
 @example(("mul", ("mul", "s", "s"), ("mul", "s", "s")), 0)  # beyond what a bound can say
 def test_a_term_means_what_its_expression_means(expr: Any, seed: int) -> None:
     term = Algebra(RANGES).term(expr)
-    writer = Writer([term])
+    writer = ExpressionWriter([term])
     written = writer.write(term)
     source = random.Random(seed)
     for _ in range(12):
@@ -78,7 +78,7 @@ def test_a_term_means_what_its_expression_means(expr: Any, seed: int) -> None:
 def test_writing_and_reading_a_term_again_changes_nothing(expr: Any) -> None:
     algebra = Algebra(RANGES)
     term = algebra.term(expr)
-    writer = Writer([])
+    writer = ExpressionWriter([])
     assert algebra.term(writer.write(term)).low <= term.high
 
 
@@ -117,7 +117,7 @@ def test_shared_parts_get_names() -> None:
     for _ in range(5):
         part = ("max", ("floordiv", ("mul", part, "E"), 7), ("mod", part, 1000))
     term = algebra.term(part)
-    writer = Writer([term])
+    writer = ExpressionWriter([term])
     assert writer.values
     env = {"M": 12345, "N": 4096, "E": 9}
     want = evaluate(part, env)
@@ -199,7 +199,7 @@ def test_a_lowered_word_is_the_word_wherever_its_guards_hold(seed: int, width: i
 
 
 def value(term: Term, env: dict[str, int]) -> int:
-    return evaluate(Writer([]).write(term), env)
+    return evaluate(ExpressionWriter([]).write(term), env)
 
 
 def holds(guard: Any, env: dict[str, int]) -> bool:

@@ -307,7 +307,7 @@ def test_chosen_rows_come_by_copies_of_16_bytes_that_a_barrier_tracks(built, gat
     code = instructions(entry, cubin)
     wgrad = gathering.op == "grouped-wgrad"
     rows = 64 if wgrad else gathering.tile[0]
-    row_bytes = 2 * gathering.tile[gathering.gather == "x"] if wgrad else 128  # of a stage
+    row_bytes = 2 * gathering.tile[gathering.operands["gather"] == "x"] if wgrad else 128  # of a stage
     copies = [number for number, each in enumerate(code) if each.base == "LDGSTS"]
     assert len(copies) == 2 * rows * row_bytes // 16 // 32 // 4  # of one warp of four; the last stages apart
     assert {code[number].opcode for number in copies} == {"LDGSTS.E.BYPASS.LTC256B.128"}
@@ -315,8 +315,8 @@ def test_chosen_rows_come_by_copies_of_16_bytes_that_a_barrier_tracks(built, gat
     maps = {
         each.name for each in product_of(LaunchRecord.from_json(dict(entry.launch))).parameters if "map" in each.name
     }
-    other = ({"x": "dy", "dy": "x"} if wgrad else {"x": "w"})[gathering.gather]
-    assert f"map_{gathering.gather}" not in maps
+    other = ({"x": "dy", "dy": "x"} if wgrad else {"x": "w"})[gathering.operands["gather"]]
+    assert f"map_{gathering.operands['gather']}" not in maps
     assert f"map_{other}" in maps
 
 

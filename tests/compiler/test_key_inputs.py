@@ -14,6 +14,7 @@ from fusekit.compiler import identity, toolchain
 from fusekit.compiler.identity import Identity
 from fusekit.errors import ToolchainError
 from fusekit.plan.arch import ARCHITECTURES
+from fusekit.plan.quant import Quant
 from fusekit.spec import KernelSpec
 from fusekit.store import key_of, keys
 from tests.compiler.keyed import PACKAGE, SPEC, key
@@ -34,13 +35,9 @@ INPUT = {
     "dtype": "fp16",
     "out_dtype": "fp16",
     "b_major": "n",
-    "alpha": "scalar",
-    "bias": not SPEC.bias,
-    "save_preactivation": not SPEC.save_preactivation,
     "activation": dataclasses.replace(SPEC.activation, kind="relu"),
     "glu_layout": "concat",
-    "row_scale": not SPEC.row_scale,
-    "quant": "in=fp8-row",
+    "quant": Quant("fp8-row"),
     "tile": (64, 128),
     "cluster": (1, 1),
     "mainloop": "cooperative",
@@ -55,7 +52,18 @@ def other(value):
     return value + "x" if isinstance(value, str) else value + 1
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(KernelSpec)])
+def asking_otherwise(name):
+    """SPEC with another value of an operand's key."""
+    value = "scalar" if name == "alpha" else other(SPEC.operands[name])
+    return dataclasses.replace(SPEC, operands={**SPEC.operands, name: value})
+
+
+@pytest.mark.parametrize("name", SPEC.operands)
+def test_every_operand(name):
+    assert key(asking_otherwise(name)) != key()
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(KernelSpec) if field.name != "operands"])
 def test_every_field_of_a_spec(name, monkeypatch):
     """A field is an input of the cubin unless it is in the list of those that are not."""
     row = dataclasses.replace(ARCHITECTURES["sm_90a"], name="sm_100a")
@@ -233,7 +241,8 @@ def test_explain_names_every_field_that_differs():
     """The fields of a key are what `explain` compares: a change of one input is seen as that input's, and no other."""
     before = Identity().key_fields(SPEC)
     for name in ("dtype", "alpha", "row_scale"):
-        after = Identity().key_fields(dataclasses.replace(SPEC, **{name: INPUT[name]}))
+        changed = asking_otherwise(name) if name in SPEC.operands else dataclasses.replace(SPEC, **{name: INPUT[name]})
+        after = Identity().key_fields(changed)
         changed = {label for label in before | after if before.get(label) != after.get(label)}
         own = {f"source.plan/operands/{name}.py", f"source.kernels/gemm/operands/{name}.py"}
         assert changed == {f"spec.{name}"} | (own if name in ("alpha", "row_scale") else set())

@@ -62,7 +62,7 @@ def test_a_process_has_an_environment_of_its_own(misbehaving, worker, tmp_path, 
 
 
 def test_a_process_outlives_a_failure_and_is_replaced_after_its_death(misbehaving, worker):
-    with pytest.raises(BuildError, match=r"IndexError: .*defect of the kernel's family module") as caught:
+    with pytest.raises(BuildError, match=r"IndexError: .*defect of the kernel's planner") as caught:
         worker.compile(Job("a", misbehaving.defective, None))
     assert "in defective" in caught.value.__notes__[0]
     with pytest.raises(BuildError, match=r"died of file/kernel@v \(SIGSEGV\); its last words: .*a last word") as caught:

@@ -163,7 +163,9 @@ def accumulators(plan, products, columns):
 def plain_product(spec, given):
     """x . w of all rows, in float64, without what operands make of it."""
     pairs = [(given[name], kind) for name, kind in zip("xw", spec.plan.factors, strict=True)]
-    x, w = ((decode if spec.plan.quant.coded_inputs else values)(array, kind).astype(np.float64) for array, kind in pairs)
+    x, w = (
+        (decode if spec.plan.quant.coded_inputs else values)(array, kind).astype(np.float64) for array, kind in pairs
+    )
     owner = np.repeat(np.arange(len(SIZES)), SIZES)
     w = w if spec.b_major == "k" else w.swapaxes(1, 2)
     return np.einsum("mk,mnk->mn", x, w[owner])

@@ -150,10 +150,10 @@ class RowShift(Operand):
 ROW_SHIFT = RowShift()
 ''',
     "device.py": """
-from fusekit.kernels.gemm.operands.base import Operand, row_pair
+from fusekit.kernels.gemm.operands.base import DeviceOperand, row_pair
 
 
-class RowShift(Operand):
+class RowShift(DeviceOperand):
     step = 6
 
     def parameter(self, given):

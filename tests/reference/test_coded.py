@@ -152,7 +152,7 @@ MX = ["mx-rows-kept-64", "mx-swizzled-kept", "mx-turned-kept", "mx-rows"]
 def test_mxfp8_of_rows_and_tokens(name):
     """Each block by hand, wherever its scale lies; then every way of being wrong."""
     spec, inputs, y, outputs = made(name, ALIGNED, n=2 * 224, spare=40)
-    recipe, last, v = meaning(spec).recipe, sum(ALIGNED), reference.decode(y, "bf16")
+    recipe, last, v = meaning(spec).quant, sum(ALIGNED), reference.decode(y, "bf16")
     assert reference.coded_check(spec, inputs, outputs) == []
     scales = {end: in_rows(outputs[f"y_{end}"], end, recipe) for end in ("s", "ts") if f"y_{end}" in outputs}
     for row in range(0, last, 37):

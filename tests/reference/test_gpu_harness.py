@@ -43,7 +43,7 @@ def as_codes(launch, inputs):
 def stand_in(launch, **changes):
     """What the kernel should do, from the launch's own buffers; ``changes`` replace inputs."""
     inputs = {name: value.array if isinstance(value, Buffer) else value for name, value in launch.arguments.items()}
-    if meaning(launch.spec).recipe.coded:
+    if meaning(launch.spec).quant.coded:
         as_codes(launch, inputs)
     for name, value in reference.gemm(launch.spec, inputs | changes).items():
         if name in launch.outputs:

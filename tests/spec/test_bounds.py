@@ -271,11 +271,11 @@ values = st.recursive(
                                         "arch", "warps", "topk", "x"]), values, max_size=6))  # fmt: skip
 def test_a_document_of_anything_is_specs_or_a_spec_error(table):
     """Past TOML: whatever values a table holds."""
-    from fusekit.spec.values import Reader, TooManyError
+    from fusekit.spec.values import TableReader, TooManyError
 
     kernel = {"name": "k", "op": "grouped-gemm", "arch": "sm_90a"} | table
     for document in ({"schema": 1, "kernel": [kernel]}, {"schema": 1, "defaults": table, "kernel": [{"name": "k"}]}):
-        reader = Reader()
+        reader = TableReader()
         try:
             specs = parse._File(reader, document, "s").expand()
         except TooManyError:

@@ -209,7 +209,7 @@ def test_a_layer_with_a_recipe_makes_the_kernels_of_its_program(change, turns):
     wanted = {name: out for name in coded if name.endswith(("fc1-infer", "fc1-fwd"))}
     wanted |= {"fc2-dgrad": f"{out} transpose=true"} if turns else {}
     assert coded == {name: wanted.get(name, "in=fp8-block") for name in coded}
-    assert {parts[name].gather for name in coded} == {"none"}
+    assert {parts[name].operands["gather"] for name in coded} == {"none"}
     quantised = {"w1", "w2", "x", "dy", "x-turned"} | (set() if turns else {"dz", "a-turned"})
     quantised |= {f"shared-{name}" for name in ("w1", "w2", "x", "dy", "a-turned", "x-turned")} | {"dshared-z"}
     assert {name for name in parts if "quantise" in name} == {f"quantise-{name}" for name in quantised}

@@ -117,8 +117,8 @@ def test_weight_gradients():
     (wide,) = parse_text(WGRAD + 'out_dtype = "f32"\n', "model")
     (adding,) = parse_text(WGRAD + 'out_dtype = "f32"\naccumulate = true\n', "model")
     (summing,) = parse_text(WGRAD + 'out_dtype = "f32"\naccumulate = true\ndbias = true\n', "model")
-    assert adding.accumulate
-    assert (adding.dbias, summing.dbias) == (False, True)
+    assert adding.operands["accumulate"]
+    assert (adding.operands["dbias"], summing.operands["dbias"]) == (False, True)
     assert len({str(each.device_spec()) for each in (spec, wide, adding, summing)}) == 4
 
 

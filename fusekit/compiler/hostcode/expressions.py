@@ -12,7 +12,7 @@ _LARGE = 64  # nodes of an expression from which its shared parts get names
 _SHARED = 4  # nodes of a part that is worth a name
 
 
-class Writer:
+class ExpressionWriter:
     """Writes terms as expressions. Where one of `roots` is large, parts that stand more than once are in `values`."""
 
     def __init__(self, roots: Iterable[Term]) -> None:

@@ -21,7 +21,7 @@ from fusekit.compiler.cubin import Cubin
 from fusekit.compiler.hostcode import maps
 from fusekit.compiler.hostcode.arguments import ADDRESS_BITS
 from fusekit.compiler.hostcode.bits import Bits, Pointer
-from fusekit.compiler.hostcode.expressions import Writer
+from fusekit.compiler.hostcode.expressions import ExpressionWriter
 from fusekit.compiler.hostcode.layout import Layout, Leaf
 from fusekit.compiler.hostcode.lower import Lowering
 from fusekit.compiler.hostcode.machine import Call
@@ -30,7 +30,7 @@ from fusekit.compiler.hostfunction import Signature
 from fusekit.dtypes import DTYPES
 from fusekit.errors import BuildError
 
-Draft = Callable[[Writer, set[str]], Any]
+Draft = Callable[[ExpressionWriter, set[str]], Any]
 """Makes a parameter or a field, once all terms are known. The set has the names that are taken."""
 
 _MAP_BYTES = 128
@@ -86,7 +86,7 @@ class Parameters:
             return self._scalar(call, *filled[0], offset)
         fields = [self._scalar(call, leaf, bits, leaf.offset) for leaf, bits in filled]
 
-        def draft(writer: Writer, names: set[str]) -> Parameter:
+        def draft(writer: ExpressionWriter, names: set[str]) -> Parameter:
             inside: set[str] = set()
             made = tuple(field(writer, inside) for field in fields)
             return StructParameter(_name("struct", names), layout.size, made, offset)
@@ -171,7 +171,7 @@ class Parameters:
             term = self._within(term, 8 * leaf.size, bits.op == "trunc")
         self.terms.append(term)
 
-        def draft(writer: Writer, names: set[str]) -> Parameter:
+        def draft(writer: ExpressionWriter, names: set[str]) -> Parameter:
             value = writer.write(term)
             name = _name(value.replace(".", "_") if isinstance(value, str) else "integer", names)
             return IntegerParameter(name, _integer_type(term, 8 * leaf.size), value, offset)
@@ -204,9 +204,10 @@ class Parameters:
         _, parts = self._algebra.linear(term)
         names = [part for part in parts if _is_address(part)]
         if len(names) != 1 or parts[names[0]] != 1:
+            made = render(ExpressionWriter([term]).write(term))
             raise BuildError(
-                f"host code: a pointer is {render(Writer([term]).write(term))}; a launch record knows an argument's"
-                f" address and an offset to it: {call.at.place}"
+                f"host code: a pointer is {made}; a launch record knows an argument's address and an offset to it:"
+                f" {call.at.place}"
             )
         return names[0].args[0].removesuffix(".address"), self._algebra.sub(term, names[0])
 

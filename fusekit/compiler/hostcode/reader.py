@@ -12,7 +12,7 @@ from fusekit.compiler import cubin as cubins
 from fusekit.compiler.hostcall import given, layout, tensor_of
 from fusekit.compiler.hostcode.arguments import Arguments
 from fusekit.compiler.hostcode.bits import Bits, Pointer, Symbol, UndecidedError
-from fusekit.compiler.hostcode.expressions import Writer
+from fusekit.compiler.hostcode.expressions import ExpressionWriter
 from fusekit.compiler.hostcode.lower import Guard, Lowering
 from fusekit.compiler.hostcode.machine import Call, Machine
 from fusekit.compiler.hostcode.parameters import Parameters
@@ -122,7 +122,7 @@ class _Record:
         guards = [guard for guard in self._lowering.guards if not self._implied(guard)]
         bounds = [*self._spans(), *self._parameters.reaches]
         roots = [guard.term for guard in guards] + [term for term, _ in bounds]
-        writer = Writer([*self._parameters.terms, *roots, *traps])
+        writer = ExpressionWriter([*self._parameters.terms, *roots, *traps])
         constraints = [_constraint(guard, writer) for guard in guards]
         constraints += [Constraint(("max", 0, writer.write(term)), message) for term, message in bounds]
         constraints += [
@@ -179,7 +179,7 @@ class _Record:
                     ),
                 )
 
-    def _launch(self, call: Call) -> Callable[[Writer], LaunchStep]:
+    def _launch(self, call: Call) -> Callable[[ExpressionWriter], LaunchStep]:
         config, kernel, parameters = call.arguments
         if not isinstance(kernel, Symbol) or not isinstance(config, Pointer) or not isinstance(parameters, Pointer):
             raise BuildError(f"host code: a launch whose kernel or configuration is not known: {call.at.place}")
@@ -194,7 +194,7 @@ class _Record:
         self._parameters.terms += grid
         drafts = self._parameters.of(call, parameters, cubins.read(self._cubin, symbol))
 
-        def draft(writer: Writer) -> LaunchStep:
+        def draft(writer: ExpressionWriter) -> LaunchStep:
             names: set[str] = set()
             gx, gy, gz = (writer.write(extent) for extent in grid)
             made = tuple(each(writer, names) for each in drafts)
@@ -222,7 +222,7 @@ class _Record:
         number = self._number(call, at, offset)
         term = self._lowering.lower(number)
         if not term.is_const:
-            written = render(Writer([term]).write(term))
+            written = render(ExpressionWriter([term]).write(term))
             raise UndecidedError(
                 f"host code: {what} of a launch is {written}, a launch record has a constant there: {call.at.place};"
                 " make it a Constexpr of the host function, or give a number that it is made of a fixed value in the"
@@ -269,7 +269,7 @@ class _Record:
 _STEP = ("symbol", "parameters", "grid", "block", "cluster", "dynamic_shared", "attributes")
 
 
-def _constraint(guard: Guard, writer: Writer) -> Constraint:
+def _constraint(guard: Guard, writer: ExpressionWriter) -> Constraint:
     """0 where the guard holds."""
     term = writer.write(guard.term)
     over: list[Expr] = []

@@ -11,7 +11,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from fusekit.kernels import lanes, ptx
-from fusekit.kernels.gemm.operands.base import Idle, Operand
+from fusekit.kernels.gemm.operands.base import DeviceOperand, Idle
 from fusekit.kernels.quantise import codes
 from fusekit.plan.gemm import WARP_ROWS
 from fusekit.plan.quant import SIDE
@@ -33,7 +33,7 @@ class Place(NamedTuple):
     slabs: Int32
 
 
-class Columns(Operand):
+class Columns(DeviceOperand):
     """What idle warps make of the columns of a tile."""
 
     step = 8

@@ -4,7 +4,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import Operand
+from fusekit.kernels.gemm.operands.base import DeviceOperand
 from fusekit.plan.gemm import VECTOR_BYTES
 
 THREADS = 128  # of a block that adds parts up
@@ -13,7 +13,7 @@ WIDTH = THREADS * VECTOR  # neighbours of a block
 AHEAD = 8  # parts that are loaded before the first is added
 
 
-class Parts(Operand):
+class Parts(DeviceOperand):
     """An operand that leaves parts of sums. Its parameter is where they begin, a multiple of 16 bytes; its outputs are
     written by the launch that follows.
     """

@@ -1,9 +1,9 @@
 """The accumulators times alpha."""
 
-from fusekit.kernels.gemm.operands.base import Operand
+from fusekit.kernels.gemm.operands.base import DeviceOperand
 
 
-class Alpha(Operand):
+class Alpha(DeviceOperand):
     step = 1
 
     def __init__(self, plan, told, kit) -> None:

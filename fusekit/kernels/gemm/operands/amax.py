@@ -7,7 +7,7 @@ lanes, and the last one is its own. They come in the order of `fusekit.kernels.q
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from fusekit.kernels import lanes, ptx
-from fusekit.kernels.gemm.operands.base import Operand, struct
+from fusekit.kernels.gemm.operands.base import DeviceOperand, struct
 from fusekit.kernels.quantise import codes
 from fusekit.plan.operands.amax import names
 from fusekit.plan.quantise import SIGNS
@@ -51,7 +51,7 @@ class Most:
         self.found[place] = codes.larger(self.found[place], value)
 
 
-class Amax(Operand):
+class Amax(DeviceOperand):
     """step: behind whatever changes the result."""
 
     step = 9

@@ -14,7 +14,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from fusekit.kernels import ptx
 from fusekit.kernels.exchange import signals
-from fusekit.kernels.gemm.operands.base import Operand
+from fusekit.kernels.gemm.operands.base import DeviceOperand
 from fusekit.kernels.inline import inline
 from fusekit.plan.exchange import CAME, CHUNK, EPOCH, HEADER, OWN, SENDING, STATUS, WAIT
 
@@ -61,7 +61,7 @@ def acquire(address: Int64) -> Int32:
     return inline(Int32, "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", address)
 
 
-class Arrivals(Operand):
+class Arrivals(DeviceOperand):
     """What the gathering warps ask."""
 
     def parameter(self, given):

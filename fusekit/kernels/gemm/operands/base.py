@@ -99,7 +99,7 @@ class Idle(NamedTuple):
 LEFT, RIGHT, BOTH, STREAMED = "left", "right", "both", "streamed"  # roles
 
 
-class Operand:
+class DeviceOperand:
     """The device half of an operand in one kernel. told: its other half. kit: what its architecture has for operands.
 
     role: what a driver asks for it as, where it does.

@@ -4,11 +4,11 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import Operand
+from fusekit.kernels.gemm.operands.base import DeviceOperand
 from fusekit.plan.gemm import COLUMNS
 
 
-class Columns(Operand):
+class Columns(DeviceOperand):
     """Numbers by group and column of the product, of which each tile has its own in shared memory."""
 
     name = "bias"  # of the parameter, and of the region

@@ -7,7 +7,7 @@ from cutlass import Int32, Int64, cute
 
 from fusekit.kernels import lanes, ptx
 from fusekit.kernels.floats import multiply
-from fusekit.kernels.gemm.operands.base import Operand
+from fusekit.kernels.gemm.operands.base import DeviceOperand
 from fusekit.kernels.quantise import codes
 from fusekit.plan.gemm import WARP_ROWS
 from fusekit.plan.quant import SIDE
@@ -24,7 +24,7 @@ class CodedRows(NamedTuple):
     stride: Int64
 
 
-class Codes(Operand):
+class Codes(DeviceOperand):
     """Of a result whose rows a warp has whole, 128 columns at a time."""
 
     step = 7

@@ -14,7 +14,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import Idle, Operand
+from fusekit.kernels.gemm.operands.base import DeviceOperand, Idle
 from fusekit.plan.gemm import BOX
 
 UNIT = 8  # columns
@@ -22,7 +22,7 @@ TOKEN_BYTES = BOX * 2
 BOX_UNITS = BOX // UNIT
 
 
-class ColumnSums(Operand):
+class ColumnSums(DeviceOperand):
     """The sums of one kernel."""
 
     step = 1

@@ -26,7 +26,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import Extents, Idle, Operand, struct
+from fusekit.kernels.gemm.operands.base import DeviceOperand, Extents, Idle, struct
 from fusekit.plan.gemm import BOX, GATHER_WARPS
 
 WARP = 32
@@ -37,7 +37,7 @@ ROW_BYTES = 128
 AHEAD = 2  # stages
 
 
-class Gather(Operand):
+class Gather(DeviceOperand):
     """The gathering warpgroup of one kernel, and the warp that hands its stages on."""
 
     step = 10  # its warp is idle when the others have what they need of it

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from cutlass import cute
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import BOTH, Operand, dtype_of, struct
+from fusekit.kernels.gemm.operands.base import BOTH, DeviceOperand, dtype_of, struct
 from fusekit.plan.gemm import BOX, WARP_ROWS
 
 
@@ -16,7 +16,7 @@ class Factors(NamedTuple):
     x: cute.CopyAtom
 
 
-class TokenRows(Operand):
+class TokenRows(DeviceOperand):
     """Columns of dy and of x, in boxes of 64 columns by 64 tokens that end with the group."""
 
     role = BOTH
@@ -66,7 +66,7 @@ class TokenRows(Operand):
         )
 
 
-class Dw(Operand):
+class Dw(DeviceOperand):
     """Boxes of dw[group], or of dw; its parts are stored without a tensor map, whose address had to be known."""
 
     def __init__(self, plan, told, kit) -> None:

@@ -1,11 +1,11 @@
 """z, the activation's input: stored as soon as the accumulators of a box are final."""
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import Operand
+from fusekit.kernels.gemm.operands.base import DeviceOperand
 from fusekit.plan.gemm import GATED_UNIT, WARP_ROWS
 
 
-class Preactivation(Operand):
+class Preactivation(DeviceOperand):
     step = 3
 
     def __init__(self, plan, told, kit) -> None:

@@ -3,11 +3,11 @@
 from cutlass import cute
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import LEFT, RIGHT, Operand, dtype_of
+from fusekit.kernels.gemm.operands.base import LEFT, RIGHT, DeviceOperand, dtype_of
 from fusekit.plan.gemm import BOX, WARP_ROWS
 
 
-class X(Operand):
+class X(DeviceOperand):
     """Rows of x, from a tile's first one on."""
 
     role = LEFT
@@ -42,7 +42,7 @@ class X(Operand):
         return self.kit.Boxes(descriptor, destination, barrier, starts, self.height * tile_k, lambda start: (k, start))
 
 
-class W(Operand):
+class W(DeviceOperand):
     """Columns of w[group]; behind a gated activation's concatenated halves, of either half."""
 
     role = RIGHT
@@ -98,7 +98,7 @@ class W(Operand):
         return self.kit.Boxes(descriptor, destination, barrier, starts, self.width * tile_k, place)
 
 
-class Y(Operand):
+class Y(DeviceOperand):
     """The result of a forward epilogue, in boxes of `columns`."""
 
     def __init__(self, plan, told, kit) -> None:
@@ -124,7 +124,7 @@ class Y(Operand):
         return self.kit.ragged_place(column, rows.end - rows.row, rows.end)
 
 
-class Offsets(Operand):
+class Offsets(DeviceOperand):
     """What the scheduler finds a group's rows by."""
 
     def parameter(self, given):

@@ -1,11 +1,11 @@
 """y once more: the activation's value, staged beside z and stored with dz."""
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import Operand
+from fusekit.kernels.gemm.operands.base import DeviceOperand
 from fusekit.plan.gemm import OUTPUT_BOXES, WARP_ROWS
 
 
-class Recompute(Operand):
+class Recompute(DeviceOperand):
     step = 6
 
     def __init__(self, plan, told, kit) -> None:

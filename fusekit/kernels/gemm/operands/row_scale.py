@@ -1,9 +1,9 @@
 """Outputs times the router weight of their row."""
 
-from fusekit.kernels.gemm.operands.base import Operand, row_pair
+from fusekit.kernels.gemm.operands.base import DeviceOperand, row_pair
 
 
-class RowScale(Operand):
+class RowScale(DeviceOperand):
     step = 5
 
     def parameter(self, given):

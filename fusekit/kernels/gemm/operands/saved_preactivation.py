@@ -1,10 +1,10 @@
 """z as a forward pass stored it, and dz. The backward driver streams both through the same boxes."""
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import STREAMED, Operand
+from fusekit.kernels.gemm.operands.base import STREAMED, DeviceOperand
 
 
-class SavedPreactivation(Operand):
+class SavedPreactivation(DeviceOperand):
     role = STREAMED
 
     def __init__(self, plan, told, kit) -> None:
@@ -27,7 +27,7 @@ class SavedPreactivation(Operand):
         ptx.tma_load(operands.saved_preactivation, box, barrier, where)
 
 
-class Dz(Operand):
+class Dz(DeviceOperand):
     def parameter(self, given):
         return self.kit.z_map(self.kit.store_op(), given.dz, self.plan)
 

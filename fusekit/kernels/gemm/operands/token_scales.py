@@ -6,7 +6,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import Idle, Operand
+from fusekit.kernels.gemm.operands.base import DeviceOperand, Idle
 from fusekit.kernels.gemm.operands.x_scale import arrive_when_copied, copy_async
 from fusekit.plan.gemm import SEGMENT, WARP
 from fusekit.plan.operands.token_scales import stage_bytes
@@ -24,7 +24,7 @@ class Scales(NamedTuple):
     x: cute.Pointer
 
 
-class TokenScales(Operand):
+class TokenScales(DeviceOperand):
     def parameter(self, given):
         return Scales(given.dy_ts.iterator, given.x_ts.iterator)
 

@@ -9,7 +9,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import Idle, Operand, row_pair
+from fusekit.kernels.gemm.operands.base import DeviceOperand, Idle, row_pair
 from fusekit.plan.gemm import SEGMENT, WARP
 from fusekit.plan.operands.x_scale import stage_bytes, w_scales
 from fusekit.plan.quant import ROW, SIDE
@@ -22,7 +22,7 @@ class BlockScales(NamedTuple):
     stride: Int64
 
 
-class XScale(Operand):
+class XScale(DeviceOperand):
     def __init__(self, plan, told, kit) -> None:
         super().__init__(plan, told, kit)
         self.by_row, self.by_block = plan.quant.inputs == ROW, plan.quant.by_block

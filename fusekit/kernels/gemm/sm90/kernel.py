@@ -15,7 +15,7 @@ Warps of a CTA (384 threads, 512 with a gathered factor; one CTA an SM):
 Ping-pong: a warpgroup owns whole tiles, 0 the even and 1 the odd ones of the CTA; while one runs its epilogue, the
 other holds the tensor cores, and named barriers hand them over. Cooperative: both share a tile, each half of its rows.
 
-Operand pipeline, `stages` deep; a stage is x [tile_m, tile_k] and w [tile_n, tile_k], 128-byte swizzled:
+DeviceOperand pipeline, `stages` deep; a stage is x [tile_m, tile_k] and w [tile_n, tile_k], 128-byte swizzled:
 
     full[s]    1 arrival (the load thread, which announces the stage's bytes) + those bytes; and where a factor is
                gathered, 1 of the warp that hands it on
