@@ -70,7 +70,7 @@ class Experts:
             and all(getattr(options, name) == getattr(self, name) for name in plain)
         )
 
-    def table(self, arch: str) -> str:
+    def table(self, arch: str = DEFAULT.name) -> str:
         """A spec file with this layer, for `arch`."""
         activation = ", ".join(f"{name} = {_toml(value)}" for name, value in self.activation)
         lines = ["schema = 1", "", "[[kernel]]", 'name = "moe"', 'kind = "moe"', f'arch = "{arch}"']
@@ -169,7 +169,7 @@ def layer_for(library: Library, layers: str, experts: Experts, module: str) -> s
         )
     error = NotBuiltError(
         f"{module}: no layer of the store computes these experts; save this as experts.toml and build it with:"
-        f" fusekit build experts.toml\n\n{experts.table(DEFAULT.name)}",
+        f" fusekit build experts.toml\n\n{experts.table()}",
         name="experts/moe",
         command="fusekit build experts.toml",
     )
