@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fusekit.plan import product
 from fusekit.plan.arch.sm_90a import ROW as SM90A
 from fusekit.plan.gemm import MAX_STAGES, MIN_STAGES, NAMED_BARRIERS, WARP
+from fusekit.plan.operands.split import parts
 from fusekit.plan.shared import Region, SharedMemory, barriers, pipeline
 from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS, MAINLOOPS, accumulators, default_mainloop, refusals
 from fusekit.spec import parse_file
@@ -90,6 +91,15 @@ def test_cluster_is_told():
     assert refusal.rule == "a cluster is one of [1, 1], [2, 1], [1, 2]"
 
 
+@pytest.mark.parametrize("keys", [{}, {"op": "grouped-wgrad"}, {"b_major": "n"}, {"glu_layout": "concat"}])
+def test_a_tile_is_no_wider_than_one_product(keys):
+    widest, wider = gemm_plan(tile=(64, 256), **keys), gemm_plan(tile=(64, 384), **keys)
+    assert refusals(widest, "pingpong") == ()
+    assert wider.accumulators == SM90A.accumulator_registers  # of which there are enough
+    (refusal,) = refusals(wider, "pingpong")
+    assert "tile N = 384 must be" in refusal.rule and "the nearest: 256" in refusal.rule
+
+
 @given(
     tile=st.tuples(st.sampled_from([32, 64, 128, 192, 256]), st.integers(1, 300)),
     cluster=st.sampled_from(CLUSTERS),
@@ -135,6 +145,29 @@ def test_an_idle_warp_works_for_one_operand(spec):
     warps = [warp for operand in plan.operands for warp in operand.warps(plan)]
     assert len(warps) == len(set(warps)) and set(warps) <= {2, 3}
     assert WARP * plan.idle_readers + plan.filling_threads <= WARP * len(warps)
+
+
+@pytest.mark.parametrize(
+    ("keys", "arrivals"),
+    [
+        ({}, 1),  # the load thread, for the bytes that come by TMA
+        ({"quant": "in=fp8-block", "mainloop": "cooperative"}, 33),  # and the lanes that fetch scales
+        ({"gather": "x"}, 2),  # and the warp that hands gathered rows on
+        ({"gather": "x", "op": "grouped-wgrad", "dbias": True}, 129),  # which is busy here: and who gathers
+    ],
+)
+def test_a_stage_waits_for_all_who_fill_it(keys, arrivals):
+    plan = gemm_plan(tile=(128, 128), **keys)
+    counts = {count for name, _, count in plan.shared.barriers if name == "stages_full"}
+    assert counts == {arrivals}
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "count"),
+    [(0, 128, 192, 1), (512, 128, 192, 1), (513, 128, 192, 2), (10**6, 256, 192, 66), (10**6, 4096, 4096, 1)],
+)
+def test_parts_have_512_rows_and_each_multiprocessor_a_tile(m, n, k, count):
+    assert parts({"M": m, "N": n, "K": k}) == count
 
 
 def test_regions_lie_one_behind_the_other():
