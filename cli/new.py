@@ -83,7 +83,7 @@ def command(
 
 def _check(stem: str, name: str | None) -> None:
     """Refuse a stem that no spec file can have. name: what --name said."""
-    from fusekit.spec.keys import NAME_PATTERN, NAME_RULE
+    from fusekit.spec.fields import NAME_PATTERN, NAME_RULE
 
     if not re.fullmatch(NAME_PATTERN, stem):
         option = "-o: the stem" if name is None else "--name"

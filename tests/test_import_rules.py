@@ -283,7 +283,7 @@ def test_launching_needs_neither_the_lock_nor_the_tables(tmp_path):
 def test_a_cold_start_reads_no_specs(tmp_path):
     """`fusekit run` counts its milliseconds: what only a build needs is not loaded."""
     modules = loaded("import fusekit.library, fusekit.bench.trial", tmp_path)
-    assert not modules & {"tomllib", "statistics", "fusekit.spec.parse", "fusekit.spec.catalog", "fusekit.spec.keys"}
+    assert not modules & {"tomllib", "statistics", "fusekit.spec.parse", "fusekit.spec.catalog", "fusekit.spec.fields"}
 
 
 def test_benchmarks_need_no_framework(tmp_path):

@@ -23,7 +23,7 @@ from fusekit.compiler.options import OPT_LEVEL
 from fusekit.compiler.trace import without_colours
 from fusekit.errors import BuildError, SpecError, ToolchainError, UsageError, install
 from fusekit.plan.arch import FOREIGN
-from fusekit.spec.keys import NAME_PATTERN, NAME_RULE
+from fusekit.spec.fields import NAME_PATTERN, NAME_RULE
 
 # Options of the DSL by what they mean here; of any other a spec cannot say what it does to the cubin.
 _OF_NO_CUBIN = frozenset({

@@ -39,7 +39,7 @@ _BY_NAME = frozenset(
     | {"plan/operands/__init__.py", "plan/activations/__init__.py", "plan/arch/__init__.py", "plan/packages.py"}
 )
 _OPERANDS = "plan/operands/"
-_FOR_PEOPLE = frozenset({"key", "KEY", "words", "refused", "rules"})
+_FOR_PEOPLE = frozenset({"field", "FIELD", "words", "refused", "rules"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from fusekit.errors import SpecError, UsageError
 from fusekit.plan import packages
-from fusekit.plan.keys import Broken, Key
+from fusekit.plan.fields import Broken, Field
 from fusekit.plan.token_operation import CHECK, EXCHANGE, PERMUTATION, ROUTER, TokenOperation
 from fusekit.plan.tokens import TOKENS
 
@@ -34,14 +34,14 @@ _MEMBERS = {
 class Schema:
     """What a [[kernel]] table of an operation may have, and the spec that it makes.
 
-    make: (file stem, values by key, one value of each sweep key) -> a spec. broken: the rules that a spec breaks, as
-    (key, value, rule). own: keys that [defaults] does not give it. candidates: what a sweep key that is left out is
-    chosen from (see fusekit.spec.sweep). expand: in place of `sweep.expand`, for tables that make several kernels,
-    `most` at most. ops: filled in by fusekit.
+    make: (file stem, values by field, one value of each swept field) -> a spec. broken: the rules that a spec breaks,
+    as (field, value, rule). own: fields that [defaults] does not give it. candidates: what a swept field that is left
+    out is chosen from (see fusekit.spec.sweep). expand: in place of `sweep.expand`, for tables that make several
+    kernels, `most` at most. ops: filled in by fusekit.
     """
 
-    keys: tuple[Key, ...]
-    sweep_keys: tuple[str, ...]
+    fields: tuple[Field, ...]
+    sweep_fields: tuple[str, ...]
     make: Callable[[str, Mapping[str, Any], Mapping[str, Any]], Any]
     broken: Callable[[Any], list[Broken]]
     own: tuple[str, ...] = ("name", "summary")
@@ -51,9 +51,9 @@ class Schema:
     ops: tuple[str, ...] = ()
 
     @property
-    def defaults_keys(self) -> tuple[Key, ...]:
-        """The keys that [defaults] may give."""
-        return tuple(key for key in self.keys if key.name not in self.own)
+    def defaults_fields(self) -> tuple[Field, ...]:
+        """The fields that [defaults] may give."""
+        return tuple(field for field in self.fields if field.name not in self.own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class Operation:
     reference: (spec, inputs) -> outputs, for `run --check` without a trial of its own: float64 arrays by name.
     words: what the arguments of a launch are, by name; or (spec) -> such a mapping.
 
-    specs are in canonical form but for `planner`. dims: the extents of a problem; none: any. chosen_by: keys of a spec
-    that `variants` reads. alone: why a kernel of it cannot be launched by itself.
+    specs are in canonical form but for `planner`. dims: the extents of a problem; none: any. chosen_by: fields of a
+    spec that `variants` reads. alone: why a kernel of it cannot be launched by itself.
 
     Of a GEMM: tiles: the dims along which a tile's M and N lie; reduction: the dim that is summed over; ragged: the dim
     of which each of E groups has a part, "" where there are none. token: the row of one that works token by token.

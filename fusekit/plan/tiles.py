@@ -25,9 +25,9 @@ TILE_N = {
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a combination cannot be built: the key to change, and the rule with its arithmetic."""
+    """Why a combination cannot be built: the field to change, and the rule with its arithmetic."""
 
-    key: str
+    field: str
     rule: str
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusekit.plan.operands import BACKWARD, FORWARD, WGRAD
-from fusekit.plan.operands import keys as operand_keys
+from fusekit.plan.operands import fields as operand_fields
 from fusekit.plan.operations import OPERATIONS
 from fusekit.plan.quant import W_FORMAT, Quant
 from fusekit.reference.formats import Array
@@ -34,7 +34,7 @@ class Meaning:
         self.epilogue = FORWARD
         if operation.reduces_rows or self.activation.backward:
             self.epilogue = WGRAD if operation.reduces_rows else BACKWARD
-        self.operands: Mapping[str, Any] = {key.name: keys.get(key.name, key.default) for key in operand_keys()}
+        self.operands: Mapping[str, Any] = {key.name: keys.get(key.name, key.default) for key in operand_fields()}
 
 
 def meaning(spec: KernelSpec | Mapping[str, Any]) -> Meaning:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fusekit.errors import SpecError
-from fusekit.spec.keys import INT32_MAX
+from fusekit.spec.fields import INT32_MAX
 from fusekit.spec.values import show, type_name
 
 # Fields that change an MLP or a router of some model type: where the type at hand does not read one, that is said.

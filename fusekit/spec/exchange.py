@@ -6,9 +6,9 @@ from typing import Any
 
 from fusekit.plan.exchange import ALL, MOST_RANKS, SENDERS, SENDS
 from fusekit.plan.operations import Schema
-from fusekit.spec.keys import Bounded, Broken, Key
+from fusekit.spec.fields import Bounded, Broken, Field
 from fusekit.spec.permutation import ADDENDS, CODED_DTYPE, DTYPE, HIDDEN, TOPK, broken_rows
-from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, SWEEP_KEYS
+from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, SWEEP_FIELDS
 from fusekit.spec.token import ARCH, NAME, SUMMARY, TokenProblem, TokenSpec, made
 
 DISPATCH, COMBINE = "moe-dispatch", "moe-combine"
@@ -16,33 +16,34 @@ MOST_BLOCKS = 1024
 WARPS = (4, 8, 16, 32)
 TIMEOUT = 60_000  # milliseconds
 
-_BLOCKS = Key("blocks", "int", "Thread blocks that send.", minimum=1, default=SENDERS[DISPATCH])
-_KEYS = (
+_BLOCKS = Field("blocks", "int", "Thread blocks that send.", minimum=1, default=SENDERS[DISPATCH])
+_FIELDS = (
     NAME, SUMMARY, ARCH,
     Bounded("ranks", "int", f"Ranks that the experts are spread over, {MOST_RANKS} at most.", minimum=1,
             maximum=MOST_RANKS, required=True),
-    Key("experts", "int", "Experts of all ranks; rank r has the r-th part of them.", minimum=1, required=True),
+    Field("experts", "int", "Experts of all ranks; rank r has the r-th part of them.", minimum=1, required=True),
     TOPK, DTYPE,
     _BLOCKS,
-    Key("warps", "int", "Warps of a thread block, 4, 8, 16 or 32.", minimum=1, default=16, sweep=True),
-    Key("problem", "table", "The shape that benchmarks use.",
-        keys=(Key("T", "int", "Tokens of a rank.", required=True), HIDDEN)),
+    Field("warps", "int", "Warps of a thread block, 4, 8, 16 or 32.", minimum=1, default=16, sweep=True),
+    Field("problem", "table", "The shape that benchmarks use.",
+        fields=(Field("T", "int", "Tokens of a rank.", required=True), HIDDEN)),
 )  # fmt: skip
-EXCHANGE_KEYS = {
+EXCHANGE_FIELDS = {
     DISPATCH: (
-        *(CODED_DTYPE if key is DTYPE else key for key in _KEYS),
-        Key("weighted", "bool", "Takes weights[T, K], and sends them with the choices.", default=False),
-        Key("sends", "choice", 'What it sends: "all"; "rows"; and beside these, by a kernel that is as weighted, '
+        *(CODED_DTYPE if field is DTYPE else field for field in _FIELDS),
+        Field("weighted", "bool", "Takes weights[T, K], and sends them with the choices.", default=False),
+        Field("sends", "choice", 'What it sends: "all"; "rows"; and beside these, by a kernel that is as weighted, '
             '"choices", with their weights, or "nothing", where choices that came before still hold.',
             choices=SENDS, default=ALL),
     ),
     COMBINE: (
-        *(replace(key, default=SENDERS[COMBINE]) if key is _BLOCKS else key for key in _KEYS),
-        Key("weighted", "bool", "Takes weights[S, K], and multiplies rows by them.", default=False),
-        Key("gradients", "bool", "Takes grad_weights[S, K], and gives them back as returned[T, K].", default=False),
-        Key("rows", "bool", "Brings rows back; false: gradients of weights alone.", default=True),
+        *(replace(field, default=SENDERS[COMBINE]) if field is _BLOCKS else field for field in _FIELDS),
+        Field("weighted", "bool", "Takes weights[S, K], and multiplies rows by them.", default=False),
+        Field("gradients", "bool", "Takes grad_weights[S, K], and gives them back as returned[T, K].", default=False),
+        Field("rows", "bool", "Brings rows back; false: gradients of weights alone.", default=True),
         ADDENDS,
-        Key("overflow", "bool", "Takes wanted[1] of a bounded moe-index, and tells every rank in overflow[4] where one "
+        Field("overflow", "bool",
+            "Takes wanted[1] of a bounded moe-index, and tells every rank in overflow[4] where one "
             "had more rows than M.", default=False),
     ),
 }  # fmt: skip
@@ -78,7 +79,7 @@ class ExchangeSpec(TokenSpec):
 
 
 def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> ExchangeSpec:
-    """The spec of one kernel. values: by key, complete; choice: what the sweep takes."""
+    """The spec of one kernel. values: by field, complete; choice: what the sweep takes."""
     return made(ExchangeSpec, file, values, choice)
 
 
@@ -101,4 +102,4 @@ def broken_exchange_rules(spec: ExchangeSpec) -> list[Broken]:
     return found + broken_rows(spec)
 
 
-SCHEMAS = {op: Schema(keys, SWEEP_KEYS, make, broken_exchange_rules) for op, keys in EXCHANGE_KEYS.items()}
+SCHEMAS = {op: Schema(fields, SWEEP_FIELDS, make, broken_exchange_rules) for op, fields in EXCHANGE_FIELDS.items()}

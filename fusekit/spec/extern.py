@@ -9,7 +9,7 @@ from typing import Any
 
 from fusekit.plan.arch import FOREIGN
 from fusekit.plan.operations import Schema
-from fusekit.spec.keys import Broken, Key
+from fusekit.spec.fields import Broken, Field
 from fusekit.spec.token import NAME, SUMMARY, TokenSpec, made
 from fusekit.spec.values import show
 
@@ -19,8 +19,8 @@ NOT_RUN = "compiled and proved, not run"
 RUN = "run"
 MOST_COMBINATIONS = 1024
 
-# What an argument's table may say: key -> (types, words for them).
-ARGUMENT_KEYS: dict[str, tuple[tuple[type, ...], str]] = {
+# What an argument's table may say: field -> (types, words for them).
+ARGUMENT_FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
     "role": ((str,), f"one of {', '.join(ROLES)}"),
     "shape": ((list,), 'a list of names, integers and expressions, such as ["M", ["floordiv", "N", 2]]'),
     "strides": (
@@ -42,7 +42,7 @@ ARGUMENT_KEYS: dict[str, tuple[tuple[type, ...], str]] = {
     "zeroed": ((bool,), "true for a workspace that begins as zeros"),
     "doc": ((str,), "what it is, in a line"),
 }
-DIM_KEYS = ("divisor", "minimum", "maximum", "skip_if_zero")
+DIM_FIELDS = ("divisor", "minimum", "maximum", "skip_if_zero")
 
 # What an argument's table cannot say, by what it says besides.
 _OF_WORKSPACES = frozenset({"bytes", "zeroed"})
@@ -53,28 +53,29 @@ _LISTS = ("distributions", "files", "env", "ran_on")
 _SOURCE = re.compile(r"\w+(\.\w+)*:[A-Za-z_]\w*")
 _NAME = re.compile(r"[A-Za-z_]\w{0,63}")
 
-EXTERN_KEYS = (
+EXTERN_FIELDS = (
     NAME,
     SUMMARY,
-    Key("arch", "choice", "Target architecture.", choices=FOREIGN, required=True, sweep=True),
-    Key("source", "string", 'A function, "module:function", that returns what cute.compile takes: (function, args) or '
+    Field("arch", "choice", "Target architecture.", choices=FOREIGN, required=True, sweep=True),
+    Field("source", "string",
+        'A function, "module:function", that returns what cute.compile takes: (function, args) or '
         "(function, args, kwargs), with fake arguments. It is called with params, and with arch if it takes that.",
         required=True),
-    Key("params", "json", "Its keyword arguments: JSON values; a list is a value.", default={}),
-    Key("sweep", "combinations", "Params of which each combination is a kernel: name -> list of values.", default={},
+    Field("params", "json", "Its keyword arguments: JSON values; a list is a value.", default={}),
+    Field("sweep", "combinations", "Params of which each combination is a kernel: name -> list of values.", default={},
         sweep=True),
-    Key("lift", "json", "Integer arguments that no cubin depends on, computed at launch: name -> expression.",
+    Field("lift", "json", "Integer arguments that no cubin depends on, computed at launch: name -> expression.",
         default={}),
-    Key("arguments", "json", "Of each argument of the host function what its code cannot tell; for a tensor role and "
+    Field("arguments", "json", "Of each argument of the host function what its code cannot tell; for a tensor role and "
         "shape.", default={}),
-    Key("dims", "json", "Bounds of dims: name -> { divisor, minimum, maximum, skip_if_zero }.", default={}),
-    Key("distributions", "strings", "Installed distributions whose code the source calls; those that its module "
+    Field("dims", "json", "Bounds of dims: name -> { divisor, minimum, maximum, skip_if_zero }.", default={}),
+    Field("distributions", "strings", "Installed distributions whose code the source calls; those that its module "
         "imports are found without.", default=()),
-    Key("files", "strings", "Files that the source reads while it is built, by their paths from the folder that its "
+    Field("files", "strings", "Files that the source reads while it is built, by their paths from the folder that its "
         "package or module is in.", default=()),
-    Key("env", "strings", "Environment variables that the source reads while it is built; it has no others.",
+    Field("env", "strings", "Environment variables that the source reads while it is built; it has no others.",
         default=()),
-    Key("ran_on", "strings", f'Architectures that it was run on; entries of another say "{NOT_RUN}".', default=()),
+    Field("ran_on", "strings", f'Architectures that it was run on; entries of another say "{NOT_RUN}".', default=()),
 )  # fmt: skip
 
 
@@ -107,23 +108,25 @@ class ExternSpec(TokenSpec):
         return variant_of(self.sweep)
 
     def canonical(self) -> dict[str, Any]:
-        """The whole spec in JSON types, keys sorted; `status` says whether it was run on this architecture."""
+        """The whole spec in JSON types, fields sorted; `status` says whether it was run on this architecture."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values |= {key: list(values[key]) for key in _LISTS}
+        values |= {field: list(values[field]) for field in _LISTS}
         values["status"] = RUN if self.arch in self.ran_on else NOT_RUN
         return dict(sorted(values.items()))
 
     def device_spec(self) -> dict[str, Any]:
         """What decides the cubin and its launch record, in JSON types: no names and no words."""
         apart = ("file", "kernel", "summary", "sweep", "ran_on", "status")
-        spec = {key: value for key, value in self.canonical().items() if key not in apart}
-        arguments = {name: {key: told[key] for key in told if key != "doc"} for name, told in self.arguments.items()}
+        spec = {field: value for field, value in self.canonical().items() if field not in apart}
+        arguments = {
+            name: {field: told[field] for field in told if field != "doc"} for name, told in self.arguments.items()
+        }
         return spec | {"arguments": arguments}
 
 
 def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> ExternSpec:
-    """The spec of one kernel. values: by key, complete; choice: what the sweep takes."""
-    lists = {key: tuple(values[key]) for key in _LISTS}
+    """The spec of one kernel. values: by field, complete; choice: what the sweep takes."""
+    lists = {field: tuple(values[field]) for field in _LISTS}
     return made(ExternSpec, file, values, choice, params={**values["params"], **choice["sweep"]}, **lists)
 
 
@@ -133,10 +136,10 @@ def broken_extern_rules(spec: ExternSpec) -> list[Broken]:
     if not _SOURCE.fullmatch(spec.source):
         rule = 'must name a function as "package.module:function"'
         found.append(("source", spec.source, rule))
-    for key in ("params", "lift"):
-        for name in getattr(spec, key):
+    for label in ("params", "lift"):
+        for name in getattr(spec, label):
             if not _NAME.fullmatch(name):
-                found.append((f"{key}.{name}", getattr(spec, key)[name], "must be named as a Python argument is"))
+                found.append((f"{label}.{name}", getattr(spec, label)[name], "must be named as a Python argument is"))
     for file in spec.files:
         if not file or file.startswith("/") or "\\" in file or {"", ".", ".."} & {*file.split("/")}:
             rule = "must be a file's path from the folder that the source's package or module is in, such as table.json"
@@ -153,7 +156,7 @@ def broken_extern_rules(spec: ExternSpec) -> list[Broken]:
     return [*found, *_lift(spec), *_arguments(spec), *_dims(spec)]
 
 
-SCHEMA = Schema(EXTERN_KEYS, ("arch", "sweep"), make, broken_extern_rules)
+SCHEMA = Schema(EXTERN_FIELDS, ("arch", "sweep"), make, broken_extern_rules)
 
 
 def _lift(spec: ExternSpec) -> list[Broken]:
@@ -171,20 +174,20 @@ def _arguments(spec: ExternSpec) -> list[Broken]:
         if not isinstance(table, dict):
             found.append((where, table, 'must be a table, such as { role = "input", shape = ["M", "N"] }'))
             continue
-        for key, value in table.items():
-            rule = _broken(key, value)
+        for label, value in table.items():
+            rule = _broken(label, value)
             if rule:
-                found.append((f"{where}.{key}", value, rule))
+                found.append((f"{where}.{label}", value, rule))
         if table.get("role") == "workspace" and "bytes" not in table:
             found.append((where, table, "a workspace needs its size; say bytes = an integer or an expression"))
-        found += [(f"{where}.{key}", table[key], rule) for key, rule in _meaningless(table)]
+        found += [(f"{where}.{label}", table[label], rule) for label, rule in _meaningless(table)]
         if not any(each[0].startswith(f"{where}.") for each in found):
             found += _bounds(where, table)
     return found
 
 
 def _meaningless(table: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(key, rule) of what says nothing beside the table's other keys."""
+    """(field, rule) of what says nothing beside the table's other fields."""
     role = table.get("role")
     if role == "workspace":
         odd, words = _OF_TENSORS | OF_CALLERS | {"value"}, "says nothing of a workspace; leave it out"
@@ -194,7 +197,7 @@ def _meaningless(table: Mapping[str, Any]) -> list[tuple[str, str]]:
         odd, words = _OF_TENSORS | _OF_WORKSPACES | OF_CALLERS, "says nothing of an integer that is computed (value)"
     else:
         odd, words = _OF_WORKSPACES, 'is of a workspace; say role = "workspace"'
-    return [(key, words) for key in table if key in odd]
+    return [(label, words) for label in table if label in odd]
 
 
 def _bounds(where: str, table: Mapping[str, Any]) -> list[Broken]:
@@ -212,19 +215,19 @@ def _bounds(where: str, table: Mapping[str, Any]) -> list[Broken]:
     return [(f"{where}.default", value, "must be within the argument's own minimum, maximum and divisor")]
 
 
-def _broken(key: str, value: Any) -> str:
+def _broken(label: str, value: Any) -> str:
     """The rule that one entry of an argument's table breaks."""
-    if key not in ARGUMENT_KEYS:
-        return f"there is no such key; the keys are {', '.join(ARGUMENT_KEYS)}"
-    types, words = ARGUMENT_KEYS[key]
+    if label not in ARGUMENT_FIELDS:
+        return f"there is no such field; the fields are {', '.join(ARGUMENT_FIELDS)}"
+    types, words = ARGUMENT_FIELDS[label]
     right = isinstance(value, types) and (not isinstance(value, bool) or bool in types)
-    if right and key == "role":
+    if right and label == "role":
         right = value in ROLES
-    elif right and key in ("value", "bytes"):
-        right = _is_expression(value) and not (key == "bytes" and isinstance(value, int) and value < 1)
-    elif right and key in ("shape", "strides"):
+    elif right and label in ("value", "bytes"):
+        right = _is_expression(value) and not (label == "bytes" and isinstance(value, int) and value < 1)
+    elif right and label in ("shape", "strides"):
         right = all(_is_expression(item) for item in value)
-    elif right and key == "rename":
+    elif right and label == "rename":
         right = _NAME.fullmatch(value) is not None
     return "" if right else f"must be {words}"
 
@@ -235,14 +238,14 @@ def _dims(spec: ExternSpec) -> list[Broken]:
         if not isinstance(table, dict):
             found.append((f"dims.{name}", table, "must be a table, such as { divisor = 8, maximum = 65536 }"))
             continue
-        for key, value in table.items():
-            wanted = bool if key == "skip_if_zero" else int
-            if key not in DIM_KEYS:
-                rule = f"there is no such key; the keys are {', '.join(DIM_KEYS)}"
-                found.append((f"dims.{name}.{key}", value, rule))
+        for label, value in table.items():
+            wanted = bool if label == "skip_if_zero" else int
+            if label not in DIM_FIELDS:
+                rule = f"there is no such field; the fields are {', '.join(DIM_FIELDS)}"
+                found.append((f"dims.{name}.{label}", value, rule))
             elif type(value) is not wanted or (wanted is int and not 0 <= value < 2**63):
                 words = "true or false" if wanted is bool else "an integer from 0"
-                found.append((f"dims.{name}.{key}", value, f"must be {words}"))
+                found.append((f"dims.{name}.{label}", value, f"must be {words}"))
         if not any(each[0].startswith(f"dims.{name}.") for each in found):
             found += _bounds(f"dims.{name}", table)
     return found

@@ -82,7 +82,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """How a token's experts are chosen; the keys are those of `router-topk`.
+    """How a token's experts are chosen; the fields are those of `router-topk`.
 
     scales_input: the weight multiplies the expert's input, not its output. aux_loss: coefficient of the load-balancing
     loss, 0 where the model has none; aux_note: how the model's loss differs. why: what the kernels cannot do of it.

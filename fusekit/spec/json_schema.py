@@ -1,7 +1,7 @@
 """The JSON Schema of spec files, for editors; made from the same table as the parser.
 
-A kernel is checked against the keys of its own operation, which it names or takes from [defaults]. A key that is not
-allowed meets the schema `NONE`, not `additionalProperties: false`: so an editor marks that key and not the whole table.
+A kernel is checked against the fields of its own operation, which it names or takes from [defaults]. A field that is
+not allowed meets the schema `NONE`, not `additionalProperties: false`: so an editor marks it and not the whole table.
 A kernel's `properties` are those of every operation, for completion. Draft 7, as editors of TOML know it.
 """
 
@@ -9,20 +9,20 @@ from dataclasses import replace
 from typing import Any
 
 from fusekit.plan.operations import Schema
-from fusekit.spec.keys import FILE_KEYS, INT32_MAX, NAME_PATTERN, Key, most_of
+from fusekit.spec.fields import FILE_FIELDS, INT32_MAX, NAME_PATTERN, Field, most_of
 from fusekit.spec.layer import LAYER
 from fusekit.spec.parse import SCHEMA_VERSION
 from fusekit.spec.schemas import schemas
 from fusekit.spec.values import MAX_TEXT, MAX_VALUES
 
 A_LAYER = {"required": ["kind"]}
-NONE = {"not": {}, "description": "There is no such key."}
+NONE = {"not": {}, "description": "There is no such field."}
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema (draft 7) of one spec file. Combinations of keys are checked by the parser only."""
-    by_name = {key.name: key for key in FILE_KEYS}
-    properties = {name: _property(key) for name, key in by_name.items()}
+    """The JSON Schema (draft 7) of one spec file. Combinations of fields are checked by the parser only."""
+    by_name = {field.name: field for field in FILE_FIELDS}
+    properties = {name: _property(field) for name, field in by_name.items()}
     properties["schema"] = {"description": by_name["schema"].doc, "const": SCHEMA_VERSION}
     properties["defaults"] = {
         "description": by_name["defaults"].doc,
@@ -31,7 +31,7 @@ def schema() -> dict[str, Any]:
         "additionalProperties": NONE,
     }
     every = (*schemas(), LAYER)
-    op = next(key for key in schemas()[0].keys if key.name == "op")
+    op = next(field for field in schemas()[0].fields if field.name == "op")
     kernel = {
         "type": "object",
         "required": ["name"],
@@ -45,7 +45,7 @@ def schema() -> dict[str, Any]:
         "title": "fusekit kernel spec",
         "type": "object",
         "properties": properties,
-        "required": [key.name for key in FILE_KEYS if key.required],
+        "required": [field.name for field in FILE_FIELDS if field.required],
         "additionalProperties": NONE,
         "allOf": [_inherited(schema) for schema in every],
         "definitions": {_name(schema): _kernel(schema) for schema in every},
@@ -84,69 +84,73 @@ def _inherited(schema: Schema) -> dict[str, Any]:
 
 def _kernel(schema: Schema) -> dict[str, Any]:
     """A kernel of one schema. What it lacks may come from [defaults]: nothing is required here."""
-    keys = tuple(replace(key, choices=schema.ops) if key.name == "op" else key for key in schema.keys)
-    return {"properties": {key.name: _property(key) for key in keys}, "additionalProperties": NONE}
+    fields = tuple(replace(field, choices=schema.ops) if field.name == "op" else field for field in schema.fields)
+    return {"properties": {field.name: _property(field) for field in fields}, "additionalProperties": NONE}
 
 
 def _union(*, defaults: bool) -> dict[str, Any]:
-    """Any key of any schema; a value that one of them takes, since the file's kernels may belong to several."""
+    """Any field of any schema; a value that one of them takes, since the file's kernels may belong to several."""
     forms: dict[str, list[dict[str, Any]]] = {}
     for schema in (*schemas(), LAYER):
-        for key in schema.defaults_keys if defaults else schema.keys:
-            form = _property(key)
-            if form not in forms.setdefault(key.name, []):
-                forms[key.name].append(form)
+        for field in schema.defaults_fields if defaults else schema.fields:
+            form = _property(field)
+            if form not in forms.setdefault(field.name, []):
+                forms[field.name].append(form)
     return {name: each[0] if len(each) == 1 else {"anyOf": each} for name, each in forms.items()}
 
 
-def _property(key: Key) -> dict[str, Any]:
-    if key.type == "table":
-        if key.choices:
-            return {"description": key.doc, "default": key.default, "anyOf": [{"enum": list(key.choices)}, _table(key)]}
-        return {"description": key.doc, **_table(key)}
-    if key.type == "tables":
-        tables = {**_table(key), "minProperties": 1}
-        return {"description": key.doc, "type": "array", "items": tables, "maxItems": MAX_VALUES}
-    if key.type in ("json", "combinations"):
-        values = {"type": "array", "minItems": 1, "maxItems": MAX_VALUES} if key.type == "combinations" else {}
-        return {"description": key.doc, "type": "object", "additionalProperties": values or True}
-    if key.type == "strings":
-        return {"description": key.doc, "type": "array", "items": {"type": "string"}, "maxItems": MAX_VALUES}
-    single = _single(key)
-    described: dict[str, Any] = {"description": key.doc}
-    if key.default is not None:
-        described["default"] = list(key.default) if isinstance(key.default, tuple) else key.default
-    if key.sweep:
+def _property(field: Field) -> dict[str, Any]:
+    if field.type == "table":
+        if field.choices:
+            return {
+                "description": field.doc,
+                "default": field.default,
+                "anyOf": [{"enum": list(field.choices)}, _table(field)],
+            }
+        return {"description": field.doc, **_table(field)}
+    if field.type == "tables":
+        tables = {**_table(field), "minProperties": 1}
+        return {"description": field.doc, "type": "array", "items": tables, "maxItems": MAX_VALUES}
+    if field.type in ("json", "combinations"):
+        values = {"type": "array", "minItems": 1, "maxItems": MAX_VALUES} if field.type == "combinations" else {}
+        return {"description": field.doc, "type": "object", "additionalProperties": values or True}
+    if field.type == "strings":
+        return {"description": field.doc, "type": "array", "items": {"type": "string"}, "maxItems": MAX_VALUES}
+    single = _single(field)
+    described: dict[str, Any] = {"description": field.doc}
+    if field.default is not None:
+        described["default"] = list(field.default) if isinstance(field.default, tuple) else field.default
+    if field.sweep:
         many = {"type": "array", "items": single, "minItems": 1, "maxItems": MAX_VALUES, "uniqueItems": True}
         return described | {"anyOf": [single, many]}
     return described | single
 
 
-def _single(key: Key) -> dict[str, Any]:
-    match key.type:
+def _single(field: Field) -> dict[str, Any]:
+    match field.type:
         case "choice":
-            return {"enum": list(key.choices)}
-        case "pair" if key.choices:
-            return {"enum": [list(choice) for choice in key.choices]}
+            return {"enum": list(field.choices)}
+        case "pair" if field.choices:
+            return {"enum": [list(choice) for choice in field.choices]}
         case "pair":
             side = {"type": "integer", "minimum": 1, "maximum": INT32_MAX}
             return {"type": "array", "items": side, "minItems": 2, "maxItems": 2}
         case "bool":
             return {"type": "boolean"}
         case "int":
-            return {"type": "integer", "minimum": key.minimum, "maximum": most_of(key)}
+            return {"type": "integer", "minimum": field.minimum, "maximum": most_of(field)}
         case "float":
             return {"type": "number"}
-        case _ if key.name == "name":
+        case _ if field.name == "name":
             return {"type": "string", "pattern": f"^{NAME_PATTERN}$"}
         case _:
             return {"type": "string", "maxLength": MAX_TEXT}
 
 
-def _table(key: Key) -> dict[str, Any]:
+def _table(field: Field) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {sub.name: _property(sub) for sub in key.keys},
-        "required": [sub.name for sub in key.keys if sub.required],
+        "properties": {sub.name: _property(sub) for sub in field.fields},
+        "required": [sub.name for sub in field.fields if sub.required],
         "additionalProperties": NONE,
     }

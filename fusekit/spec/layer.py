@@ -8,10 +8,10 @@ from typing import Any
 
 from fusekit.errors import some
 from fusekit.plan.activations import kind
-from fusekit.plan.layer import Options, broken, layer_keys, program
+from fusekit.plan.layer import Options, broken, layer_fields, program
 from fusekit.plan.layer.options import make
 from fusekit.plan.operations import Schema
-from fusekit.spec.keys import ACTIVATION_KEYS, KERNEL_ONLY
+from fusekit.spec.fields import ACTIVATION_FIELDS, KERNEL_ONLY
 from fusekit.spec.model import DTYPES
 from fusekit.spec.schemas import schema_of
 from fusekit.spec.sweep import Expansion, expand, indexed
@@ -19,57 +19,61 @@ from fusekit.spec.values import one_of
 
 NAMED = 3  # kernels that a message lists
 MOST_KERNELS = 50  # of a layer, each of them in three variants or in those that its table lists
-SWEPT = ("tile", "cluster")  # keys of a layer that are those of its GEMMs
+SWEPT = ("tile", "cluster")  # fields of a layer that are those of its GEMMs
 
 
 def expand_layer(stem: str, values: Mapping[str, Any]) -> Expansion:
-    """The specs of every kernel of a layer; values: of its table by key, complete."""
+    """The specs of every kernel of a layer; values: of its table by field, complete."""
     options = make(stem, values)
     found = Expansion(broken=list(broken(options)))
     if found.broken:
         return found
     refused: dict[tuple[str, Any, str], list[str]] = {}
-    for part, keys in program(options).parts.items():
-        schema = schema_of(keys["op"])
-        table = _table(schema, options, part, keys, values)
+    for part, fields in program(options).parts.items():
+        schema = schema_of(fields["op"])
+        table = _table(schema, options, part, fields, values)
         for each in _unknown(schema, table):
             refused.setdefault(each, []).append(part)
         made = expand(schema, stem, table, indexed(()))
         found.specs += [replace(spec, layer=options) for spec in made.specs]  # type: ignore[arg-type]
         for each in made.broken:
             refused.setdefault(each, []).append(part)
-    for (key, value, rule), named in refused.items():
+    for (field, value, rule), named in refused.items():
         parts = [*dict.fromkeys(named)]
-        key = f"router.{key}" if key in options.router and key not in values else key
-        found.broken.append((key, value, f"{rule} (of its kernel{'s' if len(parts) > 1 else ''} {some(parts, NAMED)})"))
+        field = f"router.{field}" if field in options.router and field not in values else field
+        found.broken.append(
+            (field, value, f"{rule} (of its kernel{'s' if len(parts) > 1 else ''} {some(parts, NAMED)})")
+        )
     return found
 
 
 def _unknown(schema: Schema, table: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """The values that an operation does not take."""
-    for key in schema.keys:
-        value = table[key.name]
-        if key.type == "choice" and not key.sweep and value not in (None, *key.choices):
-            yield key.name, value, f"must be {one_of(key.choices)}"
+    for field in schema.fields:
+        value = table[field.name]
+        if field.type == "choice" and not field.sweep and value not in (None, *field.choices):
+            yield field.name, value, f"must be {one_of(field.choices)}"
 
 
 def _table(
-    schema: Schema, options: Options, part: str, keys: Mapping[str, Any], values: Mapping[str, Any]
+    schema: Schema, options: Options, part: str, fields: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The complete table of a kernel. Raises KeyError for a key that its operation does not have."""
-    known = {key.name: key for key in schema.keys}
-    table = {name: (key.default,) if key.sweep else key.default for name, key in known.items()}
+    """The complete table of a kernel. Raises KeyError for a field that its operation does not have."""
+    known = {field.name: field for field in schema.fields}
+    table = {name: (field.default,) if field.sweep else field.default for name, field in known.items()}
     table |= {"name": f"{options.name}.{part}", "summary": values["summary"], "arch": values["arch"]}
-    for name, value in keys.items():
+    for name, value in fields.items():
         table[name] = (value,) if known[name].sweep else value
     return table | {name: values[name] for name in SWEPT if name in known}
 
 
 _FORWARD = tuple(
-    replace(key, choices=tuple(each for each in key.choices if not kind(each).backward)) if key.name == "kind" else key
-    for key in ACTIVATION_KEYS
+    replace(field, choices=tuple(each for each in field.choices if not kind(each).backward))
+    if field.name == "kind"
+    else field
+    for field in ACTIVATION_FIELDS
 )  # the layer knows each one's backward activation
 LAYER = Schema(
-    layer_keys(_FORWARD, DTYPES), ("arch", *SWEPT), make=lambda *_: None, broken=lambda _: [],
+    layer_fields(_FORWARD, DTYPES), ("arch", *SWEPT), make=lambda *_: None, broken=lambda _: [],
     own=(*KERNEL_ONLY, *SWEPT), expand=expand_layer, most=MOST_KERNELS,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The frozen values a spec file turns into. Names are those of the file's keys."""
+"""The frozen values a spec file turns into. Names are those of the file's fields."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from fusekit.plan.activations import kind as kind_of
 from fusekit.plan.arch import ARCHES, ARCHITECTURES
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.operands import BACKWARD, FORWARD, WGRAD, outside
-from fusekit.plan.operands import keys as operand_keys
+from fusekit.plan.operands import fields as operand_fields
 from fusekit.plan.operations import OPERATIONS
 from fusekit.plan.quant import Quant
 from fusekit.plan.tiles import default_mainloop
@@ -74,7 +74,7 @@ class Problem:
 class KernelSpec:
     """One kernel, every sweep resolved. Two specs with equal `device_spec()` share a cubin.
 
-    operands: the value of each operand's key, by name. layer: the options of the layer that it is a part of.
+    operands: the value of each operand's field, by name. layer: the options of the layer that it is a part of.
     """
 
     file: str
@@ -139,20 +139,20 @@ class KernelSpec:
         return {name: getattr(self, name) for name in names(KernelSpec)}
 
     def canonical(self) -> dict[str, Any]:
-        """The whole spec in JSON types, keys sorted; `layer` only of a layer's kernel, and a key of another package's
+        """The whole spec in JSON types, sorted; `layer` only of a layer's kernel, and a field of another package's
         operand only where it is not the default.
         """
         found = _members(self)
         operands = found.pop("operands")
         if self.layer is None:
             del found["layer"]
-        usual = {key.name: key.default for key in operand_keys() if key.name in outside()}
+        usual = {field.name: field.default for field in operand_fields() if field.name in outside()}
         found |= {name: value for name, value in operands.items() if name not in usual or value != usual[name]}
         return dict(sorted(found.items()))
 
     def device_spec(self) -> dict[str, Any]:
-        """What decides the cubin and its launch record, in JSON types: no names, scalars, margin or problem, and no key
-        of an operand that the kernel does not have.
+        """What decides the cubin and its launch record, in JSON types: no names, scalars, margin or problem, and no
+        field of an operand that the kernel does not have.
         """
         return {
             "activation": {"approximate": self.activation.approximate, "kind": self.activation.kind},
@@ -171,7 +171,11 @@ class KernelSpec:
             "schedule": self.schedule,
             "stages": self.plan.stages,
             "tile": list(self.tile),
-            **{key.name: self.operands[key.name] for key in operand_keys() if self.operands[key.name] != key.default},
+            **{
+                field.name: self.operands[field.name]
+                for field in operand_fields()
+                if self.operands[field.name] != field.default
+            },
         }
 
     def defaults(self) -> dict[str, float | int]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from fusekit.errors import SpecError
 from fusekit.plan.operations import Schema
+from fusekit.spec.fields import Field
 from fusekit.spec.hf_config import Model
-from fusekit.spec.keys import Key
 from fusekit.spec.layer import LAYER
 from fusekit.spec.model_kernels import Kernel, Request, Sizes, sizes_of
 from fusekit.spec.model_layer import parts
@@ -42,12 +42,12 @@ def toml(value: Any) -> str:
     return json.dumps(value)
 
 
-def _schema(keys: Mapping[str, Any]) -> Schema:
-    return LAYER if "kind" in keys else schema_of(keys["op"])
+def _schema(fields: Mapping[str, Any]) -> Schema:
+    return LAYER if "kind" in fields else schema_of(fields["op"])
 
 
 class _SpecWriter:
-    """The lines of the file. A key is explained where it first stands."""
+    """The lines of the file. A field is explained where it first stands."""
 
     def __init__(self, model: Model, request: Request, sizes: Sizes) -> None:
         self.model, self.request, self.sizes = model, request, sizes
@@ -72,7 +72,7 @@ class _SpecWriter:
             f"Layers of {request.name}, by `fusekit new` from {request.origin} (model_type {model.model_type}). "
             f"`fusekit build {file}` builds their kernels, and with --dry-run says which. `fusekit show "
             f"{request.name}/NAME` lists arguments. tile, cluster and schedule are chosen for each problem. An editor "
-            f"checks the keys once `fusekit schema > {SCHEMA_FILE}` has been run in this folder."
+            f"checks the fields once `fusekit schema > {SCHEMA_FILE}` has been run in this folder."
         )
         self.lines += ["#"]
         self.comment(
@@ -89,7 +89,7 @@ class _SpecWriter:
             self.comment(f"- {note}.", "  ")
         summary = f"{request.name}: MLP of one layer, {model.dtype}"
         self.lines += ["", "schema = 1", f"summary = {toml(summary)}", "", "[defaults]"]
-        shared = {key.name: key for key in schema_of("grouped-gemm").keys}
+        shared = {field.name: field for field in schema_of("grouped-gemm").fields}
         self._key(shared["arch"], request.arch)
         self._key(shared["dtype"], model.dtype)
 
@@ -130,7 +130,7 @@ class _SpecWriter:
             return False
         self.comment(kernel.tensors, "  ")
         self.lines += ["[[kernel]]"]
-        docs = {key.name: key for key in _schema(kernel.keys).keys}
+        docs = {field.name: field for field in _schema(kernel.keys).fields}
         self.fits |= "dtype" in docs and "dtype" not in table
         for name, value in table.items():
             self._key(docs[name], value)
@@ -138,7 +138,7 @@ class _SpecWriter:
 
     def _refusal(self, table: Mapping[str, Any]) -> str:
         """Why the kernel cannot be built; empty where it can."""
-        known = {key.name for key in _schema(table).keys}
+        known = {field.name for field in _schema(table).fields}
         shared = {"arch": self.request.arch, "dtype": self.model.dtype}
         whole: dict[str, Any] = {**{name: value for name, value in shared.items() if name in known}, **table}
         try:
@@ -150,17 +150,17 @@ class _SpecWriter:
             return "; ".join(problem.removeprefix(where) for problem in error.problems) or str(error)
         return ""
 
-    def _key(self, key: Key, value: Any) -> None:
-        line, doc = f"{key.name} = {toml(value)}", self._doc(key, value)
+    def _key(self, field: Field, value: Any) -> None:
+        line, doc = f"{field.name} = {toml(value)}", self._doc(field, value)
         if doc and len(line) + len(doc) + 4 <= WIDTH:
             line = f"{line}  # {doc}"
         elif doc:
-            self.comment(f"{key.name}: {doc}", "  ")
+            self.comment(f"{field.name}: {doc}", "  ")
         self.lines += [line]
 
-    def _doc(self, key: Key, value: Any) -> str:
-        """What the key means, the first time that it stands in the file."""
-        parts = [key.doc] + [f"{each.name}: {each.doc}" for each in key.keys if each.name in value]
-        new = [part for part in parts if key.name != "name" and part not in self.explained]
+    def _doc(self, field: Field, value: Any) -> str:
+        """What the field means, the first time that it stands in the file."""
+        parts = [field.doc] + [f"{each.name}: {each.doc}" for each in field.fields if each.name in value]
+        new = [part for part in parts if field.name != "name" and part not in self.explained]
         self.explained.update(new)
         return " ".join(new)

@@ -1,5 +1,5 @@
 """TOML text -> expanded, validated specs. All problems of a file are reported in one SpecError; of a large one those of
-its keys first.
+its fields first.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from fusekit.errors import SpecError, SpecWarning
 from fusekit.plan.operations import Schema
 from fusekit.spec import document
-from fusekit.spec.keys import FILE_KEYS, KERNEL_ONLY, NAME_PATTERN, NAME_RULE
+from fusekit.spec.fields import FILE_FIELDS, KERNEL_ONLY, NAME_PATTERN, NAME_RULE
 from fusekit.spec.schemas import Spec, schema_of, schemas
 from fusekit.spec.sweep import Expansion, Index, combinations, expand, indexed
 from fusekit.spec.values import BAD, MAX_PROBLEMS, TableReader, TooManyError, bare, nearest, show, type_name
@@ -79,7 +79,7 @@ def _error(source: str, lines: tuple[str, ...], more: str = "") -> SpecError:
 
 
 class _Table(NamedTuple):
-    """A [[kernel]] table. own: its values by key; shared: those of [defaults]; values: both, and the keys' defaults."""
+    """A [[kernel]] table. own: its values by field; shared: those of [defaults]; values: both, and defaults."""
 
     where: str
     schema: Schema
@@ -89,15 +89,17 @@ class _Table(NamedTuple):
 
 
 def _complete(schema: Schema, own: dict[str, Any], shared: dict[str, Any], summary: Any) -> dict[str, Any] | None:
-    """The value of every key; None where a problem of one has been reported."""
+    """The value of every field; None where a problem of one has been reported."""
     values = {
-        key.name: (key.default,) if key.sweep else key.default for key in schema.keys if key.name not in KERNEL_ONLY
+        field.name: (field.default,) if field.sweep else field.default
+        for field in schema.fields
+        if field.name not in KERNEL_ONLY
     }
     values |= {"summary": summary} | shared | own
-    for name in (key.name for key in schema.keys if key.type == "json"):
+    for name in (field.name for field in schema.fields if field.type == "json"):
         if isinstance(shared.get(name), dict) and isinstance(own.get(name), dict):
             values[name] = {**shared[name], **own[name]}
-    if any(values.get(key.name) in (None, (None,)) for key in schema.keys if key.required):
+    if any(values.get(field.name) in (None, (None,)) for field in schema.fields if field.required):
         return None
     return None if any(value is BAD for value in values.values()) else values
 
@@ -131,11 +133,11 @@ class _File:
             if schema.ops == () and "op" in table:
                 rule = "a table has an op, and is a kernel, or a kind, and is a layer; leave one of the two out"
                 self.reader.report(where, "op", table["op"], rule)
-                table = {key: value for key, value in table.items() if key != "op"}
-            own, inherited = self.reader.table(where, table, schema.keys, complete=False), shared[schema.ops]
-            for key in schema.keys:
-                if key.required and key.name not in own and key.name not in inherited:
-                    self.reader.missing(where, key)
+                table = {field: value for field, value in table.items() if field != "op"}
+            own, inherited = self.reader.table(where, table, schema.fields, complete=False), shared[schema.ops]
+            for field in schema.fields:
+                if field.required and field.name not in own and field.name not in inherited:
+                    self.reader.missing(where, field)
             if values := _complete(schema, own, inherited, summary):
                 self._count(where, schema, values)
                 read.append(_Table(where, schema, own, inherited, values))
@@ -169,29 +171,29 @@ class _File:
         A schema leaves aside what only another one in the file knows. What none knows is an error.
         """
         used = list({schema.ops: schema for schema in used or [schema_of(None)]}.values())
-        known = {key.name for schema in used for key in schema.defaults_keys}
-        theirs = {key.name for schema in used for key in schema.keys if key.name not in KERNEL_ONLY} - known
+        known = {field.name for schema in used for field in schema.defaults_fields}
+        theirs = {field.name for schema in used for field in schema.fields if field.name not in KERNEL_ONLY} - known
         for name in sorted(defaults.keys() & theirs):
             rule = f"is said in the [[kernel]] table that it is for; move {name} there"
             self.reader.report("[defaults]: ", name, defaults[name], rule)
         known |= theirs
         shared = {}
         for number, schema in enumerate(used):
-            names = {key.name for key in schema.defaults_keys} | (set(defaults) - known if number == 0 else set())
+            names = {field.name for field in schema.defaults_fields} | (set(defaults) - known if number == 0 else set())
             mine = {name: value for name, value in defaults.items() if name in names}
-            shared[schema.ops] = self.reader.table("[defaults]: ", mine, schema.defaults_keys, complete=False)
+            shared[schema.ops] = self.reader.table("[defaults]: ", mine, schema.defaults_fields, complete=False)
         return shared
 
     def _check_top(self) -> None:
-        known = {key.name: key for key in FILE_KEYS}
+        known = {field.name: field for field in FILE_FIELDS}
         for name, value in self.document.items():
             if name in known:
                 continue
             hint = nearest(name, known)
-            if not hint and any(key.name == name for schema in schemas() for key in schema.keys):
+            if not hint and any(field.name == name for schema in schemas() for field in schema.fields):
                 hint = f"; {name} belongs into a [[kernel]] table or [defaults]"
             hint = hint or f"; the top level has {', '.join(known)}"
-            self.reader.add(f"top level: {bare(name)} = {show(value)}: there is no such key{hint}")
+            self.reader.add(f"top level: {bare(name)} = {show(value)}: there is no such field{hint}")
         version = self.document.get("schema")
         if version is None:
             self.reader.add(f"top level: schema is missing: begin the file with schema = {SCHEMA_VERSION}")
@@ -241,10 +243,10 @@ class _File:
             found = table.schema.expand(self.stem, table.values)
         else:
             found = expand(table.schema, self.stem, table.values, self.excluded[1])
-        for key, value, rule in found.broken:
-            base = key.partition(".")[0]
+        for field, value, rule in found.broken:
+            base = field.partition(".")[0]
             origin = "from [defaults]: " if base in table.shared and base not in table.own else ""
-            self.reader.report(f"{where}{origin}", key, value, rule)
+            self.reader.report(f"{where}{origin}", field, value, rule)
         self._notice(where, found, table.own)
         return found.specs
 
@@ -252,7 +254,7 @@ class _File:
         count = combinations(schema, values)
         self.kernels += count
         if self.kernels > MAX_KERNELS:
-            swept = [f"{len(values[key])} {key}" for key in schema.sweep_keys if len(values[key]) > 1]
+            swept = [f"{len(values[field])} {field}" for field in schema.sweep_fields if len(values[field]) > 1]
             more = f"a layer of {count} kernels at most" if schema.expand else "one kernel more"
             product = f"{' x '.join(swept)} = {count} kernels" if swept else more
             said = f"{where}{product}; a file makes at most {MAX_KERNELS}; sweep less, or split the file"

@@ -6,9 +6,9 @@ from typing import Any
 
 from fusekit.dtypes import DTYPES
 from fusekit.plan.operations import Schema
-from fusekit.spec.keys import Bounded, Broken, Key
-from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, ROUTER_DTYPES, SWEEP_KEYS
-from fusekit.spec.token import ARCH, NAME, PROBLEM, SUMMARY, TOKENS_KEY, TokenProblem, TokenSpec, made
+from fusekit.spec.fields import Bounded, Broken, Field
+from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, ROUTER_DTYPES, SWEEP_FIELDS
+from fusekit.spec.token import ARCH, NAME, PROBLEM, SUMMARY, TOKENS_FIELD, TokenProblem, TokenSpec, made
 
 INDEX, PERMUTE, UNPERMUTE, CHECK = "moe-index", "moe-permute", "moe-unpermute", "moe-check"
 PERMUTE_BACKWARD, UNPERMUTE_BACKWARD = "moe-permute-bwd", "moe-unpermute-bwd"
@@ -22,40 +22,40 @@ MOST_TERMS = 3  # which are all bits of a float32
 
 _HEAD = (NAME, SUMMARY, ARCH)
 TOPK = Bounded("topk", "int", f"Choices of a token, K, {MAX_TOPK} at most.", minimum=1, maximum=MAX_TOPK, required=True)
-HIDDEN = Key("H", "int", "Elements of a row.", minimum=1, required=True)
-_EXPERTS = Key("experts", "int", f"Experts, {MAX_EXPERTS} at most.", minimum=1, required=True)
-_WARPS = Key("warps", "int", "Warps of a thread block, 1, 2, 4 or 8.", minimum=1, default=8, sweep=True)
-DTYPE = Key("dtype", "choice", "Type of the rows; weights and their gradient are f32.", choices=ROUTER_DTYPES,
+HIDDEN = Field("H", "int", "Elements of a row.", minimum=1, required=True)
+_EXPERTS = Field("experts", "int", f"Experts, {MAX_EXPERTS} at most.", minimum=1, required=True)
+_WARPS = Field("warps", "int", "Warps of a thread block, 1, 2, 4 or 8.", minimum=1, default=8, sweep=True)
+DTYPE = Field("dtype", "choice", "Type of the rows; weights and their gradient are f32.", choices=ROUTER_DTYPES,
             default="bf16")  # fmt: skip
 CODED_DTYPE = replace(DTYPE, doc="Type of the rows, e4m3 of codes with scales; weights are f32.",
                       choices=(*ROUTER_DTYPES, "e4m3"))  # fmt: skip
-ADDENDS = Key("addends", "int", f"Tensors added to each sum, {MOST_ADDENDS} at most: addend0[T, H], addend1[T, H].",
+ADDENDS = Field("addends", "int", f"Tensors added to each sum, {MOST_ADDENDS} at most: addend0[T, H], addend1[T, H].",
               default=0)  # fmt: skip
-_MOVED = Key("problem", "table", "The shape that run and benchmarks use.", keys=(TOKENS_KEY, HIDDEN))
+_MOVED = Field("problem", "table", "The shape that run and benchmarks use.", fields=(TOKENS_FIELD, HIDDEN))
 _ROWS = (*_HEAD, TOPK, DTYPE, _WARPS, _MOVED)
-_WEIGHTED = Key("weighted", "bool", "Takes weights[T, K]: unpermute multiplies by them, permute gives row_scale[M].",
+_WEIGHTED = Field("weighted", "bool", "Takes weights[T, K]: unpermute multiplies by them, permute gives row_scale[M].",
                 default=False)  # fmt: skip
-_SCALED = Key("scaled", "bool", "Multiplies rows by weights[T, K], for router weights that scale the experts' input.",
+_SCALED = Field("scaled", "bool", "Multiplies rows by weights[T, K], for router weights that scale the experts' input.",
               default=False)  # fmt: skip
 _TERMS = Bounded("terms", "int", f"Terms of each number, {MOST_TERMS} at most: 3 are all of a float32.", minimum=1,
                  maximum=MOST_TERMS, default=MOST_TERMS)  # fmt: skip
 _INDEX = (
     *_HEAD, TOPK,
-    Key("experts", "int", f"Experts whose rows are ordered, {MAX_EXPERTS} at most.", minimum=1, required=True),
-    Key("counts", "bool", "Gives counts[X]: how many choices each expert has.", default=False),
-    Key("tokens", "bool", "Gives token[T K], which a GEMM gathers its rows by.", default=False),
-    Key("weighted", "bool", "Takes weights[T, K], and gives row_scale[T K].", default=False),
-    Key("bounded", "bool", "Rows end at M: order, token and row_scale have M elements, and a choice whose row would "
+    Field("experts", "int", f"Experts whose rows are ordered, {MAX_EXPERTS} at most.", minimum=1, required=True),
+    Field("counts", "bool", "Gives counts[X]: how many choices each expert has.", default=False),
+    Field("tokens", "bool", "Gives token[T K], which a GEMM gathers its rows by.", default=False),
+    Field("weighted", "bool", "Takes weights[T, K], and gives row_scale[T K].", default=False),
+    Field("bounded", "bool", "Rows end at M: order, token and row_scale have M elements, and a choice whose row would "
         "lie beyond has none.", default=False),
-    Key("warps", "int", f"Warps of a thread block: {INDEX_WARPS}.", minimum=1, default=INDEX_WARPS, sweep=True),
+    Field("warps", "int", f"Warps of a thread block: {INDEX_WARPS}.", minimum=1, default=INDEX_WARPS, sweep=True),
     PROBLEM,
 )  # fmt: skip
-_ADDEND = Key("addend", "bool", "Adds addend[t, indices[t, k]], the gradient by another way.", default=False)
-_BIAS = Key("bias", "bool", "Adds bias[X], f32.", default=False)
-_ONE_WARP = Key("warps", "int", "Warps of a thread block: 1.", minimum=1, default=1, sweep=True)
-PERMUTATION_KEYS = {
+_ADDEND = Field("addend", "bool", "Adds addend[t, indices[t, k]], the gradient by another way.", default=False)
+_BIAS = Field("bias", "bool", "Adds bias[X], f32.", default=False)
+_ONE_WARP = Field("warps", "int", "Warps of a thread block: 1.", minimum=1, default=1, sweep=True)
+PERMUTATION_FIELDS = {
     INDEX: _INDEX,
-    PERMUTE: (*(CODED_DTYPE if key is DTYPE else key for key in _ROWS), _WEIGHTED, _SCALED),
+    PERMUTE: (*(CODED_DTYPE if field is DTYPE else field for field in _ROWS), _WEIGHTED, _SCALED),
     UNPERMUTE: (*_ROWS, _WEIGHTED, ADDENDS),
     **dict.fromkeys(BACKWARDS, _ROWS),
     WEIGHTS_BACKWARD: (*_HEAD, TOPK, _EXPERTS, _ADDEND, _WARPS, PROBLEM),
@@ -70,7 +70,7 @@ PERMUTATION_KEYS = {
 class PermutationSpec(TokenSpec):
     """One kernel, every sweep resolved. Two specs with equal `device_spec()` share a cubin.
 
-    A key that the operation lacks has its default. Backward operations are weighted, moe-permute-bwd is scaled;
+    A field that the operation lacks has its default. Backward operations are weighted, moe-permute-bwd is scaled;
     router-split gives bf16.
     """
 
@@ -97,7 +97,7 @@ class PermutationSpec(TokenSpec):
 
 
 def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> PermutationSpec:
-    """The spec of one kernel. values: by key, complete; choice: what the sweep takes."""
+    """The spec of one kernel. values: by field, complete; choice: what the sweep takes."""
     op = values["op"]
     own: dict[str, Any] = {"weighted": True, "scaled": op == PERMUTE_BACKWARD} if op in BACKWARDS else {}
     own |= {"dtype": "bf16"} if op == SPLIT else {}
@@ -136,4 +136,6 @@ def broken_rows(spec: Any) -> list[Broken]:
     return found
 
 
-SCHEMAS = {op: Schema(keys, SWEEP_KEYS, make, broken_permutation_rules) for op, keys in PERMUTATION_KEYS.items()}
+SCHEMAS = {
+    op: Schema(fields, SWEEP_FIELDS, make, broken_permutation_rules) for op, fields in PERMUTATION_FIELDS.items()
+}

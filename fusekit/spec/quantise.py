@@ -20,40 +20,41 @@ from fusekit.plan.quantise import (
     TYPES,
     WARPS,
 )
-from fusekit.spec.keys import Broken, Key
+from fusekit.spec.fields import Broken, Field
 from fusekit.spec.token import ARCH, NAME, SUMMARY, TokenSpec, made
 
 VECTOR = 16  # codes in 16 bytes
 
-QUANTISE_KEYS = (
+QUANTISE_FIELDS = (
     NAME, SUMMARY, ARCH,
-    Key("out", "choice", "What has one scale: a row, a block, or 32 numbers; or no codes, but largest numbers.",
+    Field("out", "choice", "What has one scale: a row, a block, or 32 numbers; or no codes, but largest numbers.",
         choices=RECIPES, required=True),
-    Key("dtype", "choice", "Type of x or w. fp8-block: float32 is rounded to bf16 on its way.", choices=TYPES,
+    Field("dtype", "choice", "Type of x or w. fp8-block: float32 is rounded to bf16 on its way.", choices=TYPES,
         default=TYPES[0]),
-    Key("blocks", "choice", 'fp8-block: "1x128" of the rows of tokens, "128x128" of weights.', choices=BLOCKS,
+    Field("blocks", "choice", 'fp8-block: "1x128" of the rows of tokens, "128x128" of weights.', choices=BLOCKS,
         default=BLOCKS[0]),
-    Key("scales", "choice", "Rule of the scales: powers of two, or largest / 448.", choices=SCALES, default=SCALES[0]),
-    Key("transpose", "bool", "fp8-block: also the transposed codes; those of tokens have blocks of their own. mxfp8: "
+    Field("scales", "choice",
+        "Rule of the scales: powers of two, or largest / 448.", choices=SCALES, default=SCALES[0]),
+    Field("transpose", "bool", "fp8-block: also the transposed codes; those of tokens have blocks of their own. mxfp8: "
         "also codes in blocks along the tokens, which lie as x does.", default=False),
-    Key("transpose_blocks", "choice", "fp8-block, 1x128: what has one scale of transposed codes, columns by tokens.",
+    Field("transpose_blocks", "choice", "fp8-block, 1x128: what has one scale of transposed codes, columns by tokens.",
         choices=BLOCKS, default=BLOCKS[0]),
-    Key("rows", "bool", "fp8-block, 1x128: codes of the rows; false: the transposed codes alone.", default=True),
-    Key("groups", "bool", "fp8-block: transposed codes of tokens are of groups, and w is [E, N, K]; false: all rows "
+    Field("rows", "bool", "fp8-block, 1x128: codes of the rows; false: the transposed codes alone.", default=True),
+    Field("groups", "bool", "fp8-block: transposed codes of tokens are of groups, and w is [E, N, K]; false: all rows "
         "are one, without offsets, and w is [N, K].", default=True),
-    Key("gather", "bool", "fp8-block, 1x128: the argument index[M] chooses the rows of an x [T, K]; -1: zeros.",
+    Field("gather", "bool", "fp8-block, 1x128: the argument index[M] chooses the rows of an x [T, K]; -1: zeros.",
         default=False),
-    Key("topk", "int", "fp8-block, 1x128: rows of x_q that each row of an x [T, K] becomes; the argument "
+    Field("topk", "int", "fp8-block, 1x128: rows of x_q that each row of an x [T, K] becomes; the argument "
         "inverse[T, topk] has their numbers, -1: none. 0: its own row alone.", default=0),
-    Key("scale_layout", "choice", "mxfp8: scales row by row, or swizzled as block-scaled tensor cores take them.",
+    Field("scale_layout", "choice", "mxfp8: scales row by row, or swizzled as block-scaled tensor cores take them.",
         choices=LAYOUTS, default=LAYOUTS[0]),
-    Key("rht_amax", "bool", "amax: also the largest number behind the rotation of 16 tokens.", default=False),
-    Key("warps", "int", f"Warps of a thread block: {WARPS}.", minimum=1, default=WARPS, sweep=True),
-    Key("problem", "table", "The shape that run and benchmarks use.", keys=(
-        Key("E", "int", "Groups.", minimum=1, default=1),
-        Key("M", "int", "Rows of each matrix.", required=True),
-        Key("K", "int", "Columns.", minimum=1, required=True),
-        Key("T", "int", "Rows of an x that is gathered, or has topk; default: M, or M / topk.", default=0),
+    Field("rht_amax", "bool", "amax: also the largest number behind the rotation of 16 tokens.", default=False),
+    Field("warps", "int", f"Warps of a thread block: {WARPS}.", minimum=1, default=WARPS, sweep=True),
+    Field("problem", "table", "The shape that run and benchmarks use.", fields=(
+        Field("E", "int", "Groups.", minimum=1, default=1),
+        Field("M", "int", "Rows of each matrix.", required=True),
+        Field("K", "int", "Columns.", minimum=1, required=True),
+        Field("T", "int", "Rows of an x that is gathered, or has topk; default: M, or M / topk.", default=0),
     )),
 )  # fmt: skip
 
@@ -100,7 +101,7 @@ class QuantiseSpec(TokenSpec):
 
 
 def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> QuantiseSpec:
-    """The spec of one kernel. values: by key, complete; choice: what the sweep takes."""
+    """The spec of one kernel. values: by field, complete; choice: what the sweep takes."""
     return made(QuantiseSpec, file, values, choice)
 
 
@@ -110,7 +111,7 @@ def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:
     mine = {"dtype": (BLOCK,), "blocks": (BLOCK,), "scales": (ROW, BLOCK), "transpose": (BLOCK, MXFP8),
             "transpose_blocks": (BLOCK,), "rows": (BLOCK,), "groups": (BLOCK,), "gather": (BLOCK,),
             "topk": (BLOCK,), "scale_layout": (MXFP8,), "rht_amax": (AMAX,)}  # fmt: skip
-    usual = {key.name: key.default for key in QUANTISE_KEYS}
+    usual = {field.name: field.default for field in QUANTISE_FIELDS}
     for name, recipes in mine.items():
         value = getattr(spec, name)
         if value == usual[name]:
@@ -142,4 +143,4 @@ def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:
     return found
 
 
-SCHEMA = Schema(QUANTISE_KEYS, ("arch", "warps"), make, broken_quantise_rules)
+SCHEMA = Schema(QUANTISE_FIELDS, ("arch", "warps"), make, broken_quantise_rules)

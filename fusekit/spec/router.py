@@ -1,4 +1,4 @@
-"""Specs of the MoE router's operations: their keys, the frozen value, and what cannot be built."""
+"""Specs of the MoE router's operations: their fields, the frozen value, and what cannot be built."""
 
 import math
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusekit.plan.operations import Schema
-from fusekit.spec.keys import KERNEL_ONLY, Bounded, Broken, Key
+from fusekit.spec.fields import KERNEL_ONLY, Bounded, Broken, Field
 from fusekit.spec.token import ARCH, NAME, PROBLEM, SUMMARY, TokenProblem, TokenSpec, made
 
 FORWARD, BACKWARD, AUX, AUX_BACKWARD = "router-topk", "router-topk-bwd", "router-aux-score", "router-aux-score-bwd"
@@ -19,43 +19,44 @@ LONG_ROW = 1024  # experts from which on fewer warps a block are better: their r
 
 _COMMON = (
     ARCH,
-    Key("dtype", "choice", "Type of logits and grad_logits.", choices=ROUTER_DTYPES, default="f32"),
-    Key("out_dtype", "choice", "Type of probs, scores and their gradients; default: dtype.", choices=ROUTER_DTYPES),
-    Key("experts", "int", f"Experts X, {MAX_EXPERTS} at most.", minimum=1, required=True),
+    Field("dtype", "choice", "Type of logits and grad_logits.", choices=ROUTER_DTYPES, default="f32"),
+    Field("out_dtype", "choice", "Type of probs, scores and their gradients; default: dtype.", choices=ROUTER_DTYPES),
+    Field("experts", "int", f"Experts X, {MAX_EXPERTS} at most.", minimum=1, required=True),
     Bounded("topk", "int", f"Experts chosen for a token, K, {MAX_TOPK} at most.", minimum=1,
             maximum=MAX_TOPK, required=True),
-    Key("score_function", "choice", "What makes a score of a logit.", choices=SCORE_FUNCTIONS, default="softmax"),
-    Key("warps", "int", "Warps of a thread block, 1, 2, 4 or 8; a token takes one; default: 8, from 1024 experts on 4.",
+    Field("score_function", "choice", "What makes a score of a logit.", choices=SCORE_FUNCTIONS, default="softmax"),
+    Field("warps", "int",
+        "Warps of a thread block, 1, 2, 4 or 8; a token takes one; default: 8, from 1024 experts on 4.",
         minimum=1, sweep=True),
     PROBLEM,
 )  # fmt: skip
-_PRE_SOFTMAX = Key("pre_softmax", "bool", "softmax over all experts, not over the chosen ones.", default=False)
-_OUTPUTS = Key("outputs", "choice", '"dense": probs[T, X] and routing_map; "compact": indices[T, K], weights[T, K].',
+_PRE_SOFTMAX = Field("pre_softmax", "bool", "softmax over all experts, not over the chosen ones.", default=False)
+_OUTPUTS = Field("outputs", "choice", '"dense": probs[T, X] and routing_map; "compact": indices[T, K], weights[T, K].',
                choices=("dense", "compact"), default="dense")  # fmt: skip
-_MAP = Key("routing_map", "choice", '"bytes": u8[T, X]; "bits": i32[T, ceil(X / 32)]; default: "bytes".',
+_MAP = Field("routing_map", "choice", '"bytes": u8[T, X]; "bits": i32[T, ceil(X / 32)]; default: "bytes".',
            choices=("bytes", "bits"))  # fmt: skip
-_SCALE = Key("scaling_factor", "float", "Factor of probabilities and weights; may be changed at launch.", default=1.0)
+_SCALE = Field("scaling_factor", "float", "Factor of probabilities and weights; may be changed at launch.", default=1.0)
 _LIMITS = (
-    Key("expert_bias", "bool", "Selects by score + expert_bias[X]; sigmoid and sqrtsoftplus only.", default=False),
-    Key("num_groups", "int", f"Groups of neighbouring experts, {MAX_GROUPS} at most; 0: no groups.", default=0),
-    Key("group_topk", "int", "Groups that a token's experts may come from; 0: no groups.", default=0),
+    Field("expert_bias", "bool", "Selects by score + expert_bias[X]; sigmoid and sqrtsoftplus only.", default=False),
+    Field("num_groups", "int", f"Groups of neighbouring experts, {MAX_GROUPS} at most; 0: no groups.", default=0),
+    Field("group_topk", "int", "Groups that a token's experts may come from; 0: no groups.", default=0),
 )
 
 _GRADIENT = (
-    Key("grad_dtype", "choice", "Type of grad_logits; default: dtype.", choices=ROUTER_DTYPES),
-    Key("addend", "bool", "Adds addend[T, X], f32, such as the gradient of the load-balancing loss.", default=False),
+    Field("grad_dtype", "choice", "Type of grad_logits; default: dtype.", choices=ROUTER_DTYPES),
+    Field("addend", "bool", "Adds addend[T, X], f32, such as the gradient of the load-balancing loss.", default=False),
 )
 _LOSS = (
     NAME, SUMMARY,
-    *(key for key in _COMMON if key.name not in ("dtype", "out_dtype", "score_function")),
-    Key("dtype", "choice", "Type of scores and grad_scores.", choices=ROUTER_DTYPES, default="f32"),
-    Key("coefficient", "float", "Factor of the loss; may be changed at launch.", default=1.0),
-    Key("scalars", "choice", '"launch": coefficient and total_tokens are arguments by value; "device": tensors [1].',
+    *(field for field in _COMMON if field.name not in ("dtype", "out_dtype", "score_function")),
+    Field("dtype", "choice", "Type of scores and grad_scores.", choices=ROUTER_DTYPES, default="f32"),
+    Field("coefficient", "float", "Factor of the loss; may be changed at launch.", default=1.0),
+    Field("scalars", "choice", '"launch": coefficient and total_tokens are arguments by value; "device": tensors [1].',
         choices=("launch", "device"), default="launch"),
 )  # fmt: skip
 
 # What each operation can be told.
-ROUTER_KEYS = {
+ROUTER_FIELDS = {
     FORWARD: (NAME, SUMMARY, *_COMMON, _PRE_SOFTMAX, *_LIMITS, _OUTPUTS, _MAP, _SCALE),
     BACKWARD: (NAME, SUMMARY, *_COMMON, _PRE_SOFTMAX, _OUTPUTS, _MAP, _SCALE, *_GRADIENT),
     AUX: (NAME, SUMMARY, *_COMMON, _MAP),
@@ -63,14 +64,14 @@ ROUTER_KEYS = {
     AUX_LOSS: _LOSS,
     AUX_LOSS_BACKWARD: _LOSS,
 }
-SWEEP_KEYS = ("arch", "warps")
+SWEEP_FIELDS = ("arch", "warps")
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec(TokenSpec):
     """One router kernel, every sweep resolved. Two specs with equal `device_spec()` share a cubin.
 
-    A key that the operation lacks has its neutral value: `routing_map` "none", `outputs` "dense", no groups.
+    A field that the operation lacks has its neutral value: `routing_map` "none", `outputs` "dense", no groups.
     """
 
     file: str
@@ -113,7 +114,7 @@ class RouterSpec(TokenSpec):
 
 
 def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> RouterSpec:
-    """The spec of one kernel. values: by key, complete; choice: what the sweep takes."""
+    """The spec of one kernel. values: by field, complete; choice: what the sweep takes."""
     compact = values.get("outputs") == "compact"
     mapped = values["op"] in (FORWARD, BACKWARD, AUX) and not compact
     return made(
@@ -179,4 +180,4 @@ def _divisors(value: int, most: int) -> str:
 
 # The dtype of a file's GEMMs says nothing of logits, whose rounding changes which experts are chosen.
 _OWN = (*KERNEL_ONLY, "dtype", "out_dtype")
-SCHEMAS = {op: Schema(keys, SWEEP_KEYS, make, broken_router_rules, _OWN) for op, keys in ROUTER_KEYS.items()}
+SCHEMAS = {op: Schema(fields, SWEEP_FIELDS, make, broken_router_rules, _OWN) for op, fields in ROUTER_FIELDS.items()}

@@ -1,4 +1,4 @@
-"""What no single key can say: combinations that cannot be built, with the arithmetic that refuses them."""
+"""What no single field can say: combinations that cannot be built, with the arithmetic that refuses them."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -12,7 +12,7 @@ from fusekit.plan.operands import BACKWARD, WGRAD, operands
 from fusekit.plan.quant import BLOCK, NONE, RECIPES, SIDE, Quant
 from fusekit.plan.quantise import AMAX, MXFP8
 from fusekit.plan.tiles import refusals
-from fusekit.spec.keys import Broken
+from fusekit.spec.fields import Broken
 from fusekit.spec.model import KernelSpec, names
 from fusekit.spec.values import show
 
@@ -32,7 +32,7 @@ def broken_rules(spec: KernelSpec) -> list[Broken]:
     alike = _Alike((*_values(spec), *spec.operands.values()))
     alike.spec = spec
     found = _of_kernel(alike)
-    if any(key == "glu_layout" for key, _, _ in found):
+    if any(field == "glu_layout" for field, _, _ in found):
         return [*found]
     return [*found, *_problem(spec)]
 
@@ -44,11 +44,11 @@ def _of_kernel(alike: _Alike) -> tuple[Broken, ...]:
     for operand in operands():
         if operand.asked(spec):
             found += operand.rules(spec)
-    if any(key == "glu_layout" for key, _, _ in found):  # the tile's rules depend on it
+    if any(field == "glu_layout" for field, _, _ in found):  # the tile's rules depend on it
         return tuple(found)
     values = {"tile": spec.tile, "cluster": spec.cluster}
     for refusal in refusals(spec.plan, spec.mainloop):
-        found.append((refusal.key, values[refusal.key], refusal.rule))
+        found.append((refusal.field, values[refusal.field], refusal.rule))
     return tuple(found)
 
 
@@ -122,8 +122,8 @@ def _quant(spec: KernelSpec) -> list[Broken]:
         ("out", told.by_blocks or not told.transpose, told.out, BLOCK, ("y_blocks", "dz_blocks")),
     )
     return [
-        (f"quant.{name}", getattr(told, name), f"it is about {key}, which is {show(none)}; say {key} = {show(one)}")
-        for key, there, none, one, names_ in sides
+        (f"quant.{name}", getattr(told, name), f"it is about {field}, which is {show(none)}; say {field} = {show(one)}")
+        for field, there, none, one, names_ in sides
         for name in names_
         if not there and getattr(told, name) != getattr(usual, name)
     ]
@@ -169,7 +169,7 @@ def _problem(spec: KernelSpec) -> list[Broken]:
     return found
 
 
-def _aligned(key: str, value: int, what: str, size: int, multiple: int = 0, share: int = 1) -> list[Broken]:
+def _aligned(field: str, value: int, what: str, size: int, multiple: int = 0, share: int = 1) -> list[Broken]:
     """That a row has `value` / `share` elements of `size` bytes, and these fill 16 bytes, or are a `multiple`."""
     count, multiple = value // share, multiple or VECTOR_BYTES // size
     if count % multiple == 0:
@@ -180,7 +180,7 @@ def _aligned(key: str, value: int, what: str, size: int, multiple: int = 0, shar
         rule += f" of {unit} = {size * count} bytes, which must be a multiple of {VECTOR_BYTES}"
     else:
         rule += f", and this kernel takes multiples of {multiple}"
-    return [(key, value, f"{rule}; say {_near(value, share * multiple)}")]
+    return [(field, value, f"{rule}; say {_near(value, share * multiple)}")]
 
 
 def _near(value: int, multiple: int) -> str:

@@ -8,13 +8,13 @@ from functools import cache
 from typing import Any
 
 from fusekit.plan.arch import ARCHITECTURES
-from fusekit.plan.operands import keys as operand_keys
+from fusekit.plan.operands import fields as operand_fields
 from fusekit.plan.operations import OPERATIONS, Operation, Schema, operation
 from fusekit.plan.quant import Quant
 from fusekit.plan.tiles import default_mainloop
 from fusekit.spec.exchange import ExchangeSpec
 from fusekit.spec.extern import ExternSpec
-from fusekit.spec.keys import KERNEL_KEYS, SWEEP_KEYS, Key
+from fusekit.spec.fields import KERNEL_FIELDS, SWEEP_FIELDS, Field
 from fusekit.spec.model import Activation, KernelSpec, Problem
 from fusekit.spec.permutation import PermutationSpec
 from fusekit.spec.quantise import QuantiseSpec
@@ -51,9 +51,9 @@ def _schema(op: str) -> Schema:
 
 
 def _with_op(schema: Schema, row: Operation, ops: tuple[str, ...]) -> Schema:
-    op = Key("op", "choice", OP_DOC, choices=tuple(dict.fromkeys((*OPERATIONS, row.name))), required=True)
-    others = [key for key in schema.keys if key.name != "op"]
-    return replace(schema, keys=(*others[:2], op, *others[2:]), ops=ops)
+    op = Field("op", "choice", OP_DOC, choices=tuple(dict.fromkeys((*OPERATIONS, row.name))), required=True)
+    others = [field for field in schema.fields if field.name != "op"]
+    return replace(schema, fields=(*others[:2], op, *others[2:]), ops=ops)
 
 
 def layer_of(spec: Any) -> Any:
@@ -92,8 +92,8 @@ def _make_gemm(stem: str, values: Mapping[str, Any], choice: Mapping[str, Any]) 
         cluster_margin=values["cluster_margin"],
         problem=problem,
         summary=values["summary"],
-        operands={key.name: values[key.name] for key in operand_keys()},
+        operands={field.name: values[field.name] for field in operand_fields()},
     )
 
 
-SCHEMA = Schema(KERNEL_KEYS, SWEEP_KEYS, _make_gemm, broken_rules, candidates=CANDIDATES)
+SCHEMA = Schema(KERNEL_FIELDS, SWEEP_FIELDS, _make_gemm, broken_rules, candidates=CANDIDATES)

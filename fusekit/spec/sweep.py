@@ -1,4 +1,4 @@
-"""What a kernel table makes: every combination of its swept keys, less what is excluded or cannot be built.
+"""What a kernel table makes: every combination of its swept fields, less what is excluded or cannot be built.
 
 A GEMM that leaves out `tile`, `cluster` or `schedule` is given variants that fit its problem, by the model of
 fusekit.choice:
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fusekit.choice import rank
-from fusekit.spec.keys import SWEEP_KEYS, Broken
+from fusekit.spec.fields import SWEEP_FIELDS, Broken
 from fusekit.spec.model import KernelSpec, Problem
 from fusekit.spec.values import show
 
@@ -36,7 +36,7 @@ COMMON = ((128, 192), (256, 192))
 HARDLY_DEARER, MUCH_DEARER = 1.02, 1.05
 TYPICAL = Problem(E=32, M=65536, N=4096, K=4096)
 
-Index = dict[tuple[str, ...], dict[tuple[Any, ...], set[int]]]  # keys, their values, numbers of `exclude` tables
+Index = dict[tuple[str, ...], dict[tuple[Any, ...], set[int]]]  # fields, their values, numbers of `exclude` tables
 
 
 @dataclass(slots=True)
@@ -54,18 +54,18 @@ class Expansion:
 def combinations(schema: "Schema", values: Mapping[str, Any]) -> int:
     """How many kernels the table makes at most."""
     count = schema.most
-    for key in schema.sweep_keys:
-        count *= len(values[key])
+    for swept in schema.sweep_fields:
+        count *= len(values[swept])
     return count * (3 if values.get("tile") == (None,) else 1)
 
 
 def expand(schema: "Schema", stem: str, values: Mapping[str, Any], index: Index) -> Expansion:
     """The specs of one kernel table.
 
-    values: by key, complete, a tuple for each key that may be swept. index: `indexed` of the value of `exclude`.
+    values: by field, complete, a tuple for each field that may be swept. index: `indexed` of the value of `exclude`.
     """
-    free = {key: schema.candidates[key] for key in schema.candidates if values[key] == (None,)}
-    given = {key: values[key] for key in schema.sweep_keys if key not in free}
+    free = {field: schema.candidates[field] for field in schema.candidates if values[field] == (None,)}
+    given = {field: values[field] for field in schema.sweep_fields if field not in free}
     excluded: Sequence[Mapping[str, Any]] = values.get("exclude") or ()
     found = Expansion(unused=set(range(1, len(excluded) + 1)))
     fatal = False
@@ -84,12 +84,12 @@ def expand(schema: "Schema", stem: str, values: Mapping[str, Any], index: Index)
                 built.append(spec)
         found.specs += _chosen(built, free) if free and built else built
         if broken and not built:
-            fatal = fatal or any(key not in schema.sweep_keys for key, _, _ in broken)
+            fatal = fatal or any(field not in schema.sweep_fields for field, _, _ in broken)
             found.broken += broken
-            swept = ", ".join(f"{key} = {show(choice[key])}" for key in given if len(given[key]) > 1)
+            swept = ", ".join(f"{field} = {show(choice[field])}" for field in given if len(given[field]) > 1)
             found.dropped.append((swept, tuple(dict.fromkeys(rule for _, _, rule in broken))))
     if fatal and free:  # what holds for every candidate
-        found.broken = [each for each in found.broken if each[0] not in schema.sweep_keys]
+        found.broken = [each for each in found.broken if each[0] not in schema.sweep_fields]
     elif found.specs and not fatal:
         found.broken = []
     elif not found.specs and not found.broken:
@@ -106,22 +106,22 @@ def indexed(tables: Sequence[Mapping[str, Any]]) -> Index:
     """The tables of `exclude`, to be found by the values of a spec."""
     index: Index = {}
     for number, table in enumerate(tables, start=1):
-        keys = tuple(sorted(table))
-        index.setdefault(keys, {}).setdefault(tuple(table[key] for key in keys), set()).add(number)
+        fields = tuple(sorted(table))
+        index.setdefault(fields, {}).setdefault(tuple(table[field] for field in fields), set()).add(number)
     return index
 
 
 def _matching(spec: Any, index: Index) -> set[int]:
     """Numbers of the tables all of whose values the spec has."""
-    found = (tables.get(tuple(getattr(spec, key) for key in keys)) for keys, tables in index.items())
+    found = (tables.get(tuple(getattr(spec, field) for field in fields)) for fields, tables in index.items())
     return set().union(*filter(None, found))
 
 
 def _chosen(specs: Sequence[Any], free: Mapping[str, Any]) -> list[Any]:
-    """Of variants that differ in the keys `free`, those to build."""
+    """Of variants that differ in the fields `free`, those to build."""
     problem = _problem(specs[0])
     alike = specs[0].canonical()
-    ranked = [(rank(alike | {key: getattr(spec, key) for key in SWEEP_KEYS}, problem), spec) for spec in specs]
+    ranked = [(rank(alike | {field: getattr(spec, field) for field in SWEEP_FIELDS}, problem), spec) for spec in specs]
     ranked.sort(key=lambda each: (*each[0], each[1].variant))
     ordered = [spec for _, spec in ranked]
     if "tile" not in free:

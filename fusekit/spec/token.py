@@ -1,20 +1,20 @@
-"""What specs of kernels that work token by token share: keys, names, canonical form."""
+"""What specs of kernels that work token by token share: fields, names, canonical form."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, TypeVar
 
 from fusekit.plan.tokens import TOKENS
-from fusekit.spec.keys import Key
+from fusekit.spec.fields import Field
 from fusekit.spec.model import ARCHES
 
 S = TypeVar("S", bound="TokenSpec")
 
-NAME = Key("name", "string", "The kernel's name in this file.", required=True)
-SUMMARY = Key("summary", "string", "One line about the kernel; default: the file's.")
-ARCH = Key("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True)
-TOKENS_KEY = Key("T", "int", "Tokens.", required=True)
-PROBLEM = Key("problem", "table", "The shape that run and benchmarks use.", keys=(TOKENS_KEY,))
+NAME = Field("name", "string", "The kernel's name in this file.", required=True)
+SUMMARY = Field("summary", "string", "One line about the kernel; default: the file's.")
+ARCH = Field("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True)
+TOKENS_FIELD = Field("T", "int", "Tokens.", required=True)
+PROBLEM = Field("problem", "table", "The shape that run and benchmarks use.", fields=(TOKENS_FIELD,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class TokenSpec:
         return {}
 
     def canonical(self) -> dict[str, Any]:
-        """The whole spec in JSON types, keys sorted."""
+        """The whole spec in JSON types, fields sorted."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         problem = values["problem"]
         if is_dataclass(problem):
@@ -64,15 +64,15 @@ class TokenSpec:
 
     def device_spec(self) -> dict[str, Any]:
         """What decides the cubin and its launch record, in JSON types: no names, scalars or problem. And the facts of
-        an operation of fusekit's, of which no source is in a key.
+        an operation of fusekit's, of which no source is in a field.
         """
-        own = {key: value for key, value in self.canonical().items() if key not in self.APART}
+        own = {field: value for field, value in self.canonical().items() if field not in self.APART}
         return own | ({"operation": TOKENS[own["op"]].facts(own)} if own["op"] in TOKENS else {})
 
 
 def made(kind: type[S], file: str, values: Mapping[str, Any], choice: Mapping[str, Any], **derived: Any) -> S:
-    """The spec of one kernel. values: by key, complete for its operation; choice: what the sweep takes; derived: what
-    is neither. A key that the operation lacks has the default of its field.
+    """The spec of one kernel. values: by field, complete for its operation; choice: what the sweep takes; derived: what
+    is neither. A field that the operation lacks has the default of its field.
     """
     told = {each.name: values[each.name] for each in fields(kind) if each.name in values}  # type: ignore[arg-type]
     if told.get("problem"):

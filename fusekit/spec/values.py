@@ -1,4 +1,4 @@
-"""One TOML value against one key of the table: type, allowed values, sweeps. Problems are collected, not raised."""
+"""One TOML value against one field of the table: type, allowed values, sweeps. Problems are collected, not raised."""
 
 import json
 import math
@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from fusekit.spec.keys import INT32_MAX, NAME_PATTERN, NAME_RULE, Key, most_of
+from fusekit.spec.fields import INT32_MAX, NAME_PATTERN, NAME_RULE, Field, most_of
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 MAX_VALUES = 256  # of a list
@@ -33,7 +33,7 @@ _EXPECTED = {
 
 
 class Bad:
-    """The value of a key whose problem has been reported."""
+    """The value of a field whose problem has been reported."""
 
 
 BAD = Bad()
@@ -53,9 +53,9 @@ def show(value: Any) -> str:
     return text
 
 
-def bare(key: str) -> str:
-    """A key as a TOML file would have it, shortened."""
-    return key if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", key) else show(key)
+def bare(field: str) -> str:
+    """A field as a TOML file would have it, shortened."""
+    return field if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", field) else show(field)
 
 
 def _pieces(value: Any, depth: int) -> Iterator[str]:
@@ -63,8 +63,8 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
         yield "..."
     elif isinstance(value, dict):
         yield "{ "
-        for number, (key, item) in enumerate(value.items()):
-            yield f"{', ' if number else ''}{bare(key)} = "
+        for number, (field, item) in enumerate(value.items()):
+            yield f"{', ' if number else ''}{bare(field)} = "
             yield from _pieces(item, depth - 1)
         yield " }"
     elif isinstance(value, (list, tuple)):
@@ -125,198 +125,206 @@ class TableReader:
         if len(self._problems) == MAX_PROBLEMS:
             raise TooManyError
 
-    def report(self, where: str, key: str, value: Any, rule: str) -> Bad:
-        """Adds a line: where, the key, its value, the rule that it breaks."""
-        self.add(f"{where}{key} = {show(value)}: {rule}")
+    def report(self, where: str, field: str, value: Any, rule: str) -> Bad:
+        """Adds a line: where, the field, its value, the rule that it breaks."""
+        self.add(f"{where}{field} = {show(value)}: {rule}")
         return BAD
 
     def table(
-        self, where: str, table: dict[str, Any], keys: tuple[Key, ...], *, complete: bool = True
+        self, where: str, table: dict[str, Any], fields: tuple[Field, ...], *, complete: bool = True
     ) -> dict[str, Any]:
-        """The table's values by key, `BAD` where a problem was reported; absent keys stay absent.
+        """The table's values by field, `BAD` where a problem was reported; absent fields stay absent.
 
-        complete: report required keys that are missing.
+        complete: report required fields that are missing.
         """
-        known = {key.name: key for key in keys}
+        known = {field.name: field for field in fields}
         values: dict[str, Any] = {}
         for name, value in table.items():
             if name in known:
                 values[name] = self.value(where, known[name], value)
             else:
-                hint = nearest(name, known) or f"; the keys are {', '.join(known)}"
-                self.add(f"{where}{bare(name)} = {show(value)}: there is no such key{hint}")
+                hint = nearest(name, known) or f"; the fields are {', '.join(known)}"
+                self.add(f"{where}{bare(name)} = {show(value)}: there is no such field{hint}")
         if complete:
-            for key in keys:
-                if key.required and key.name not in table:
-                    self.missing(where, key)
+            for field in fields:
+                if field.required and field.name not in table:
+                    self.missing(where, field)
         return values
 
-    def missing(self, where: str, key: Key) -> None:
-        """Reports a required key that is absent."""
-        self.add(f"{where}{key.name} is missing ({key.doc.rstrip('.')}); give {_expected(key)}")
+    def missing(self, where: str, field: Field) -> None:
+        """Reports a required field that is absent."""
+        self.add(f"{where}{field.name} is missing ({field.doc.rstrip('.')}); give {_expected(field)}")
 
-    def value(self, where: str, key: Key, value: Any) -> Any:
-        """The value, normalised; a sweep comes as a tuple of values, always, for a key that may be swept."""
-        if key.type == "combinations":
-            return self._combinations(where, key, value)
-        if not key.sweep:
-            return self._single(where, key, value)
+    def value(self, where: str, field: Field, value: Any) -> Any:
+        """The value, normalised; a sweep comes as a tuple of values, always, for a field that may be swept."""
+        if field.type == "combinations":
+            return self._combinations(where, field, value)
+        if not field.sweep:
+            return self._single(where, field, value)
         many = isinstance(value, list) and not (
-            key.type == "pair" and not any(isinstance(item, list) for item in value)
+            field.type == "pair" and not any(isinstance(item, list) for item in value)
         )
         if (many and not value) or value == []:
             return self.report(
-                where, key.name, value, f"an empty sweep makes no kernel; give {_expected(key)}, or a list of them"
+                where, field.name, value, f"an empty sweep makes no kernel; give {_expected(field)}, or a list of them"
             )
         if many and len(value) > MAX_VALUES:
-            return self.report(where, key.name, value, f"{len(value)} values; a list has at most {MAX_VALUES}")
-        items = tuple(self._single(where, key, item) for item in (value if many else [value]))
+            return self.report(where, field.name, value, f"{len(value)} values; a list has at most {MAX_VALUES}")
+        items = tuple(self._single(where, field, item) for item in (value if many else [value]))
         if any(item is BAD for item in items):
             return BAD
         if len(set(items)) < len(items):
             twice = next(item for index, item in enumerate(items) if item in items[:index])
-            return self.report(where, key.name, value, f"{show(twice)} appears twice; a sweep names each value once")
+            return self.report(where, field.name, value, f"{show(twice)} appears twice; a sweep names each value once")
         return items
 
-    def _single(self, where: str, key: Key, value: Any) -> Any:
-        read = getattr(self, f"_{key.type}")
-        return read(where, key, value)
+    def _single(self, where: str, field: Field, value: Any) -> Any:
+        read = getattr(self, f"_{field.type}")
+        return read(where, field, value)
 
-    def _wrong_type(self, where: str, key: Key, value: Any) -> Bad:
-        return self.report(where, key.name, value, f"must be {_expected(key)}, is {type_name(value)}")
+    def _wrong_type(self, where: str, field: Field, value: Any) -> Bad:
+        return self.report(where, field.name, value, f"must be {_expected(field)}, is {type_name(value)}")
 
-    def _string(self, where: str, key: Key, value: Any) -> Any:
+    def _string(self, where: str, field: Field, value: Any) -> Any:
         if not isinstance(value, str):
-            return self._wrong_type(where, key, value)
-        if key.name == "name" and not re.fullmatch(NAME_PATTERN, value):
-            return self.report(where, key.name, value, NAME_RULE)
+            return self._wrong_type(where, field, value)
+        if field.name == "name" and not re.fullmatch(NAME_PATTERN, value):
+            return self.report(where, field.name, value, NAME_RULE)
         if len(value) > MAX_TEXT:
-            return self.report(where, key.name, value, f"{len(value)} characters; at most {MAX_TEXT}")
+            return self.report(where, field.name, value, f"{len(value)} characters; at most {MAX_TEXT}")
         return value
 
-    def _choice(self, where: str, key: Key, value: Any) -> Any:
+    def _choice(self, where: str, field: Field, value: Any) -> Any:
         if not isinstance(value, str):
-            return self._wrong_type(where, key, value)
-        if value not in key.choices:
-            must = f"must be {one_of(key.choices)}{nearest(value, key.choices)}"
-            return self.report(where, key.name, value, must)
+            return self._wrong_type(where, field, value)
+        if value not in field.choices:
+            must = f"must be {one_of(field.choices)}{nearest(value, field.choices)}"
+            return self.report(where, field.name, value, must)
         return value
 
-    def _bool(self, where: str, key: Key, value: Any) -> Any:
-        return value if isinstance(value, bool) else self._wrong_type(where, key, value)
+    def _bool(self, where: str, field: Field, value: Any) -> Any:
+        return value if isinstance(value, bool) else self._wrong_type(where, field, value)
 
-    def _int(self, where: str, key: Key, value: Any) -> Any:
+    def _int(self, where: str, field: Field, value: Any) -> Any:
         if not isinstance(value, int) or isinstance(value, bool):
-            return self._wrong_type(where, key, value)
-        if not key.minimum <= value <= most_of(key):
-            return self.report(where, key.name, value, f"must be from {key.minimum} to {most_of(key)}")
+            return self._wrong_type(where, field, value)
+        if not field.minimum <= value <= most_of(field):
+            return self.report(where, field.name, value, f"must be from {field.minimum} to {most_of(field)}")
         return value
 
-    def _float(self, where: str, key: Key, value: Any) -> Any:
+    def _float(self, where: str, field: Field, value: Any) -> Any:
         if not isinstance(value, (int, float)) or isinstance(value, bool):
-            return self._wrong_type(where, key, value)
+            return self._wrong_type(where, field, value)
         try:
             number = float(value)
         except OverflowError:
             number = math.inf
         if not math.isfinite(number):
             return self.report(
-                where, key.name, value, "must be finite" + ("; leave limit out for none" if key.name == "limit" else "")
+                where,
+                field.name,
+                value,
+                "must be finite" + ("; leave limit out for none" if field.name == "limit" else ""),
             )
         if abs(number) > FLOAT32_MAX or (number and struct.unpack("<f", struct.pack("<f", number)) == (0.0,)):
             rule = f"a launch passes a float32, up to {FLOAT32_MAX:.8g} and, but for 0, from 1.4e-45 on"
-            return self.report(where, key.name, value, rule)
+            return self.report(where, field.name, value, rule)
         return number
 
-    def _pair(self, where: str, key: Key, value: Any) -> Any:
+    def _pair(self, where: str, field: Field, value: Any) -> Any:
         whole = isinstance(value, list) and len(value) == 2
         if not whole or not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
             return self.report(
-                where, key.name, value, f"must be {_expected(key)}" + (", or a list of such pairs" if key.sweep else "")
+                where,
+                field.name,
+                value,
+                f"must be {_expected(field)}" + (", or a list of such pairs" if field.sweep else ""),
             )
         pair = (value[0], value[1])
         if min(pair) < 1 or max(pair) > INT32_MAX:
-            return self.report(where, key.name, value, f"both must be from 1 to {INT32_MAX}")
-        if key.choices and pair not in key.choices:
-            return self.report(where, key.name, value, f"must be {one_of(key.choices)}")
+            return self.report(where, field.name, value, f"both must be from 1 to {INT32_MAX}")
+        if field.choices and pair not in field.choices:
+            return self.report(where, field.name, value, f"must be {one_of(field.choices)}")
         return pair
 
-    def _table(self, where: str, key: Key, value: Any) -> Any:
-        if isinstance(value, str) and value in key.choices:
+    def _table(self, where: str, field: Field, value: Any) -> Any:
+        if isinstance(value, str) and value in field.choices:
             return value
         if not isinstance(value, dict):
-            hint = f"; write {{ kind = {show(value)} }}" if key.name == "activation" and isinstance(value, str) else ""
-            return self.report(where, key.name, value, f"must be {_expected(key)}, is {type_name(value)}{hint}")
+            hint = (
+                f"; write {{ kind = {show(value)} }}" if field.name == "activation" and isinstance(value, str) else ""
+            )
+            return self.report(where, field.name, value, f"must be {_expected(field)}, is {type_name(value)}{hint}")
         before = self._told
-        values = self.table(f"{where}{key.name}.", value, key.keys)
+        values = self.table(f"{where}{field.name}.", value, field.fields)
         return values if self._told == before else BAD
 
-    def _json(self, where: str, key: Key, value: Any) -> Any:
+    def _json(self, where: str, field: Field, value: Any) -> Any:
         from fusekit.spec.extern import is_json
 
         if not isinstance(value, dict):
-            return self._wrong_type(where, key, value)
+            return self._wrong_type(where, field, value)
         odd = next((name for name, item in value.items() if not is_json(item)), None)
         if odd is not None:
             rule = "must be a JSON value: a string, a finite number, true, false, a list or a table of those"
-            return self.report(where, f"{key.name}.{bare(odd)}", value[odd], rule)
+            return self.report(where, f"{field.name}.{bare(odd)}", value[odd], rule)
         return value
 
-    def _strings(self, where: str, key: Key, value: Any) -> Any:
+    def _strings(self, where: str, field: Field, value: Any) -> Any:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            return self._wrong_type(where, key, value)
+            return self._wrong_type(where, field, value)
         if len(value) > MAX_VALUES or any(len(item) > MAX_TEXT for item in value):
-            return self.report(where, key.name, value, f"at most {MAX_VALUES} strings of {MAX_TEXT} characters")
+            return self.report(where, field.name, value, f"at most {MAX_VALUES} strings of {MAX_TEXT} characters")
         return tuple(value)
 
-    def _combinations(self, where: str, key: Key, value: Any) -> Any:
+    def _combinations(self, where: str, field: Field, value: Any) -> Any:
         from fusekit.spec.extern import MOST_COMBINATIONS, combinations, variant_of
 
-        if self._json(where, key, value) is BAD:
+        if self._json(where, field, value) is BAD:
             return BAD
         count = 1
         for name, items in value.items():
             if not isinstance(items, list) or not items:
                 rule = "must be a list of values, of which each makes a kernel; one value belongs into params"
-                return self.report(where, f"{key.name}.{bare(name)}", items, rule)
+                return self.report(where, f"{field.name}.{bare(name)}", items, rule)
             if len(items) > MAX_VALUES:
                 rule = f"{len(items)} values; a list has at most {MAX_VALUES}"
-                return self.report(where, f"{key.name}.{bare(name)}", items, rule)
+                return self.report(where, f"{field.name}.{bare(name)}", items, rule)
             texts = [json.dumps(item, sort_keys=True) for item in items]  # where 0, 0.0 and false differ
             twice = next((index for index, text in enumerate(texts) if text in texts[:index]), None)
             if twice is not None:
                 rule = f"{show(items[twice])} appears twice; a sweep names each value once"
-                return self.report(where, f"{key.name}.{bare(name)}", items, rule)
+                return self.report(where, f"{field.name}.{bare(name)}", items, rule)
             count *= len(items)
         if count > MOST_COMBINATIONS:
             rule = f"makes {count} kernels; at most {MOST_COMBINATIONS}; sweep less, or write several kernels"
-            return self.report(where, key.name, value, rule)
+            return self.report(where, field.name, value, rule)
         found = combinations(value)
         names = [variant_of(choice) for choice in found]
         if len(set(names)) < len(names):
             alike = next(name for index, name in enumerate(names) if name in names[:index])
             rule = f"makes two variants {show(alike)}: names have letters, digits and dots of the values; choose others"
-            return self.report(where, key.name, value, rule)
+            return self.report(where, field.name, value, rule)
         return found
 
-    def _tables(self, where: str, key: Key, value: Any) -> Any:
+    def _tables(self, where: str, field: Field, value: Any) -> Any:
         if not isinstance(value, list) or not all(isinstance(table, dict) and table for table in value):
-            return self.report(where, key.name, value, f"must be {_expected(key)}")
+            return self.report(where, field.name, value, f"must be {_expected(field)}")
         if len(value) > MAX_VALUES:
-            return self.report(where, key.name, value, f"{len(value)} tables; a list has at most {MAX_VALUES}")
+            return self.report(where, field.name, value, f"{len(value)} tables; a list has at most {MAX_VALUES}")
         before = self._told
-        tables = tuple(self.table(f"{where}{key.name}.", table, key.keys) for table in value)
+        tables = tuple(self.table(f"{where}{field.name}.", table, field.fields) for table in value)
         return tables if self._told == before else BAD
 
 
-def _expected(key: Key) -> str:
-    match key.type:
+def _expected(field: Field) -> str:
+    match field.type:
         case "choice":
-            return f"a string, {one_of(key.choices)}"
+            return f"a string, {one_of(field.choices)}"
         case "tables":
-            return "a list of tables [{ " + ", ".join(f"{sub.name} = .." for sub in key.keys[1:3]) + " }]"
+            return "a list of tables [{ " + ", ".join(f"{sub.name} = .." for sub in field.fields[1:3]) + " }]"
         case "table":
-            table = "a table { " + ", ".join(f"{sub.name} = .." for sub in key.keys[:4]) + " }"
-            return f"{one_of(key.choices)}, or {table}" if key.choices else table
+            table = "a table { " + ", ".join(f"{sub.name} = .." for sub in field.fields[:4]) + " }"
+            return f"{one_of(field.choices)}, or {table}" if field.choices else table
         case _:
-            return _EXPECTED.get(key.type, "a string")
+            return _EXPECTED.get(field.type, "a string")

@@ -48,7 +48,7 @@ NO_SOURCE = {
     "fusekit.plan.exchange": "the window of a rank: kernels that have one import it, and their keys hold it",
     "fusekit.plan.tokens": "facts of operations that work token by token: a spec has its own",
     "fusekit.plan.token_operation": "the form of those facts",
-    "fusekit.spec.keys": "how a file is read: what comes of it stands in the spec",
+    "fusekit.spec.fields": "how a file is read: what comes of it stands in the spec",
     "fusekit.plan.tiles": "which specs are refused",
     "fusekit.plan.operations": "facts of all operations: what reaches a kernel stands in its spec",
     "fusekit.spec.token": "names and forms of a spec",

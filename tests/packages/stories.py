@@ -20,7 +20,7 @@ DOUBLE = Operation(
     "schema.py": """
 from dataclasses import dataclass
 
-from fusekit.plan.keys import Key
+from fusekit.plan.fields import Field
 from fusekit.plan.operations import Schema
 from fusekit.spec.token import TokenProblem, TokenSpec
 
@@ -44,13 +44,13 @@ def broken(spec):
     return [] if spec.warps < 9 else [("warps", spec.warps, "must be 8 at most")]
 
 
-KEYS = (
-    Key("name", "string", "The name.", required=True),
-    Key("summary", "string", "One line."),
-    Key("arch", "choice", "Target architecture.", choices=("sm_90a",), required=True, sweep=True),
-    Key("warps", "int", "Warps of a block.", minimum=1, sweep=True),
+FIELDS = (
+    Field("name", "string", "The name.", required=True),
+    Field("summary", "string", "One line."),
+    Field("arch", "choice", "Target architecture.", choices=("sm_90a",), required=True, sweep=True),
+    Field("warps", "int", "Warps of a block.", minimum=1, sweep=True),
 )
-SCHEMA = Schema(KEYS, ("arch", "warps"), make, broken)
+SCHEMA = Schema(FIELDS, ("arch", "warps"), make, broken)
 """,
     "kernels.py": """
 import cutlass
@@ -131,14 +131,14 @@ OPERAND = {
     "plan.py": '''
 """row_shift [M]: added to every output of its row."""
 
-from fusekit.plan.keys import Key
+from fusekit.plan.fields import Field
 from fusekit.plan.operands import FORWARD, Operand
 from fusekit.plan.operands.base import vector
 
 
 class RowShift(Operand):
     name, order, epilogues = "row_shift", 95, (FORWARD,)
-    key = Key("row_shift", "bool", "Adds row_shift[m] to row m of y.", default=False)
+    field = Field("row_shift", "bool", "Adds row_shift[m] to row m of y.", default=False)
     words = {"row_shift": "Added to every output of a row."}
     device_module = "shifting.device"
     twin = "shifting.reference"

@@ -5,7 +5,7 @@ import pytest
 
 from fusekit.layers.layer import pinned
 from fusekit.plan.layer import program
-from fusekit.plan.layer.options import ROUTER_KEYS, Options
+from fusekit.plan.layer.options import ROUTER_FIELDS, Options
 from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE, SCRATCH
 from fusekit.plan.operations import OPERATIONS
 from fusekit.reference import layer as definition
@@ -65,7 +65,7 @@ def options(**said):
     }  # fmt: skip
     if values["kind"] == "mlp":
         return Options(**values | {"experts": 0, "topk": 0, "router": {}})
-    router = {key.name: key.default for key in ROUTER_KEYS} | said.get("router", {})
+    router = {key.name: key.default for key in ROUTER_FIELDS} | said.get("router", {})
     return Options(**values | {"router": router})
 
 

@@ -50,7 +50,7 @@ def refusal(text: str) -> str:
 )  # fmt: skip
 def test_long_numbers(key, digits):
     line = key.format("9" * digits)
-    assert re.search(r"must be|thousands of digits|no such key|not TOML", refusal(HEAD + line + "\n"))
+    assert re.search(r"must be|thousands of digits|no such field|not TOML", refusal(HEAD + line + "\n"))
     if key[0] != "{" and ".0" not in key:
         assert "must be" in refusal(HEAD + key.format("0x" + "f" * digits).replace("-0x", "0x") + "\n")
 
@@ -118,17 +118,17 @@ arch = "sm_90a" # {dots}
         ("schema = 1\n" + "[[kernel]]\n" * 20_000, "problems; there may be more: mend these first"),
         ("schema = 1\n" + "".join(f'[[kernel]]\nname="{i}"\n' for i in range(10_000)), "there may be more"),
         ("schema = 1\n" + '[[kernel]]\nname="a"\n' * 10_000, "has this name already"),
-        (HEAD + "".join(f"k{i} = 1\n" for i in range(20_000)), "there is no such key"),
-        ("".join(f"k{i} = 1\n" for i in range(20_000)) + HEAD, "there is no such key"),
+        (HEAD + "".join(f"k{i} = 1\n" for i in range(20_000)), "there is no such field"),
+        ("".join(f"k{i} = 1\n" for i in range(20_000)) + HEAD, "there is no such field"),
         ('schema=1\n[defaults]\narch="sm_90a"\nop="grouped-gemm"\n'
          + "".join(f'[[kernel]]\nname="{i}"\n' for i in range(8000)), "a file makes at most 4096; sweep less"),
         (f'schema = 1\n[defaults]\narch = "sm_90a"\nop = "grouped-gemm"\nexclude = [{TABLES}]\n'
          + "".join(f'[[kernel]]\nname = "k{i}"\nproblem = {{ E = 8, M = {i}, N = 8, K = 8 }}\n' for i in range(1000))
          + "bias = 1\n", "bias = 1: must be true or false"),
-        (HEAD + f"{'k' * 200_000} = 1\n", "there is no such key"),
-        (HEAD + '"' + "\\u0001" * 30_000 + '" = 1\n', "there is no such key"),
+        (HEAD + f"{'k' * 200_000} = 1\n", "there is no such field"),
+        (HEAD + '"' + "\\u0001" * 30_000 + '" = 1\n', "there is no such field"),
         (HEAD + f'summary = "{"x" * 200_000}"\n', "200000 characters; at most 1000"),
-        (HEAD + f'op2 = "{"x" * 200_000}"\n', "there is no such key"),
+        (HEAD + f'op2 = "{"x" * 200_000}"\n', "there is no such field"),
         (HEAD.replace('"k"', f'"{"k" * 200_000}"'), "a name is lower-case letters"),
         (HEAD.replace('"k"', '"\\u001b[31m\\u009b\\u202e"') + "bais = 1\n", "a name is lower-case letters"),
         (HEAD + 'dtype = "\\u001b[31m\\u009b\\u202e"\n', r"\u001b[31m\u009b\u202e"),

@@ -4,11 +4,11 @@ import jsonschema
 import pytest
 
 from fusekit.errors import SpecError
-from fusekit.plan.layer import layer_keys, program
-from fusekit.plan.layer.options import ROUTER_KEYS
+from fusekit.plan.layer import layer_fields, program
+from fusekit.plan.layer.options import ROUTER_FIELDS
 from fusekit.spec import parse_text, schema
 from fusekit.spec.catalog import targets
-from fusekit.spec.keys import ACTIVATION_KEYS
+from fusekit.spec.fields import ACTIVATION_FIELDS
 from fusekit.spec.model import DTYPES
 from fusekit.spec.schemas import layer_name
 
@@ -123,7 +123,7 @@ def problems(*tables, **defaults):
              'recipe = "fp8-block", or leave it out'],
         ),
         ({"recipe": "fp8"}, ['recipe = "fp8": must be "none" or "fp8-block"']),
-        ({"hiden": 5}, ['hiden = 5: there is no such key; did you mean "hidden"?']),
+        ({"hiden": 5}, ['hiden = 5: there is no such field; did you mean "hidden"?']),
         ({"router": {"scor": 1}}, None),
         ({"router": {"score_function": "tanh"}}, None),
         ({"kind": "moee"}, ['kind = "moee": must be "moe" or "mlp"; did you mean "moe"?']),
@@ -361,7 +361,7 @@ def test_an_editor_marks_the_wrong_key_of_a_router():
 
 def test_every_key_is_explained():
     properties = schema()["definitions"]["layer"]["properties"]
-    keys = layer_keys(ACTIVATION_KEYS, DTYPES)
+    keys = layer_fields(ACTIVATION_FIELDS, DTYPES)
     assert list(properties) == [key.name for key in keys]
-    assert list(properties["router"]["properties"]) == [key.name for key in ROUTER_KEYS]
-    assert all(key.doc.endswith((".", ":")) for key in (*keys, *ROUTER_KEYS))
+    assert list(properties["router"]["properties"]) == [key.name for key in ROUTER_FIELDS]
+    assert all(key.doc.endswith((".", ":")) for key in (*keys, *ROUTER_FIELDS))

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from fusekit.plan.layer import layer_keys, program
-from fusekit.plan.layer.options import ROUTER_KEYS
+from fusekit.plan.layer import layer_fields, program
+from fusekit.plan.layer.options import ROUTER_FIELDS
 from fusekit.plan.layer.ranks import room, stores, window_sizes
 from fusekit.spec import parse_file
-from fusekit.spec.keys import ACTIVATION_KEYS
+from fusekit.spec.fields import ACTIVATION_FIELDS
 from fusekit.spec.model import DTYPES
 from tests.plan.test_layer_program import CASES, options
 from tests.plan.test_layer_ranks import LAYERS, over
@@ -19,13 +19,13 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "layers.md").read_text()
 
 
-@pytest.mark.parametrize("keys", [layer_keys(ACTIVATION_KEYS, DTYPES), ROUTER_KEYS], ids=["layer", "router"])
+@pytest.mark.parametrize("keys", [layer_fields(ACTIVATION_FIELDS, DTYPES), ROUTER_FIELDS], ids=["layer", "router"])
 def test_every_key_stands_on_the_page(keys):
     rows = []
     for key in keys:
         default = "required" if key.required else "" if key.default is None else f"`{json.dumps(key.default)}`"
         rows.append(f"| `{key.name}` | {default} | {key.doc} |")
-    assert "\n".join(["| key | default | meaning |", "|---|---|---|", *rows]) + "\n\n" in PAGE
+    assert "\n".join(["| field | default | meaning |", "|---|---|---|", *rows]) + "\n\n" in PAGE
 
 
 def test_the_example_is_the_program():

@@ -9,7 +9,7 @@ import pytest
 from fusekit.errors import SpecError
 from fusekit.spec import parse_file, parse_text
 from fusekit.spec.catalog import packaged_folder
-from fusekit.spec.exchange import EXCHANGE_KEYS
+from fusekit.spec.exchange import EXCHANGE_FIELDS
 from fusekit.spec.hf_config import read_model
 from fusekit.spec.model_kernels import Request
 from fusekit.spec.new_spec import SCHEMA_FILE, WIDTH, new_spec
@@ -148,8 +148,8 @@ def test_a_model_that_fits_nowhere_is_refused(model, kernels):
 def test_each_key_is_explained_once():
     text = text_of("deepseek-v3")
     said = re.sub(r"\n# +", " ", text)
-    own = [schema for schema in schemas() if not set(schema.ops) & set(EXCHANGE_KEYS)]  # of one GPU
-    docs = {key.name: key.doc for schema in own for key in schema.keys if key.type != "table"}
+    own = [schema for schema in schemas() if not set(schema.ops) & set(EXCHANGE_FIELDS)]  # of one GPU
+    docs = {key.name: key.doc for schema in own for key in schema.fields if key.type != "table"}
     for name in ("arch", "b_major", "glu_layout", "save_preactivation", "recompute", "weighted", "num_groups", "warps"):
         used = re.search(rf"^{name} = ", text, re.MULTILINE) is not None
         assert said.count(docs[name]) == used, name

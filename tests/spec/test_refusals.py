@@ -14,9 +14,9 @@ AT = "[[kernel]] 1 (fc1): "
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("bais = true", 'bais = true: there is no such key; did you mean "bias"?'),
-        ("save-preactivation = true", 'there is no such key; did you mean "save_preactivation"?'),
-        ("zzz = 3", "zzz = 3: there is no such key; the keys are name, summary, op, arch,"),
+        ("bais = true", 'bais = true: there is no such field; did you mean "bias"?'),
+        ("save-preactivation = true", 'there is no such field; did you mean "save_preactivation"?'),
+        ("zzz = 3", "zzz = 3: there is no such field; the fields are name, summary, op, arch,"),
         ('dtype = "bf17"', 'dtype = "bf17": must be "bf16" or "fp16"; did you mean "bf16"?'),
         ('dtype = "BF16"', 'dtype = "BF16": must be "bf16" or "fp16"; did you mean "bf16"?'),
         ("dtype = 16", 'dtype = 16: must be a string, "bf16" or "fp16", is an integer'),
@@ -339,7 +339,7 @@ def test_two_kernels_of_one_name():
         (GOOD.replace("schema = 1", "schema = 1\ndefaults = 1"), "must be a table, is an integer; write [defaults]"),
         (
             GOOD.replace("schema = 1", "schema = 1\n[defaults]\nname = 'x'"),
-            '[defaults]: name = "x": there is no such key',
+            '[defaults]: name = "x": there is no such field',
         ),
         ("schema = ", "not TOML: "),
         (GOOD + 'name = "twice"\n', "not TOML: "),

@@ -6,8 +6,8 @@ import pytest
 
 from fusekit.errors import SpecError
 from fusekit.spec import find, parse_text
-from fusekit.spec.permutation import PERMUTATION_KEYS
-from fusekit.spec.router import ROUTER_KEYS, ROUTER_OPS
+from fusekit.spec.permutation import PERMUTATION_FIELDS
+from fusekit.spec.router import ROUTER_FIELDS, ROUTER_OPS
 from fusekit.store import canonical_json
 
 HEAD = """
@@ -63,7 +63,7 @@ def test_defaults_are_shared_with_another_family():
     """A key that one operation of the file knows is left aside by the others."""
     head = HEAD + 'bias = true\ntile = [128, 128]\nexpert_bias = true\nscore_function = "sigmoid"\n'
     gemm, topk, aux = specs('op = "grouped-gemm"', 'op = "router-topk"', 'op = "router-aux-score"', head=head)
-    assert gemm.bias and topk.expert_bias and not aux.expert_bias
+    assert gemm.operands["bias"] and topk.expert_bias and not aux.expert_bias
     assert gemm.tile == (128, 128)
 
 
@@ -71,7 +71,7 @@ def test_defaults_are_shared_with_another_family():
 def test_the_dtype_of_gemms_is_not_that_of_logits(dtype):
     """Rounded logits choose other experts: a router has the types that its own table gives it."""
     head = f'{HEAD}dtype = "{dtype}"\nout_dtype = "{dtype}"\ntile = [128, 128]\n'
-    ops = [f'op = "{op}"' for op in ROUTER_KEYS]
+    ops = [f'op = "{op}"' for op in ROUTER_FIELDS]
     gemm, asked, *routers = specs('op = "grouped-gemm"', 'op = "router-topk"\ndtype = "bf16"', *ops, head=head)
     assert (gemm.dtype, gemm.out_dtype) == (dtype, dtype)
     assert (asked.dtype, asked.out_dtype) == ("bf16", "bf16")
@@ -91,11 +91,11 @@ def test_the_check_of_group_ends_takes_no_shape():
     (spec,) = specs('op = "moe-check"', head=head)
     assert (spec.variant, spec.experts, spec.topk, spec.dtype) == ("w1", 0, 0, "none")
     assert "must be 1" in problem('op = "moe-check"\nwarps = 2', head)
-    assert "there is no such key" in problem('op = "moe-check"\ntopk = 2', head)
+    assert "there is no such field" in problem('op = "moe-check"\ntopk = 2', head)
 
 
 def test_a_default_that_nothing_in_the_file_knows():
-    assert "there is no such key" in problem('op = "router-topk"', HEAD + "tile = [128, 128]\n")
+    assert "there is no such field" in problem('op = "router-topk"', HEAD + "tile = [128, 128]\n")
 
 
 def test_the_operation_may_come_from_the_defaults():
@@ -131,16 +131,16 @@ def test_warps_are_swept():
         ('op = "router-topk"\nnum_groups = 64\ngroup_topk = 1', "8 / 1 = 8 experts of a group are summed, and a group"),
         ('op = "router-topk"\nscaling_factor = inf', "must be finite"),
         ('op = "router-topk"\ndtype = "fp16"', 'must be "f32" or "bf16"'),
-        ('op = "router-topk"\ntile = [128, 128]', "there is no such key"),
-        ('op = "router-aux-score"\nscaling_factor = 2.0', "there is no such key"),
-        ('op = "router-topk-bwd"\nexpert_bias = true', "there is no such key"),
-        ('op = "router-aux-score-bwd"\nrouting_map = "bits"', "there is no such key"),
+        ('op = "router-topk"\ntile = [128, 128]', "there is no such field"),
+        ('op = "router-aux-score"\nscaling_factor = 2.0', "there is no such field"),
+        ('op = "router-topk-bwd"\nexpert_bias = true', "there is no such field"),
+        ('op = "router-aux-score-bwd"\nrouting_map = "bits"', "there is no such field"),
         ('op = "router-topk"\nproblem = { T = -4 }', "must be from 0"),
-        ('op = "moe-aux-loss"\nscore_function = "sigmoid"', "there is no such key"),
+        ('op = "moe-aux-loss"\nscore_function = "sigmoid"', "there is no such field"),
         ('op = "moe-aux-loss"\nscalars = "device"\ncoefficient = 0.5', "reads it from a tensor; leave it out"),
         ('op = "moe-aux-loss"\nscalars = "host"', 'must be "launch" or "device"'),
         ('op = "router-topk-bwd"\ngrad_dtype = "fp16"', 'must be "f32" or "bf16"'),
-        ('op = "router-topk"\naddend = true', "there is no such key"),
+        ('op = "router-topk"\naddend = true', "there is no such field"),
         ('op = "moe-index"\nwarps = 8', "warps = 8: must be 32"),
         ('op = "moe-index"\nexperts = 5000', "at most 4096 experts are ordered"),
     ],
@@ -163,10 +163,10 @@ topk = 8
         ('op = "moe-permute"\ntopk = 65', "topk = 65: must be from 1 to 64"),
         ('op = "moe-permute"\nproblem = { T = 1, H = 12 }', "a row has 24 bytes, which must be a multiple of 16"),
         ('op = "moe-permute"\nproblem = { T = 1 }', "H is missing"),
-        ('op = "moe-permute"\nexperts = 8', "there is no such key"),
-        ('op = "moe-unpermute-bwd"\nweighted = true', "there is no such key"),
-        ('op = "moe-permute-bwd"\nscaled = true', "there is no such key"),
-        ('op = "moe-unpermute"\nscaled = true', "there is no such key"),
+        ('op = "moe-permute"\nexperts = 8', "there is no such field"),
+        ('op = "moe-unpermute-bwd"\nweighted = true', "there is no such field"),
+        ('op = "moe-permute-bwd"\nscaled = true', "there is no such field"),
+        ('op = "moe-unpermute"\nscaled = true', "there is no such field"),
         (
             'op = "moe-permute"\nscaled = true\nweighted = true',
             "scaled = true: rows that are scaled have their weights",
@@ -174,7 +174,7 @@ topk = 8
         ('op = "moe-index"', "experts is missing"),
         ('op = "moe-unpermute"\naddends = 3', "addends = 3: must be from 0 to 2; add the others up before"),
         ('op = "moe-unpermute"\naddends = -1', "addends = -1"),
-        ('op = "moe-permute"\naddends = 1', "there is no such key"),
+        ('op = "moe-permute"\naddends = 1', "there is no such field"),
         ('op = "moe-weights-bwd"', "experts is missing"),
         ('op = "moe-bias-bwd"\nexperts = 8\ndtype = "fp16"', 'must be "f32" or "bf16"'),
         ('op = "moe-bias-bwd"\nexperts = 8\nproblem = { T = 1, H = 12 }', "a row has 24 bytes"),
@@ -191,7 +191,7 @@ def test_refusals_between_router_and_gemm(lines, rule):
         ("terms = 4", "terms = 4: must be from 1 to 3"),
         ("terms = 0", "terms = 0: must be from 1 to 3"),
         ("problem = { T = 1, H = 12 }", "a row has 24 bytes, which must be a multiple of 16"),
-        ("topk = 2", "there is no such key"),
+        ("topk = 2", "there is no such field"),
     ],
 )
 def test_refusals_of_a_split(lines, rule):
@@ -223,5 +223,5 @@ def test_names_and_scalars_are_not_part_of_the_device_spec():
 
 
 def test_every_key_is_documented():
-    for keys in (ROUTER_KEYS | PERMUTATION_KEYS).values():
+    for keys in (ROUTER_FIELDS | PERMUTATION_FIELDS).values():
         assert all(key.doc.endswith(".") for key in keys)

@@ -228,7 +228,7 @@ def test_a_sweep_excludes_pairs():
         ("exclude = 1", "must be a list of tables"),
         (
             "exclude = [{ tiles = [128, 128] }]",
-            'exclude.tiles = [128, 128]: there is no such key; did you mean "tile"?',
+            'exclude.tiles = [128, 128]: there is no such field; did you mean "tile"?',
         ),
         ("exclude = [{ tile = [[128, 128]] }]", "exclude.tile = [[128, 128]]: must be a pair of integers"),
         ("exclude = [{ cluster = [4, 1] }]", "exclude.cluster = [4, 1]: must be [1, 1], [2, 1] or [1, 2]"),

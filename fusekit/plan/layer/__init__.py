@@ -1,6 +1,6 @@
 """A whole layer as data: the kernels that it needs, its buffers, and the launches of its passes, in order."""
 
-from fusekit.plan.layer.options import KINDS, Options, broken, layer_keys
+from fusekit.plan.layer.options import KINDS, Options, broken, layer_fields
 from fusekit.plan.layer.passes import program
 from fusekit.plan.layer.program import Buffer, Program, Step
 from fusekit.plan.layer.stored import check_table, stored_options
@@ -13,7 +13,7 @@ __all__ = [
     "Step",
     "broken",
     "check_table",
-    "layer_keys",
+    "layer_fields",
     "program",
     "stored_options",
 ]

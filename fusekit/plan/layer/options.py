@@ -1,4 +1,4 @@
-"""What can be said of a layer in a spec file: its keys, and the rules between them."""
+"""What can be said of a layer in a spec file: its fields, and the rules between them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fusekit.plan.activations import DERIVATIVE, kinds
 from fusekit.plan.activations import kind as kind_of
 from fusekit.plan.arch import ARCHES
 from fusekit.plan.exchange import MOST_RANKS
+from fusekit.plan.fields import Field
 from fusekit.plan.gemm import SEGMENT
-from fusekit.plan.keys import Key
 from fusekit.plan.quant import BLOCK, NONE
 from fusekit.plan.quantise import BLOCKS, ROWS
 from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS
@@ -25,28 +25,29 @@ TOKENS = 8192  # of a layer without a problem
 CODES = 16  # in a row of them, or a multiple
 MOST_COLUMNS = 2**22  # of a tensor: quantise counts four times as many, gates and ups are two
 
-ROUTER_KEYS = (
-    Key("input", "choice", 'What the layer is given: "x" alone (the logits come from its parameter router [X, H]); '
+ROUTER_FIELDS = (
+    Field("input", "choice", 'What the layer is given: "x" alone (the logits come from its parameter router [X, H]); '
         '"logits" [T, X] as well; or "choices": indices and weights [T, K].', choices=(X, LOGITS, CHOICES), default=X),
-    Key("bias", "bool", "The logits have a bias: the parameter router_bias [X].", default=False),
-    Key("weight_dtype", "choice", "Type of router, router_bias and their gradients; default: dtype, and grad_dtype.",
+    Field("bias", "bool", "The logits have a bias: the parameter router_bias [X].", default=False),
+    Field("weight_dtype", "choice", "Type of router, router_bias and their gradients; default: dtype, and grad_dtype.",
         choices=("bf16", F32)),
-    Key("score_function", "choice", "What makes a score of a logit.", choices=SCORE_FUNCTIONS, default="softmax"),
-    Key("pre_softmax", "bool", "softmax over all experts, not over the chosen ones.", default=False),
-    Key("expert_bias", "bool", "Chooses by score + expert_bias [X]; sigmoid and sqrtsoftplus only.", default=False),
-    Key("num_groups", "int", "Groups of neighbouring experts; 0: no groups.", default=0),
-    Key("group_topk", "int", "Groups that a token's experts may come from; 0: no groups.", default=0),
-    Key("scaling_factor", "float", "Factor of the weights.", default=1.0),
-    Key("scale", "choice", "What the weights multiply: the experts' output, or their input.",
+    Field("score_function", "choice", "What makes a score of a logit.", choices=SCORE_FUNCTIONS, default="softmax"),
+    Field("pre_softmax", "bool", "softmax over all experts, not over the chosen ones.", default=False),
+    Field("expert_bias", "bool", "Chooses by score + expert_bias [X]; sigmoid and sqrtsoftplus only.", default=False),
+    Field("num_groups", "int", "Groups of neighbouring experts; 0: no groups.", default=0),
+    Field("group_topk", "int", "Groups that a token's experts may come from; 0: no groups.", default=0),
+    Field("scaling_factor", "float", "Factor of the weights.", default=1.0),
+    Field("scale", "choice", "What the weights multiply: the experts' output, or their input.",
         choices=("output", "input"), default="output"),
-    Key("aux_loss", "bool", "The forward pass gives the load-balancing loss, and the backward pass takes its gradient.",
+    Field("aux_loss", "bool",
+        "The forward pass gives the load-balancing loss, and the backward pass takes its gradient.",
         default=False),
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """A layer. Members are those of `LAYER_KEYS`, complete; of an mlp experts and topk are 0."""
+    """A layer. Members are those of `LAYER_FIELDS`, complete; of an mlp experts and topk are 0."""
 
     file: str
     name: str
@@ -111,63 +112,67 @@ class Options:
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
 
-def layer_keys(activation: tuple[Key, ...], dtypes: tuple[str, ...]) -> tuple[Key, ...]:
-    """The keys of a layer's table. activation: those of an activation."""
+def layer_fields(activation: tuple[Field, ...], dtypes: tuple[str, ...]) -> tuple[Field, ...]:
+    """The fields of a layer's table. activation: those of an activation."""
     return (
-        Key("name", "string", "The layer's name in this file; its kernels are name.part.", required=True),
-        Key("summary", "string", "One line about the layer; default: the file's."),
-        Key("kind", "choice", 'A layer: "moe", or "mlp", the dense MLP.', choices=KINDS, required=True),
-        Key("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True),
-        Key("dtype", "choice", "Type of x, y, the weights and biases.", choices=dtypes, default="bf16"),
-        Key("hidden", "int", "H, elements of a token.", minimum=1, required=True),
-        Key("intermediate", "int", "I, the columns between both projections.", minimum=1, required=True),
-        Key("experts", "int", "X, the experts.", minimum=1),
-        Key("topk", "int", "K, the experts of a token.", minimum=1),
-        Key("router", "table", "How experts are chosen.", keys=ROUTER_KEYS),
-        Key("activation", "table", 'Between the projections; default: { kind = "swiglu" }.', keys=activation),
-        Key("glu_layout", "choice", 'How gate and up lie in w1; default: "concat" for a gated activation.',
+        Field("name", "string", "The layer's name in this file; its kernels are name.part.", required=True),
+        Field("summary", "string", "One line about the layer; default: the file's."),
+        Field("kind", "choice", 'A layer: "moe", or "mlp", the dense MLP.', choices=KINDS, required=True),
+        Field("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True),
+        Field("dtype", "choice", "Type of x, y, the weights and biases.", choices=dtypes, default="bf16"),
+        Field("hidden", "int", "H, elements of a token.", minimum=1, required=True),
+        Field("intermediate", "int", "I, the columns between both projections.", minimum=1, required=True),
+        Field("experts", "int", "X, the experts.", minimum=1),
+        Field("topk", "int", "K, the experts of a token.", minimum=1),
+        Field("router", "table", "How experts are chosen.", fields=ROUTER_FIELDS),
+        Field("activation", "table", 'Between the projections; default: { kind = "swiglu" }.', fields=activation),
+        Field("glu_layout", "choice", 'How gate and up lie in w1; default: "concat" for a gated activation.',
             choices=("none", *GLU_LAYOUTS)),
-        Key("bias", "bool", "Both projections have biases: b1 [X, N], b2 [X, H].", default=False),
-        Key("b_major", "choice", '"k": w1 [X, N, H], w2 [X, H, I]; "n": w1 [X, H, N], w2 [X, I, H].',
+        Field("bias", "bool", "Both projections have biases: b1 [X, N], b2 [X, H].", default=False),
+        Field("b_major", "choice", '"k": w1 [X, N, H], w2 [X, H, I]; "n": w1 [X, H, N], w2 [X, I, H].',
             choices=("k", "n"), default="k"),
-        Key("shared", "int", "J, the columns of a shared expert, which sees every token; 0: there is none.", default=0),
-        Key("keep", "choice", 'What stays for the backward pass besides x and the choices: "z", the first '
+        Field("shared", "int",
+            "J, the columns of a shared expert, which sees every token; 0: there is none.", default=0),
+        Field("keep", "choice", 'What stays for the backward pass besides x and the choices: "z", the first '
             'projection\'s result; "x", nothing: z is computed once more; or "none", for inference alone: there is no '
             "backward pass, and none of its kernels.", choices=("z", "x", NOTHING), default="z"),
-        Key("grad_dtype", "choice", "Type of the weights' gradients; default: weight_dtype.", choices=(*dtypes, "f32")),
-        Key("accumulate", "bool", "Weights' gradients are added to what is there.", default=False),
-        Key("weight_dtype", "choice", 'Type of w1, w2 and the shared expert\'s weights; default: dtype. "f32" with a '
+        Field("grad_dtype", "choice",
+            "Type of the weights' gradients; default: weight_dtype.", choices=(*dtypes, "f32")),
+        Field("accumulate", "bool", "Weights' gradients are added to what is there.", default=False),
+        Field("weight_dtype", "choice", 'Type of w1, w2 and the shared expert\'s weights; default: dtype. "f32" with a '
             "recipe, which reads their codes alone.", choices=(*dtypes, F32)),
-        Key("recipe", "choice", 'What the products of the projections read: "none", tensors of dtype; or "fp8-block", '
+        Field("recipe", "choice",
+            'What the products of the projections read: "none", tensors of dtype; or "fp8-block", '
             "e4m3 codes with a scale for 128 elements, of weights for 128 x 128.", choices=(NONE, BLOCK), default=NONE),
-        Key("x_blocks", "choice", 'With a recipe: "128x128", one scale for 128 tokens of 128 columns of what the '
+        Field("x_blocks", "choice", 'With a recipe: "128x128", one scale for 128 tokens of 128 columns of what the '
             'gradients of w1 and w2 read as x, which then take less time: x and the activation (b_major = "n": dz and '
             "dy).",
             choices=BLOCKS, default=ROWS),
-        Key("tile", "pair", "CTA tiles of every GEMM, each a variant; those that a GEMM cannot have are left out. "
+        Field("tile", "pair", "CTA tiles of every GEMM, each a variant; those that a GEMM cannot have are left out. "
             "Default: chosen for the problem.", sweep=True),
-        Key("cluster", "pair", "Clusters of every GEMM, likewise.", choices=CLUSTERS, sweep=True),
-        Key("ranks", "int", f"R, the ranks that the experts are spread over, {MOST_RANKS} at most.", minimum=1,
+        Field("cluster", "pair", "Clusters of every GEMM, likewise.", choices=CLUSTERS, sweep=True),
+        Field("ranks", "int", f"R, the ranks that the experts are spread over, {MOST_RANKS} at most.", minimum=1,
             default=1),
-        Key("overlap", "bool", "Over ranks: products begin while the rows that they read still come; else they wait for"
+        Field("overlap", "bool",
+            "Over ranks: products begin while the rows that they read still come; else they wait for"
             " all.", default=False),
-        Key("problem", "table", "The tokens that variants are chosen for.",
-            keys=(Key("T", "int", "Tokens.", minimum=1, required=True),)),
+        Field("problem", "table", "The tokens that variants are chosen for.",
+            fields=(Field("T", "int", "Tokens.", minimum=1, required=True),)),
     )  # fmt: skip
 
 
 def make(file: str, values: Mapping[str, Any]) -> Options:
-    """The options of one table; values: by key, complete."""
+    """The options of one table; values: by field, complete."""
     activation = dict(values["activation"] or {"kind": "swiglu"})
     gated = kind_of(activation["kind"]).gated
-    router = {key.name: key.default for key in ROUTER_KEYS} | dict(values["router"] or {})
+    router = {field.name: field.default for field in ROUTER_FIELDS} | dict(values["router"] or {})
     router["weight_dtype"] = router["weight_dtype"] or values["dtype"]
     weights = values["weight_dtype"] or values["dtype"]
     plain = ("name", "kind", "dtype", "hidden", "intermediate", "bias", "b_major", "shared", "keep", "accumulate",
              "ranks", "recipe", "x_blocks", "overlap")  # fmt: skip
     return Options(
         file=file,
-        **{key: values[key] for key in plain},
+        **{field: values[field] for field in plain},
         experts=values["experts"] or 0,
         topk=values["topk"] or 0,
         router=router if values["kind"] == MOE else dict(values["router"] or {}),
@@ -180,15 +185,15 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
 
 
 def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
-    """The rules that a layer breaks, beside those of its kernels: (key, its value, rule)."""
-    for key in ("hidden", "intermediate", "shared"):
-        if getattr(options, key) > MOST_COLUMNS:
+    """The rules that a layer breaks, beside those of its kernels: (field, its value, rule)."""
+    for field in ("hidden", "intermediate", "shared"):
+        if getattr(options, field) > MOST_COLUMNS:
             rule = f"not all kernels of a layer take rows of so many elements; say {MOST_COLUMNS} at most"
-            yield key, getattr(options, key), rule
+            yield field, getattr(options, field), rule
     if options.kind == MOE:
-        for key in ("experts", "topk"):
-            if getattr(options, key) < 1:
-                yield key, getattr(options, key), f"a layer of experts needs it; say {key}, 1 at least"
+        for field in ("experts", "topk"):
+            if getattr(options, field) < 1:
+                yield field, getattr(options, field), f"a layer of experts needs it; say {field}, 1 at least"
         if options.dtype != "bf16":
             yield "dtype", options.dtype, 'the kernels that move rows and choose experts take bf16; say dtype = "bf16"'
         if options.topk > options.experts > 0:
@@ -212,13 +217,13 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
             rule = f"with input = \"{options.router['input']}\" the router's weights are not the layer's; leave it out"
             yield "router.weight_dtype", options.router["weight_dtype"], rule
         if options.router["input"] == CHOICES:
-            for key in ("bias", "expert_bias", "aux_loss"):
-                if options.router[key]:
-                    yield f"router.{key}", True, 'needs logits, and input = "choices" gives none; leave it out'
+            for field in ("bias", "expert_bias", "aux_loss"):
+                if options.router[field]:
+                    yield f"router.{field}", True, 'needs logits, and input = "choices" gives none; leave it out'
     else:
-        for key, unsaid in {"experts": 0, "topk": 0, "shared": 0, "router": {}, "ranks": 1}.items():
-            if getattr(options, key) != unsaid:
-                yield key, getattr(options, key), 'of kind = "moe" alone; leave it out'
+        for field, unsaid in {"experts": 0, "topk": 0, "shared": 0, "router": {}, "ranks": 1}.items():
+            if getattr(options, field) != unsaid:
+                yield field, getattr(options, field), 'of kind = "moe" alone; leave it out'
     if options.overlap and options.recipe != NONE:
         yield "overlap", True, "codes are made of rows that are all there; leave recipe or overlap out"
     if options.overlap and options.ranks == 1:
@@ -232,12 +237,12 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
     if not options.gated and options.glu_layout != "none":
         rule = f"the activation {kind} is not gated, so there is no gate to lay out; leave it out"
         yield "glu_layout", options.glu_layout, rule
-    for key in ("hidden", "intermediate", "shared"):
-        size = getattr(options, key)
+    for field in ("hidden", "intermediate", "shared"):
+        size = getattr(options, field)
         if size % 8:
-            yield key, size, "a row must be a multiple of 16 bytes; say a multiple of 8"
-        elif key != "hidden" and options.glu_layout == "interleaved-32" and size % 32:
-            yield key, size, "interleaved-32 alternates 32 gate and 32 up columns; say a multiple of 32"
+            yield field, size, "a row must be a multiple of 16 bytes; say a multiple of 8"
+        elif field != "hidden" and options.glu_layout == "interleaved-32" and size % 32:
+            yield field, size, "interleaved-32 alternates 32 gate and 32 up columns; say a multiple of 32"
     if options.weight_dtype and (options.weight_dtype != F32 or options.recipe == NONE):
         rule = f'products read weights of dtype = "{options.dtype}"; "f32" weights need codes'
         codes = f'recipe = "{BLOCK}"' + (' and dtype = "bf16"' if options.dtype != "bf16" else "")
@@ -258,10 +263,10 @@ def _broken_recipe(options: Options) -> Iterator[tuple[str, Any, str]]:
     if options.kind == MLP and options.bias:
         rule = "b2's gradient is the sum of dy, which no weight gradient of codes has"
         yield "bias", True, f"{rule}; leave bias or recipe out"
-    for key in ("hidden", "intermediate", "shared"):
-        size = getattr(options, key)
+    for field in ("hidden", "intermediate", "shared"):
+        size = getattr(options, field)
         if size % CODES:
-            yield key, size, f"a row of codes must be a multiple of {CODES} bytes; say a multiple of {CODES}"
-        elif key != "hidden" and options.glu_layout == "concat" and size % SEGMENT:
+            yield field, size, f"a row of codes must be a multiple of {CODES} bytes; say a multiple of {CODES}"
+        elif field != "hidden" and options.glu_layout == "concat" and size % SEGMENT:
             rule = f"{SEGMENT} columns of gate or up have one scale of w1"
-            yield key, size, f"{rule}; say a multiple of {SEGMENT}, or another layout"
+            yield field, size, f"{rule}; say a multiple of {SEGMENT}, or another layout"

@@ -11,7 +11,7 @@ from typing import Any
 from fusekit.dtypes import ARGUMENTS
 from fusekit.errors import IntegrityError, UsageError
 from fusekit.plan.activations import kinds
-from fusekit.plan.layer.options import KINDS, MOE, NOTHING, ROUTER_KEYS, Options, broken
+from fusekit.plan.layer.options import KINDS, MOE, NOTHING, ROUTER_FIELDS, Options, broken
 from fusekit.plan.layer.passes import program
 from fusekit.plan.quant import BLOCK, NONE
 from fusekit.plan.tiles import GLU_LAYOUTS
@@ -45,7 +45,7 @@ def stored_options(name: str, specs: Mapping[str, Mapping[str, Any]]) -> Options
     if len(whole) == 1:
         return whole[0]
     first, *others = [json.loads(text) for text in tables]
-    differ = [key for key in first if any(other.get(key) != first[key] for other in others)]
+    differ = [field for field in first if any(other.get(field) != first[field] for other in others)]
     raise UsageError(
         f"the kernels of {name} were built from tables that differ in {', '.join(differ)}, and "
         f"{'none' if not whole else 'more than one'} of them has all its kernels; build {name} again, with --prune, "
@@ -54,18 +54,18 @@ def stored_options(name: str, specs: Mapping[str, Mapping[str, Any]]) -> Options
 
 
 def check_table(said: Mapping[str, Any]) -> Options:
-    """The options of a stored table, each of its type. Raises TypeError for one of other keys or of another activation,
+    """The options of a stored table, each of its type. Raises TypeError for one of other fields or another activation,
     as another version of fusekit writes it, ValueError for a value that no spec file can have.
     """
     options = Options(**said)
-    for key, value in _odd(options):
-        raise ValueError(f"{key} = {repr(value)[:80]}")
+    for field, value in _odd(options):
+        raise ValueError(f"{field} = {repr(value)[:80]}")
     if (name := options.activation["kind"]) not in kinds():
         raise TypeError(f"activation.kind = {name!r}")
-    if differ := set(options.router) ^ ({key.name for key in ROUTER_KEYS} if options.kind == MOE else set()):
+    if differ := set(options.router) ^ ({field.name for field in ROUTER_FIELDS} if options.kind == MOE else set()):
         raise TypeError(f"router: {', '.join(sorted(differ))}")
-    for key, value in _odd_router(options.router):
-        raise ValueError(f"router.{key} = {repr(value)[:80]}")
+    for field, value in _odd_router(options.router):
+        raise ValueError(f"router.{field} = {repr(value)[:80]}")
     return options
 
 
@@ -82,17 +82,17 @@ def _odd(options: Options) -> Iterator[tuple[str, Any]]:
     name = options.activation.get("kind") if isinstance(options.activation, Mapping) else None
     if not isinstance(name, str):
         yield "activation.kind", name
-    for key, value in options.activation.items():
-        if not (key == "kind" or _is_number(value) or isinstance(value, (str, type(None)))):
-            yield f"activation.{key}", value
+    for label, value in options.activation.items():
+        if not (label == "kind" or _is_number(value) or isinstance(value, (str, type(None)))):
+            yield f"activation.{label}", value
 
 
 def _odd_router(router: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key in ROUTER_KEYS if router else ():  # an mlp has none
-        value = router[key.name]
-        match key.type:
+    for field in ROUTER_FIELDS if router else ():  # an mlp has none
+        value = router[field.name]
+        match field.type:
             case "choice":
-                fits = isinstance(value, (str, type(key.default))) and value in (key.default, *key.choices)
+                fits = isinstance(value, (str, type(field.default))) and value in (field.default, *field.choices)
             case "bool":
                 fits = isinstance(value, bool)
             case "int":
@@ -100,7 +100,7 @@ def _odd_router(router: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             case _:
                 fits = _is_number(value)
         if not fits:
-            yield key.name, value
+            yield field.name, value
 
 
 def _is_number(value: Any) -> bool:
@@ -110,8 +110,8 @@ def _is_number(value: Any) -> bool:
 def _options(full_name: str, name: str, said: Mapping[str, Any]) -> Options:
     try:
         options = check_table(said)
-        for key, value, rule in broken(options):
-            raise ValueError(f"{key} = {value!r}: {rule}")
+        for field, value, rule in broken(options):
+            raise ValueError(f"{field} = {value!r}: {rule}")
     except TypeError as error:
         raise IntegrityError(
             f"{full_name}: its layer is not one that this version of fusekit knows: {error}; build {name} again with it"

@@ -1,13 +1,13 @@
 """The operands of a GEMM, one file each. What a kernel does is told by the operands that it has.
 
-A file has classes of `Operand` (base.py) and `OPERANDS`, one of each. An operand says its key of a spec file with the
+A file has classes of `Operand` (base.py) and `OPERANDS`, one of each. An operand says its field of a spec file with the
 rules that go with it, what a launch passes for it, its regions of shared memory, workspace and scratch memory. Its
 device half has the same name, in fusekit/kernels/gemm/operands; its NumPy twin is in fusekit/reference.
 
 An operand of another package is such an object, which an entry point of the group `fusekit.operands` leads to; its name
-is the operand's, and that of its key. `device_module` and `twin` there say where its other two files are.
+is the operand's, and that of its field. `device_module` and `twin` there say where its other two files are.
 
-`words`, `refused`, `rules` and `key` are for people and for the parser: what comes of them stands in a spec. So they
+`words`, `refused`, `rules` and `field` are for people and for the parser: what comes of them stands in a spec. So they
 are no part of a kernel's key, and neither is the file of an operand that the kernel does not have.
 """
 
@@ -19,10 +19,10 @@ from pathlib import Path
 
 from fusekit.errors import SpecError
 from fusekit.plan import packages
-from fusekit.plan.keys import Key
+from fusekit.plan.fields import Field
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Broken, Operand
 
-__all__ = ["BACKWARD", "FORWARD", "WGRAD", "Broken", "Operand", "keys", "operands", "operands_of", "outside", "words"]
+__all__ = ["BACKWARD", "FORWARD", "WGRAD", "Broken", "Operand", "fields", "operands", "operands_of", "outside", "words"]
 
 _APART = frozenset({"__init__", "base"})
 
@@ -42,20 +42,22 @@ def operands() -> tuple[Operand, ...]:
 def _outside(name: str, taken: frozenset[str]) -> Operand:
     """The operand of another package. taken: names that fusekit's have."""
     found, what = packages.load(packages.OPERANDS, name), packages.what(packages.OPERANDS, name)
-    if not isinstance(found, Operand) or found.name != name or found.key is None or found.key.name != name:
+    if not isinstance(found, Operand) or found.name != name or found.field is None or found.field.name != name:
         raise SpecError(
             f"{what}: its entry point gives {found!r}; it must give an object of a class of "
-            "fusekit.plan.operands.Operand, whose name and key are that of the entry point"
+            "fusekit.plan.operands.Operand, whose name and field are that of the entry point"
         )
-    if name in taken or found.key.default is None:
-        rule = "a kernel has an operand of that name; name it otherwise" if name in taken else "its key has no default"
+    if name in taken or found.field.default is None:
+        rule = (
+            "a kernel has an operand of that name; name it otherwise" if name in taken else "its field has no default"
+        )
         raise SpecError(f"{what}: {rule}")
     return found
 
 
 @cache
 def outside() -> frozenset[str]:
-    """The names of the operands of other packages, which are their keys."""
+    """The names of the operands of other packages, which are their fields."""
     return frozenset(operand.name for operand in operands() if operand.outside)
 
 
@@ -66,9 +68,9 @@ def operands_of(epilogue: str) -> tuple[Operand, ...]:
 
 
 @cache
-def keys() -> tuple[Key, ...]:
-    """The keys of a spec file that the operands have."""
-    return tuple({operand.key.name: operand.key for operand in operands() if operand.key is not None}.values())
+def fields() -> tuple[Field, ...]:
+    """The fields of a spec file that the operands have."""
+    return tuple({operand.field.name: operand.field for operand in operands() if operand.field is not None}.values())
 
 
 def words(epilogue: str) -> dict[str, str]:

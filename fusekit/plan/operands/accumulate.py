@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fusekit.plan.keys import Key
+from fusekit.plan.fields import Field
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Broken, Operand
 
 ONLY_WGRAD = "only a weight gradient adds to what is there, not {op}; leave it out"
@@ -16,7 +16,7 @@ class Accumulate(Operand):
 
     name, order, epilogues = "accumulate", 31, (WGRAD,)
     on_device = False
-    key = Key("accumulate", "bool", "Weight gradients in f32: adds to what dw and dbias hold.", default=False)
+    field = Field("accumulate", "bool", "Weight gradients in f32: adds to what dw and dbias hold.", default=False)
     refused = {FORWARD: ONLY_WGRAD, BACKWARD: ONLY_WGRAD}
 
     def rules(self, spec: Any) -> Iterable[Broken]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from fusekit.plan.fields import Field
 from fusekit.plan.gemm import GemmPlan
-from fusekit.plan.keys import Key
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Broken, Operand, scalar, vector
 
 
 class Alpha(Operand):
     name, order, epilogues = "alpha", 100, (FORWARD,)
-    key = Key("alpha", "choice", "float32 accumulator scale.", choices=("none", "scalar", "group"), default="none")
+    field = Field("alpha", "choice", "float32 accumulator scale.", choices=("none", "scalar", "group"), default="none")
     words = {"alpha": "Factor of the product before the bias: one number, or one for each group."}
     refused = {
         BACKWARD: "{kind} takes no alpha: da is the plain product; leave it out",

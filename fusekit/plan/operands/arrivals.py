@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from fusekit.plan.exchange import CHUNK, HEADER
+from fusekit.plan.fields import Field
 from fusekit.plan.gemm import GemmPlan
-from fusekit.plan.keys import Key
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Broken, Operand, tensor
 
 
 class Arrivals(Operand):
     name, order, epilogues = "arrivals", 145, (FORWARD, BACKWARD)
     own_rows_first = True
-    key = Key(
+    field = Field(
         "awaits",
         "bool",
         "The gathered rows of x come from other ranks while the kernel runs: it waits for each, and begins with those"

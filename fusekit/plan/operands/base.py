@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fusekit.dtypes import DTYPES
-from fusekit.plan.keys import Broken as Broken
-from fusekit.plan.keys import Key
+from fusekit.plan.fields import Broken as Broken
+from fusekit.plan.fields import Field
 from fusekit.plan.shared import Region
 
 # A spec is read and looked up without `fusekit.abi`.
@@ -29,7 +29,7 @@ class Operand:
 
     name: of the operand among those of a kernel. The device half is the class of the same name, in the module of the
     same name in fusekit.kernels.gemm.operands. order: its place among a launch's arguments; parameter: among the
-    kernel's parameters, where it is another. epilogues: those that can have it. key: of a spec file; the operand is
+    kernel's parameters, where it is another. epilogues: those that can have it. field: of a spec file; the operand is
     there where its value is not the default. needs_registers: idle warps of the load warpgroup work for it.
     """
 
@@ -37,7 +37,7 @@ class Operand:
     order: ClassVar[int]
     parameter: ClassVar[int | None] = None
     epilogues: ClassVar[tuple[str, ...]]
-    key: ClassVar[Key | None] = None
+    field: ClassVar[Field | None] = None
     on_device: ClassVar[bool] = True  # whether it has a device half
     # Of another package: dotted names of the modules of its device half, and of its NumPy twin.
     device_module: ClassVar[str] = ""
@@ -50,22 +50,22 @@ class Operand:
 
     # For people; none of it reaches a kernel or its key.
     words: ClassVar[Mapping[str, str]] = {}  # what each of its arguments is, for pages and `show`
-    # By epilogue: why it cannot have the key. {kind}: the activation, {op}: the operation.
+    # By epilogue: why it cannot have the field. {kind}: the activation, {op}: the operation.
     refused: ClassVar[Mapping[str, str]] = {}
 
     def asked(self, spec: Any) -> bool:
         """Whether a spec file asks for it."""
-        return self.key is not None and spec.operands[self.key.name] != self.key.default
+        return self.field is not None and spec.operands[self.field.name] != self.field.default
 
     def present(self, plan: GemmPlan) -> bool:
         """Whether a kernel with one of its epilogues has it."""
-        return self.key is None or self.asked(plan.spec)
+        return self.field is None or self.asked(plan.spec)
 
     def rules(self, spec: Any) -> Iterable[Broken]:
-        """What a spec that asks for it breaks: (key, value, rule)."""
+        """What a spec that asks for it breaks: (field, value, rule)."""
         why = self.refused.get(spec.epilogue)
-        if why is not None and self.key is not None:
-            name = self.key.name
+        if why is not None and self.field is not None:
+            name = self.field.name
             yield name, spec.operands[name], why.format(kind=spec.activation.kind, op=spec.op)
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fusekit.dtypes import DTYPES
+from fusekit.plan.fields import Field
 from fusekit.plan.gemm import COLUMNS, GemmPlan
-from fusekit.plan.keys import Key
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Operand, by_group
 from fusekit.plan.shared import Region
 
@@ -12,7 +12,7 @@ from fusekit.plan.shared import Region
 class Bias(Operand):
     name, order, epilogues = "bias", 80, (FORWARD,)
     named_barriers = (COLUMNS,)
-    key = Key("bias", "bool", "Adds bias[E, N].", default=False)
+    field = Field("bias", "bool", "Adds bias[E, N].", default=False)
     words = {"bias": "Added to every row of a group before the activation."}
     refused = {
         BACKWARD: "{kind} takes no bias: the bias took part in z, which the forward pass saved; its gradient is dbias; "

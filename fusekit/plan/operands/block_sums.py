@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.operands.base import BACKWARD, Argument, Expr, Operand
-from fusekit.plan.operands.dbias import KEY, dbias
+from fusekit.plan.operands.dbias import FIELD, dbias
 from fusekit.plan.quant import SIDE
 
 
 class BlockSums(Operand):
     name, order, epilogues = "block_sums", 120, (BACKWARD,)
-    key = KEY
+    field = FIELD
 
     def present(self, plan: GemmPlan) -> bool:
         return plan.turning and self.asked(plan.spec)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.operands.base import WGRAD, Argument, Operand, by_group
-from fusekit.plan.operands.dbias import KEY
+from fusekit.plan.operands.dbias import FIELD
 
 
 class ColumnSums(Operand):
     name, order, epilogues = "column_sums", 120, (WGRAD,)
-    key = KEY
+    field = FIELD
     needs_registers = True
     words = {"dbias": "The gradient of the bias: dy summed over the rows of a group."}
 

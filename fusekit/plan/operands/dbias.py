@@ -8,14 +8,14 @@ group in their order.
 
 from __future__ import annotations
 
+from fusekit.plan.fields import Field
 from fusekit.plan.gemm import GemmPlan
-from fusekit.plan.keys import Key
 from fusekit.plan.operands.base import BACKWARD, FORWARD, Argument, Expr, Operand, by_group
 from fusekit.plan.operands.recompute import ONLY_BACKWARD
 from fusekit.plan.shared import Region
 
 NOTE_BYTES = 16  # first row of the warpgroup, end row of the group, tile along N, group
-KEY = Key(
+FIELD = Field(
     "dbias",
     "bool",
     "Also stores a float32 sum over each group's rows; backward activations: of dz, dbias[E, columns of z]; "
@@ -26,7 +26,7 @@ KEY = Key(
 
 class Dbias(Operand):
     name, order, epilogues = "dbias", 120, (BACKWARD,)
-    key = KEY
+    field = FIELD
     needs_registers = blocks_in_turn = True
     words = {"dbias": "The gradient of the first projection's bias: dz summed over the rows of a group."}
     refused = {FORWARD: ONLY_BACKWARD}

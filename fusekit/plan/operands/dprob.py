@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from fusekit.plan.fields import Field
 from fusekit.plan.gemm import VECTOR_BYTES, GemmPlan
-from fusekit.plan.keys import Key
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Broken, Expr, Operand, vector
 from fusekit.plan.operands.recompute import ONLY_BACKWARD
 
@@ -19,7 +19,9 @@ VECTOR = VECTOR_BYTES // 4  # a part begins at a multiple of so many numbers
 
 class Dprob(Operand):
     name, order, epilogues = "dprob", 110, (BACKWARD,)
-    key = Key("dprob", "bool", "Backward activations with row_scale: also stores its gradient dprob[M].", default=False)
+    field = Field(
+        "dprob", "bool", "Backward activations with row_scale: also stores its gradient dprob[M].", default=False
+    )
     words = {"dprob": "The gradient of row_scale."}
     refused = {FORWARD: ONLY_BACKWARD, WGRAD: ONLY_BACKWARD}
 

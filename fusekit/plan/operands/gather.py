@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from fusekit.plan.fields import Field
 from fusekit.plan.gemm import BIG, GATHERS, GemmPlan
-from fusekit.plan.keys import Key
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Broken, Constraint, Dim, Operand, vector
 from fusekit.plan.shared import Region, barriers
 
@@ -22,7 +22,7 @@ SHARED = {
 
 class Gather(Operand):
     name, order, epilogues = "gather", 140, (FORWARD, BACKWARD, WGRAD)
-    key = Key(
+    field = Field(
         "gather",
         "choice",
         "The factor whose rows the argument index[M] chooses from a tensor of T rows; -1: a row of zeros.",

@@ -33,9 +33,9 @@ class MxCodes(Codes):
         if told.group_alignment not in (1, SIDE):
             yield "quant.group_alignment", told.group_alignment, f"must be 1, or {SIDE} where every group begins there"
         elif spec.grouped and told.group_alignment == 1 and (told.transpose or told.swizzled):
-            key = "transpose" if told.transpose else "scale_layout"
+            field = "transpose" if told.transpose else "scale_layout"
             rule = f"its blocks begin at multiples of {SIDE} rows; say group_alignment = {SIDE}, and keep to it"
-            yield f"quant.{key}", getattr(told, key), rule
+            yield f"quant.{field}", getattr(told, field), rule
 
 
 class YMxCodes(MxCodes):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from fusekit.plan.fields import Field
 from fusekit.plan.gemm import GemmPlan
-from fusekit.plan.keys import Key
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Operand, rows
 
 
 class Preactivation(Operand):
     name, order, epilogues = "preactivation", 40, (FORWARD,)
-    key = Key("save_preactivation", "bool", "Also stores z[M, N], the activation's input.", default=False)
+    field = Field("save_preactivation", "bool", "Also stores z[M, N], the activation's input.", default=False)
     words = {"preactivation": "z, the activation's input, which the backward pass reads; N columns."}
     refused = {
         BACKWARD: "{kind} takes no save_preactivation: it reads z and stores dz; leave it out",

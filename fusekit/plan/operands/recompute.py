@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fusekit.plan.fields import Field
 from fusekit.plan.gemm import GemmPlan
-from fusekit.plan.keys import Key
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Operand, rows
 
 ONLY_BACKWARD = 'only a backward activation such as "dswiglu" has it, not {kind}; leave it out'
@@ -11,7 +11,7 @@ ONLY_BACKWARD = 'only a backward activation such as "dswiglu" has it, not {kind}
 
 class Recompute(Operand):
     name, order, parameter, epilogues = "recompute", 60, 30, (BACKWARD,)
-    key = Key(
+    field = Field(
         "recompute",
         "bool",
         "Backward activations: also stores y, the activation of z, times row_scale.",

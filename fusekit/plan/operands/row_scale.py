@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from fusekit.plan.fields import Field
 from fusekit.plan.gemm import GemmPlan
-from fusekit.plan.keys import Key
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Broken, Operand, vector
 
 
 class RowScale(Operand):
     name, order, epilogues = "row_scale", 90, (FORWARD, BACKWARD)
-    key = Key(
+    field = Field(
         "row_scale",
         "bool",
         "Multiplies row m of y by row_scale[m]; not with a bias that no activation follows.",

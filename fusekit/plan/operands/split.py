@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fusekit.plan.arch import DEFAULT, Architecture
+from fusekit.plan.fields import Field
 from fusekit.plan.gemm import GemmPlan
-from fusekit.plan.keys import Key
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Broken, Expr, Operand
 
 # A part has so many rows at least, and there are at most as many parts as give each multiprocessor one tile.
@@ -26,7 +26,7 @@ class Split(Operand):
 
     name, order, epilogues = "split", 32, (WGRAD,)
     in_parts = True
-    key = Key(
+    field = Field(
         "split",
         "bool",
         "dense-wgrad with few tiles: takes the rows in parts at once, and adds up their sums in a fixed order.",
