@@ -194,7 +194,7 @@ def _check(
     namespace: str | None, allow_extern: bool,
 ) -> int:  # fmt: skip
     from fusekit.compiler.build_check import check_build
-    from fusekit.store.manifest import read_manifest
+    from fusekit.share.manifest import read_manifest
 
     manifest = read_manifest(Path(manifest_path), session.open_store().trust)
     with progress(session, "compiling") as update:

@@ -65,8 +65,8 @@ def command(
             raise UsageError("export --lang c names the kernels that the source holds; give at least one NAME")
         run(session, Path(file), patterns, prefix, arch)
         return
-    from fusekit.cabi.member import export_bundle
-    from fusekit.store.selection import select
+    from fusekit.share.loader import export_bundle
+    from fusekit.share.selection import select
 
     store = session.open_store()
     selection = select(store, patterns, arch)

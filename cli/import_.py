@@ -22,8 +22,8 @@ def command(session: Session, file: str, manifest: str | None, dry_run: bool) ->
     temporary file meanwhile. With FUSEKIT_TRUSTED_KEYS, a bundle that none of those keys signed is refused before it is
     read.
     """
-    from fusekit.store.bundle_import import import_bundle
-    from fusekit.store.source import bundle_source
+    from fusekit.share.bundle_import import import_bundle
+    from fusekit.share.source import bundle_source
 
     inspect, _ = sources.inspecting(session, manifest)
     store, source = session.open_store(), bundle_source(file, sys.stdin.buffer)

@@ -67,8 +67,8 @@ def sign(session: Session, patterns: tuple[str, ...], arch: str | None) -> None:
     By that you vouch for them, whoever built them. What is built with a signing key is signed at once.
     """
     from fusekit.runtime.wellformed import WELLFORMED
+    from fusekit.share.selection import select, sign_selection, sign_tuning
     from fusekit.store import Store
-    from fusekit.store.selection import select, sign_selection, sign_tuning
 
     signer = session.open_store().signer
     if signer is None:

@@ -40,8 +40,8 @@ def command(
     from fusekit.compiler.build import select, trust
     from fusekit.compiler.build_check import locked_in
     from fusekit.compiler.identity import Identity
+    from fusekit.share.manifest import Manifest, alone, read_manifest, write_manifest
     from fusekit.store.files import exists
-    from fusekit.store.manifest import Manifest, alone, read_manifest, write_manifest
 
     store, identity, specs = session.open_store(), Identity(), select(targets, namespace=namespace)
     if not targets:

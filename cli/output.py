@@ -16,8 +16,8 @@ from fusekit_cli.options import Session
 from fusekit_cli.terminal import inline
 
 if TYPE_CHECKING:
-    from fusekit.store.selection import Step
-    from fusekit.store.transfer import Report
+    from fusekit.share.selection import Step
+    from fusekit.share.transfer import Report
 
 
 def answer(session: Session, document: Any, text: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ from fusekit_cli.options import Session
 from fusekit_cli.terminal import inline
 
 if TYPE_CHECKING:
-    from fusekit.store.exchange import Progress
+    from fusekit.share.push_pull import Progress
 
 Update = Callable[[int, int, str, int], None]
 """Called with: steps done, steps in all, what came last (empty: nothing yet), bytes moved so far."""

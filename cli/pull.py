@@ -12,7 +12,7 @@ from fusekit_cli.options import Session, common, one_arch
 from fusekit_cli.progress import progress, progress_of
 
 if TYPE_CHECKING:
-    from fusekit.store.manifest import Manifest
+    from fusekit.share.manifest import Manifest
 
 
 @click.command("pull")
@@ -29,8 +29,8 @@ def command(
 
     With FUSEKIT_TRUSTED_KEYS, what none of those keys signed is refused before it is read.
     """
-    from fusekit.store.exchange import pull
-    from fusekit.store.remote import Remote
+    from fusekit.share.push_pull import pull
+    from fusekit.share.remote import Remote
 
     inspect, locked = sources.inspecting(session, manifest)
     if locked is not None:

@@ -22,9 +22,9 @@ def command(session: Session, url: str, patterns: tuple[str, ...], arch: str | N
 
     URL is a folder or whatever fsspec reaches: s3://bucket/kernels, gs://..., with the plugin for it installed.
     """
-    from fusekit.store.exchange import push
-    from fusekit.store.remote import Remote
-    from fusekit.store.selection import select
+    from fusekit.share.push_pull import push
+    from fusekit.share.remote import Remote
+    from fusekit.share.selection import select
 
     store = session.open_store()
     selection, remote = select(store, patterns, arch), Remote(url)

@@ -14,7 +14,7 @@ from fusekit_cli.lookup import chosen, is_layer, stored, to_load
 from fusekit_cli.options import Session, common
 
 if TYPE_CHECKING:
-    from fusekit.store.exchange import Survey
+    from fusekit.share.push_pull import Survey
 
 
 @click.command("show")

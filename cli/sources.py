@@ -14,8 +14,8 @@ from fusekit_cli import complete
 from fusekit_cli.options import Session
 
 if TYPE_CHECKING:
-    from fusekit.store.exchange import Survey
-    from fusekit.store.manifest import Manifest
+    from fusekit.share.manifest import Manifest
+    from fusekit.share.push_pull import Survey
     from fusekit.store.verify import Inspect
 
 
@@ -35,7 +35,7 @@ def inspecting(session: Session, manifest: str | None) -> tuple[Inspect, Manifes
 
     if manifest is None:
         return WELLFORMED, None
-    from fusekit.store.manifest import pinned, read_manifest
+    from fusekit.share.manifest import pinned, read_manifest
 
     found = read_manifest(Path(manifest), session.open_store().trust)
     return pinned(found, WELLFORMED), found
@@ -47,11 +47,11 @@ def look(
 ) -> Survey:  # fmt: skip
     """What `source` holds of `patterns`, checked and, with trusted keys, signed. Of a bundle all is checked."""
     from fusekit.runtime.wellformed import WELLFORMED
+    from fusekit.share.bundle_import import read_bundle
+    from fusekit.share.push_pull import Survey, survey
+    from fusekit.share.remote import Remote
+    from fusekit.share.source import bundle_source, is_bundle
     from fusekit.store import names
-    from fusekit.store.bundle_import import read_bundle
-    from fusekit.store.exchange import Survey, survey
-    from fusekit.store.remote import Remote
-    from fusekit.store.source import bundle_source, is_bundle
 
     trust = session.open_store().trust
     if not is_bundle(source):
@@ -66,7 +66,7 @@ def look(
 
 def shown(source: str) -> str:
     """`source` as it may be shown."""
-    from fusekit.store.remote import hidden_url
+    from fusekit.share.remote import hidden_url
 
     return hidden_url(source)
 

@@ -15,8 +15,8 @@ from fusekit_cli import complete, output, sources
 from fusekit_cli.options import Session, common
 
 if TYPE_CHECKING:
+    from fusekit.share.manifest import Manifest
     from fusekit.store import Entry, NameRecord, Store, VerifyReport
-    from fusekit.store.manifest import Manifest
     from fusekit.store.verify import Problem
 
 
@@ -34,7 +34,7 @@ def command(session: Session, full: bool, source: str | None, manifest: str | No
     Exit code 1 if one is bad; 3 if there is no store: at --store, in a layer of FUSEKIT_STORES, or at all.
     """
     from fusekit.runtime.wellformed import WELLFORMED
-    from fusekit.store.manifest import read_manifest
+    from fusekit.share.manifest import read_manifest
 
     store = session.open_store()
     locked = None if manifest is None else read_manifest(Path(manifest), store.trust)
@@ -88,7 +88,7 @@ def command(session: Session, full: bool, source: str | None, manifest: str | No
 
 def _differences(store: Store, locked: Manifest) -> list[Problem]:
     """What `locked` lists and `store` has not, or otherwise."""
-    from fusekit.store.manifest import differences
+    from fusekit.share.manifest import differences
     from fusekit.store.verify import Problem
 
     def look(name: str) -> tuple[NameRecord, Entry | None] | None:
@@ -103,8 +103,8 @@ def _differences(store: Store, locked: Manifest) -> list[Problem]:
 
 def _elsewhere(session: Session, source: str, full: bool, locked: Manifest | None) -> VerifyReport:
     """The report on a bundle, or on the names of a remote and what they stand for."""
-    from fusekit.store.manifest import differences
-    from fusekit.store.source import is_bundle
+    from fusekit.share.manifest import differences
+    from fusekit.share.source import is_bundle
     from fusekit.store.verify import Problem, VerifyReport
 
     at, bundle = Path(sources.shown(source)), is_bundle(source)

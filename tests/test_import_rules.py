@@ -8,15 +8,16 @@
 | plan | errors, abi |
 | choice | errors, plan; store, to read a tuning table |
 | spec | errors, plan, choice |
-| store | errors, config, filelock; cabi; for remotes fsspec, aiohttp, tenacity, for signatures cryptography |
+| store | errors, config, filelock, for signatures cryptography |
+| share | errors, config, abi, store, cabi, filelock; for remotes fsspec, aiohttp, tenacity |
 | kernels | cutlass, plan, and the stream type of cuda.bindings.driver |
-| compiler | errors, config, plan, spec, abi, store, kernels; cutlass, llvmlite, distributed inside functions |
+| compiler | errors, config, plan, spec, abi, store, share, kernels; cutlass, llvmlite, distributed inside functions |
 | runtime | errors, config, abi, store, choice, cuda.bindings |
 | layers | errors, plan, runtime, exchange |
 | exchange | errors, plan, runtime |
 | library | errors, config, abi, store, choice, runtime, layers, exchange |
 | interop | errors, abi, library, runtime, layers, exchange, plan.arch; each framework in the module of its name alone |
-| cabi | errors, abi, store |
+| cabi | errors, abi |
 | reference | numpy, spec, plan, errors |
 | providers | compiler, the foreign package that a module is named after, the DSL |
 | stand_in | compiler, library, what these may import |
@@ -46,14 +47,16 @@ MAY = {
     "plan": {"fusekit.errors", "fusekit.abi"},
     "choice": {"fusekit.errors", "fusekit.plan", "fusekit.store"},
     "spec": {"fusekit.errors", "fusekit.plan", "fusekit.choice"},
-    "store": {
-        "fusekit.errors", "fusekit.config", "fusekit.cabi", "filelock", "fsspec", "aiohttp", "tenacity", "cryptography",
+    "store": {"fusekit.errors", "fusekit.config", "filelock", "cryptography"},
+    "share": {
+        "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.cabi", "filelock", "fsspec",
+        "aiohttp", "tenacity",
     },
     # CUstream is the type by which the DSL knows a stream.
     "kernels": {"cutlass", "fusekit.plan", "cuda.bindings.driver"},
     "compiler": {
         "fusekit.errors", "fusekit.config", "fusekit.plan", "fusekit.spec", "fusekit.abi", "fusekit.store",
-        "fusekit.kernels", "cutlass", "cuda.bindings", "llvmlite", "distributed",
+        "fusekit.share", "fusekit.kernels", "cutlass", "cuda.bindings", "llvmlite", "distributed",
     },
     "providers": {"fusekit.compiler", "cutlass", "cuda.bindings", "quack", "cudnn"},
     "runtime": {
@@ -69,7 +72,7 @@ MAY = {
         "fusekit.errors", "fusekit.abi", "fusekit.library", "fusekit.runtime", "fusekit.layers", "fusekit.exchange",
         "fusekit.plan.arch",
     },
-    "cabi": {"fusekit.errors", "fusekit.abi", "fusekit.store"},
+    "cabi": {"fusekit.errors", "fusekit.abi"},
     "reference": {"fusekit.errors", "fusekit.spec", "fusekit.plan", "numpy"},
     "bench": {
         "fusekit.errors", "fusekit.abi", "fusekit.store", "fusekit.spec", "fusekit.library", "fusekit.runtime",

@@ -13,9 +13,9 @@ from fusekit.compiler.build import BuildReport, Progress, execute, plan_build, s
 from fusekit.compiler.explain import check_usable
 from fusekit.compiler.identity import Identity
 from fusekit.errors import IntegrityError, StoreError, ToolchainError
+from fusekit.share.manifest import Comparison, Locked, Manifest
 from fusekit.spec import find
 from fusekit.store import Store
-from fusekit.store.manifest import Comparison, Locked, Manifest
 
 if TYPE_CHECKING:
     from fusekit.spec import Spec

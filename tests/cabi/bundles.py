@@ -10,11 +10,11 @@ from typing import Any
 
 from fusekit.abi import PeersArgument, TensorArgument, evaluate
 from fusekit.cabi import Exported
-from fusekit.cabi.member import export_bundle
 from fusekit.dtypes import DTYPES
+from fusekit.share.loader import export_bundle
+from fusekit.share.selection import select
 from fusekit.store import Entry, NameRecord, Store, key_fields, key_of
 from fusekit.store.keys import sha256
-from fusekit.store.selection import select
 
 from .launcher import OK, Error
 from .recorder import Recorder

@@ -17,11 +17,11 @@ import pytest
 
 from fusekit.cabi import Exported, flat, generate_loader
 from fusekit.cabi.layout import LOADER_TABLES, MAGIC, TABLES, VERSION, WORD, Field
-from fusekit.cabi.member import export_bundle
 from fusekit.config import Config
+from fusekit.share import bundle as form
+from fusekit.share.loader import export_bundle
+from fusekit.share.selection import select
 from fusekit.store import Store
-from fusekit.store import bundle as form
-from fusekit.store.selection import select
 from tests.abi.test_schema_2 import SECOND
 from tests.cubins import cubin_of
 from tests.runtime.samples import record

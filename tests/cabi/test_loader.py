@@ -11,11 +11,11 @@ import pytest
 
 from fusekit.abi import Dim, TensorArgument
 from fusekit.cabi import generate_loader
-from fusekit.cabi.member import export_bundle
+from fusekit.share import bundle as form
+from fusekit.share.bundle_import import import_bundle
+from fusekit.share.loader import export_bundle
+from fusekit.share.selection import select
 from fusekit.store import Store
-from fusekit.store import bundle as form
-from fusekit.store.bundle_import import import_bundle
-from fusekit.store.selection import select
 
 from .bundles import BundleLauncher, Loader, arguments, bundle_of, entry_of, name_of, publish, tensor
 from .launcher import (

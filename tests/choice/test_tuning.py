@@ -18,10 +18,10 @@ from fusekit.choice.variants import choose
 from fusekit.config import Config
 from fusekit.errors import IntegrityError, SignatureError, UsageError
 from fusekit.runtime.wellformed import WELLFORMED
+from fusekit.share.selection import sign_tuning
 from fusekit.spec import find
 from fusekit.spec.model import ARCHES
 from fusekit.store import NameRecord, Store
-from fusekit.store.selection import sign_tuning
 from fusekit.store.signature import Trust, generate
 from tests.runtime.samples import SPEC, library, publish, record
 

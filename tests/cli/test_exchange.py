@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
+from fusekit.share.manifest import Locked, Manifest, write_manifest
 from fusekit.store import NameRecord, Store
-from fusekit.store.manifest import Locked, Manifest, write_manifest
 from fusekit.store.signature import read_signing_key
 from tests.cli.conftest import NAMES
 from tests.store.samples import build_entry

@@ -9,8 +9,8 @@ import pytest
 from fusekit.compiler.build_check import check_build
 from fusekit.compiler.identity import Identity
 from fusekit.compiler.toolchain import distributions
+from fusekit.share.manifest import Manifest, read_manifest
 from fusekit.spec.catalog import packaged_folder
-from fusekit.store.manifest import Manifest, read_manifest
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
 NAME = "quickstart/moe-fc2@128x128-c2x1"

@@ -6,8 +6,8 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_void_p
 import pytest
 
 from fusekit.cabi import generate_loader
-from fusekit.cabi.member import export_bundle
-from fusekit.store.selection import select
+from fusekit.share.loader import export_bundle
+from fusekit.share.selection import select
 from tests.cabi.bundles import BundleLauncher, Loader, arguments, tensor
 from tests.cabi.launcher import CUDA_ERROR, OK, Error, build
 

@@ -131,8 +131,8 @@ def test_c_programs_give_the_bits_that_python_gives(gpu, problem, tmp_path, file
 @pytest.mark.parametrize(("compiler", "standard"), [("gcc", "c11"), ("g++", "c++17")])
 def test_a_c_program_that_reads_a_bundle_gives_them_too(gpu, problem, tmp_path, compiler, standard):
     from fusekit.cabi import generate_loader
-    from fusekit.cabi.member import export_bundle
-    from fusekit.store.selection import select
+    from fusekit.share.loader import export_bundle
+    from fusekit.share.selection import select
 
     store = gpu.library.store
     export_bundle(store, select(store, [problem[2]]), tmp_path / "kernels.tar")

@@ -13,15 +13,15 @@ from fusekit.choice.variants import check_alike, choose
 from fusekit.errors import FusekitError, IntegrityError
 from fusekit.plan.layer import stored_options
 from fusekit.runtime.wellformed import WELLFORMED, check_entry, check_name
+from fusekit.share.bundle import export_bundle
+from fusekit.share.bundle_import import import_bundle
+from fusekit.share.manifest import read_manifest
+from fusekit.share.push_pull import pull, push
+from fusekit.share.remote import Remote
+from fusekit.share.selection import select
 from fusekit.store import NameRecord, Store
-from fusekit.store.bundle import export_bundle
-from fusekit.store.bundle_import import import_bundle
 from fusekit.store.documents import DEPTH, seal
 from fusekit.store.entries import Entry
-from fusekit.store.exchange import pull, push
-from fusekit.store.manifest import read_manifest
-from fusekit.store.remote import Remote
-from fusekit.store.selection import select
 from tests.cubins import cubin_of
 from tests.plan.test_layer_program import CASES, options
 from tests.store.samples import build_entry, build_launch, build_record, files

@@ -4,12 +4,12 @@ import shutil
 from pathlib import Path
 
 from fusekit.errors import FusekitError
+from fusekit.share.bundle import export_bundle
+from fusekit.share.bundle_import import import_bundle
+from fusekit.share.push_pull import pull, push
+from fusekit.share.remote import Remote
+from fusekit.share.selection import select
 from fusekit.store import Store, process
-from fusekit.store.bundle import export_bundle
-from fusekit.store.bundle_import import import_bundle
-from fusekit.store.exchange import pull, push
-from fusekit.store.remote import Remote
-from fusekit.store.selection import select
 from tests.store.collecting import DAY, age
 from tests.store.samples import build_entry, build_record
 

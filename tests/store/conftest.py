@@ -12,8 +12,8 @@ import pytest
 
 from fusekit.store import Entry, NameRecord, Store, process
 from fusekit.store.signature import generate
+from tests.share.bundles import bundled, fill
 from tests.store import attacks
-from tests.store.bundles import bundled, fill
 from tests.store.samples import build_entry, build_record
 
 NOBODY = 65534

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusekit.errors import IntegrityError, SignatureError
+from fusekit.share.selection import select, sign_selection
 from fusekit.store import Store
 from fusekit.store.documents import seal, unseal
 from fusekit.store.keys import canonical_json
-from fusekit.store.selection import select, sign_selection
 from fusekit.store.signature import Trust, generate
 from tests.store.samples import build_entry, build_record, replant
 

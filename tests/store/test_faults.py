@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from fusekit.share.bundle import export_bundle
+from fusekit.share.push_pull import push
+from fusekit.share.remote import Remote
+from fusekit.share.selection import select
 from fusekit.store import NameRecord, Store
-from fusekit.store.bundle import export_bundle
-from fusekit.store.exchange import push
 from fusekit.store.keys import sha256
-from fusekit.store.remote import Remote
-from fusekit.store.selection import select
 from fusekit.store.signature import generate
 from tests.cli.conftest import NAMES, SPEC
 from tests.store.faults import COMMANDS

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from fusekit.share.push_pull import pull
+from fusekit.share.remote import Remote
 from fusekit.store import Store
-from fusekit.store.exchange import pull
 from fusekit.store.marks import mark_path
 from fusekit.store.publishing import Disk
-from fusekit.store.remote import Remote
 from fusekit_cli.main import main
 from tests.store.collecting import DAY, age, everything, fill, held
 from tests.store.samples import build_entry, build_record
@@ -87,7 +87,7 @@ def test_what_comes_in_stays_until_all_of_it_is_there(tmp_path, aside, verb, mon
 
 def test_a_lease_is_renewed_while_a_transfer_waits(tmp_path, aside, monkeypatch):
     """A cubin may take longer than a lease lasts."""
-    monkeypatch.setattr("fusekit.store.transfer._WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("fusekit.share.transfer._WAIT_SECONDS", 0.01)
     monkeypatch.setattr("fusekit.store.marks._RENEW_SECONDS", 0.0)
     store, read, renewed = Store(tmp_path / "store"), Remote.read, []
     store.publish(*build_entry(9))

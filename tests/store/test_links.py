@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from fusekit.errors import IntegrityError, StoreError
+from fusekit.share.bundle import export_bundle
+from fusekit.share.manifest import Manifest, write_manifest
+from fusekit.share.push_pull import push
+from fusekit.share.remote import Remote
+from fusekit.share.selection import select
 from fusekit.store import Store, marks
-from fusekit.store.bundle import export_bundle
-from fusekit.store.exchange import push
 from fusekit.store.folders import Folders
 from fusekit.store.layout import MARKER
-from fusekit.store.manifest import Manifest, write_manifest
 from fusekit.store.publishing import Publisher
-from fusekit.store.remote import Remote
-from fusekit.store.selection import select
 from fusekit.store.signature import generate
 from tests.store.attacks import VERBS, attempt, folders_of, state, victim_of, whole_store
 from tests.store.collecting import DAY, age, everything, held

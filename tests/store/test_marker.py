@@ -6,12 +6,12 @@ import shutil
 import pytest
 
 from fusekit.errors import IntegrityError, NoStoreError
+from fusekit.share.push_pull import push
+from fusekit.share.remote import Remote
+from fusekit.share.selection import select
 from fusekit.store import Store
-from fusekit.store.exchange import push
 from fusekit.store.layout import MARKER
 from fusekit.store.marker import DATA, FORMAT, absence
-from fusekit.store.remote import Remote
-from fusekit.store.selection import select
 from tests.store.attacks import RANDOM, VERBS, WRITERS, attempt, gone_owner, state, whole_store
 from tests.store.collecting import DAY, age, everything
 from tests.store.samples import build_entry

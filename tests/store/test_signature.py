@@ -14,9 +14,9 @@ import pytest
 
 from fusekit import Config
 from fusekit.errors import IntegrityError, SignatureError, StoreError, UsageError
+from fusekit.share.selection import select, sign_selection
 from fusekit.store import NameRecord, Store, documents
 from fusekit.store.keys import sha256
-from fusekit.store.selection import select, sign_selection
 from fusekit.store.signature import Trust, generate, is_key_id, read_public_keys, read_signing_key
 from tests.store.samples import build_entry, build_record
 

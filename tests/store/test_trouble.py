@@ -13,9 +13,9 @@ from fusekit.compiler.build_check import locked_in
 from fusekit.compiler.identity import Identity
 from fusekit.config import Config
 from fusekit.errors import IntegrityError, StoreError
+from fusekit.share.manifest import Manifest
 from fusekit.store import Store, files
 from fusekit.store.files import read_file
-from fusekit.store.manifest import Manifest
 from fusekit.store.marks import mark_path
 from fusekit.store.publishing import Disk
 from fusekit.store.signature import read_any_keys

@@ -9,7 +9,7 @@ both write at once either is right, as in a store. A name stands for what was pu
 
 Nothing that comes back is believed: each document is checked as one of a store is, each cubin against its entry, and
 with trusted keys each signature before anything is parsed. A failing connection is tried again, with growing pauses.
-How much is read, and how long is waited, is bounded: `fusekit.store.bounds`.
+How much is read, and how long is waited, is bounded: `fusekit.share.bounds`.
 
 A folder of this machine is written as a store is: by `Publisher`, so that no link in it leads a push elsewhere.
 """
@@ -29,12 +29,12 @@ from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from fusekit.errors import FusekitError, IntegrityError, StoreError, UsageError, install
+from fusekit.share.bounds import FOLDER_DEPTH, Bounds, within
+from fusekit.share.source import check_url
+from fusekit.share.web import Web
 from fusekit.store import marker
-from fusekit.store.bounds import FOLDER_DEPTH, Bounds, within
 from fusekit.store.files import exists, store_error
 from fusekit.store.publishing import Publisher
-from fusekit.store.source import check_url
-from fusekit.store.web import Web
 
 T = TypeVar("T")
 

@@ -3,13 +3,13 @@
 import json
 
 from fusekit.errors import IntegrityError, SignatureError
+from fusekit.share.bundle import INDEX, export_bundle
+from fusekit.share.bundle_import import import_bundle
+from fusekit.share.selection import select
 from fusekit.store import Store
-from fusekit.store.bundle import INDEX, export_bundle
-from fusekit.store.bundle_import import import_bundle
 from fusekit.store.keys import canonical_json
-from fusekit.store.selection import select
 from fusekit.store.signature import Trust, read_signing_key
-from tests.store.bundles import parts, put, read_index, refused
+from tests.share.bundles import parts, put, read_index, refused
 from tests.store.samples import files
 
 
@@ -45,7 +45,7 @@ def test_a_signed_bundle_fills_a_trusting_store(keys, store):
 
 
 def test_unsigned_and_foreign_bundles_are_refused_before_they_are_parsed(keys, bundle, monkeypatch):
-    from fusekit.store import bundle_import
+    from fusekit.share import bundle_import
 
     def parse(*_):
         raise AssertionError("parsed")

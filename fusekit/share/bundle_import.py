@@ -1,4 +1,4 @@
-"""Reading bundles, which may come from anybody: see `fusekit.store.bundle` for their form."""
+"""Reading bundles, which may come from anybody: see `fusekit.share.bundle` for their form."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fusekit.errors import FusekitError, IntegrityError
-from fusekit.store import names
-from fusekit.store.bundle import (
+from fusekit.share.bundle import (
     BLOCK,
     END,
     INDEX,
@@ -31,15 +30,16 @@ from fusekit.store.bundle import (
     signature_name,
     signature_of,
 )
+from fusekit.share.selection import Step
+from fusekit.share.source import Source, spooled
+from fusekit.store import names
 from fusekit.store.documents import LIMIT, parse
 from fusekit.store.entries import CUBIN_LIMIT, Entry
 from fusekit.store.files import store_error
 from fusekit.store.given import given_file
 from fusekit.store.keys import canonical_json, is_digest, sha256
 from fusekit.store.names import NameRecord
-from fusekit.store.selection import Step
 from fusekit.store.signature import SIGNATURE_BYTES, Trust, is_key_id
-from fusekit.store.source import Source, spooled
 from fusekit.store.store import Store
 from fusekit.store.verify import Inspect
 
@@ -220,7 +220,7 @@ class _Reader:
 
     def _check_loader(self, loader: bytes, index: Index, kernels: Sequence[tuple[NameRecord, Entry]]) -> None:
         """What the C loader reads follows from the documents, byte for byte; no digest tells whether it does."""
-        from fusekit.cabi.member import derived
+        from fusekit.share.loader import derived
 
         if loader != derived(kernels, before(index.members[:-1]))[0]:
             raise self._bad(

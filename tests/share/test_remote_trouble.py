@@ -7,11 +7,11 @@ import fsspec
 import pytest
 
 from fusekit.errors import IntegrityError, NotBuiltError, StoreError
+from fusekit.share.push_pull import pull, push
+from fusekit.share.remote import Remote
+from fusekit.share.selection import select
 from fusekit.store import Store
-from fusekit.store.exchange import pull, push
-from fusekit.store.remote import Remote
-from fusekit.store.selection import select
-from tests.store.remotes import NAMES, damage, elsewhere, fill, paths_of, remote
+from tests.share.remotes import NAMES, damage, elsewhere, fill, paths_of, remote
 from tests.store.samples import files
 
 

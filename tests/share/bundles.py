@@ -6,11 +6,11 @@ import tarfile
 import pytest
 
 from fusekit.errors import IntegrityError
+from fusekit.share.bundle import END, export_bundle, header, padding
+from fusekit.share.bundle_import import import_bundle, open_bundle
+from fusekit.share.selection import select
 from fusekit.store import Store
-from fusekit.store.bundle import END, export_bundle, header, padding
-from fusekit.store.bundle_import import import_bundle, open_bundle
 from fusekit.store.keys import canonical_json
-from fusekit.store.selection import select
 from tests.store.samples import build_entry, build_record, files
 
 NAMES = ("quickstart/fc1@128x160-c2x1", "quickstart/fc1@128x192-c2x1", "other/fc2@a")

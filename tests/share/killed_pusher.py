@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 from fusekit.errors import NotBuiltError
+from fusekit.share.push_pull import push, survey
+from fusekit.share.remote import Remote
+from fusekit.share.selection import select
 from fusekit.store import Store
-from fusekit.store.exchange import push, survey
 from fusekit.store.publishing import Disk
-from fusekit.store.remote import Remote
-from fusekit.store.selection import select
 from fusekit.store.signature import Trust
-from tests.store.remotes import NAMES, elsewhere, fill
+from tests.share.remotes import NAMES, elsewhere, fill
 
 KILLED = 9
 

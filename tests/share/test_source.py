@@ -11,16 +11,16 @@ import threading
 import pytest
 
 from fusekit.errors import IntegrityError, SignatureError, StoreError, UsageError
+from fusekit.share.bundle import export_bundle
+from fusekit.share.bundle_import import import_bundle, read_bundle
+from fusekit.share.push_pull import pull, push, survey
+from fusekit.share.remote import Remote
+from fusekit.share.selection import select
+from fusekit.share.source import Stream, bundle_source, is_bundle
 from fusekit.store import Store
-from fusekit.store.bundle import export_bundle
-from fusekit.store.bundle_import import import_bundle, read_bundle
-from fusekit.store.exchange import pull, push, survey
-from fusekit.store.remote import Remote
-from fusekit.store.selection import select
 from fusekit.store.signature import Trust
-from fusekit.store.source import Stream, bundle_source, is_bundle
-from tests.store.bundles import NAMES, bundled, fill
-from tests.store.remotes import damage, remote
+from tests.share.bundles import NAMES, bundled, fill
+from tests.share.remotes import damage, remote
 from tests.store.samples import build_entry, files
 
 
@@ -44,7 +44,7 @@ def test_a_bundle_from_a_pipe(store, bundle, tmp_path, piece):
 
 
 def test_no_more_is_taken_than_the_index_says(bundle, tmp_path, monkeypatch):
-    monkeypatch.setattr("fusekit.store.bundle_import._HEAD_LIMIT", 4096)
+    monkeypatch.setattr("fusekit.share.bundle_import._HEAD_LIMIT", 4096)
     taken = []
     with pytest.raises(IntegrityError, match=r"a pipe has .* bytes, where its index makes"):
         import_bundle(Store(tmp_path / "piped"), stream(bundle.read_bytes() + bytes(50 << 20), taken))
@@ -64,7 +64,7 @@ def test_a_pipe_that_breaks_off(bundle, tmp_path, keep):
 
 
 def test_an_unsigned_pipe_is_refused_before_the_rest_is_taken(bundle, keys, monkeypatch):
-    monkeypatch.setattr("fusekit.store.bundle_import._HEAD_LIMIT", 4096)
+    monkeypatch.setattr("fusekit.share.bundle_import._HEAD_LIMIT", 4096)
     taken = []
     with pytest.raises(SignatureError, match="a pipe is not signed"):
         trust = Trust([keys / "ours.pub"])

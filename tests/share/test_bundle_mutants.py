@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from fusekit.cabi import member as loading
 from fusekit.errors import FusekitError, IntegrityError
 from fusekit.runtime.wellformed import WELLFORMED
+from fusekit.share import bundle as form
+from fusekit.share import loader as loading
+from fusekit.share.bundle_import import import_bundle
+from fusekit.share.selection import Selection, select
 from fusekit.store import Store
-from fusekit.store import bundle as form
-from fusekit.store.bundle_import import import_bundle
 from fusekit.store.documents import seal
-from fusekit.store.selection import Selection, select
 from tests.store.samples import build_entry, build_record
 
 SPEC = {"op": "dense-gemm", "tile": [128, 128], "cluster": [2, 1], "problem": {"E": 1, "M": 8, "N": 8, "K": 8}}

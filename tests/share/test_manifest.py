@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from fusekit.errors import IntegrityError, SignatureError, StoreError, UsageError
-from fusekit.store.manifest import (
+from fusekit.share.manifest import (
     LIMIT,
     Locked,
     Manifest,

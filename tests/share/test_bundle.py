@@ -8,13 +8,13 @@ import tarfile
 
 import pytest
 
-from fusekit.cabi.member import member
 from fusekit.errors import IntegrityError, NotBuiltError, StoreError, UsageError
+from fusekit.share.bundle import BLOCK, INDEX, export_bundle
+from fusekit.share.bundle_import import import_bundle
+from fusekit.share.loader import member
+from fusekit.share.selection import select
 from fusekit.store import Store
-from fusekit.store.bundle import BLOCK, INDEX, export_bundle
-from fusekit.store.bundle_import import import_bundle
-from fusekit.store.selection import select
-from tests.store.bundles import NAMES, fill, read_index, refused
+from tests.share.bundles import NAMES, fill, read_index, refused
 from tests.store.samples import build_entry, files
 
 
@@ -33,8 +33,8 @@ def test_the_same_kernels_give_the_same_bytes(bundle, tmp_path):
     """Another store, filled in another order, in another process with another hash seed, umask and time."""
     code = (
         "import os, sys; os.umask(0o077); from pathlib import Path; from fusekit.store import Store\n"
-        "from fusekit.store.bundle import export_bundle; from fusekit.store.bundle_import import import_bundle\n"
-        "from fusekit.store.selection import select\n"
+        "from fusekit.share.bundle import export_bundle; from fusekit.share.bundle_import import import_bundle\n"
+        "from fusekit.share.selection import select\n"
         "store = Store(Path(sys.argv[2])); import_bundle(store, Path(sys.argv[1]))\n"
         "export_bundle(store, select(store, ['other', 'quickstart', '*fc1*']), Path(sys.argv[3]))"
     )

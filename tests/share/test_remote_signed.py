@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from fusekit.share.push_pull import pull, push
+from fusekit.share.remote import Remote
+from fusekit.share.selection import select
 from fusekit.store import Store
-from fusekit.store.exchange import pull, push
 from fusekit.store.keys import sha256
-from fusekit.store.remote import Remote
-from fusekit.store.selection import select
 from fusekit.store.signature import Trust, read_signing_key
-from tests.store.remotes import NAMES, damage, fill, paths_of, remote
+from tests.share.remotes import NAMES, damage, fill, paths_of, remote
 from tests.store.samples import build_entry, build_record, files
 
 
@@ -93,7 +93,7 @@ def test_a_forged_remote(store, url, keys):
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 def test_a_push_that_is_killed_at_each_step(keys, where):
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.store.killed_pusher", keys, where]
+    command = [sys.executable, "-m", "tests.share.killed_pusher", keys, where]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20

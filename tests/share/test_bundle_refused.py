@@ -10,11 +10,11 @@ import tracemalloc
 import pytest
 
 from fusekit.errors import IntegrityError, UsageError
+from fusekit.share.bundle import BLOCK, INDEX, header, padding
+from fusekit.share.bundle_import import import_bundle
 from fusekit.store import Store
-from fusekit.store.bundle import BLOCK, INDEX, header, padding
-from fusekit.store.bundle_import import import_bundle
 from fusekit.store.keys import canonical_json, sha256
-from tests.store.bundles import parts, put, refused, with_index
+from tests.share.bundles import parts, put, refused, with_index
 from tests.store.samples import build_entry
 
 
@@ -302,7 +302,7 @@ def test_any_changed_byte(bundle, tmp_path):
 
 def test_a_file_that_changes_meanwhile(bundle, tmp_path, monkeypatch):
     """Between the reading that checks and the one that publishes."""
-    from fusekit.store import bundle_import
+    from fusekit.share import bundle_import
 
     real = bundle_import._Reader.check
 

@@ -9,10 +9,10 @@ import time
 import pytest
 
 from fusekit.errors import IntegrityError, NotBuiltError, StoreError
+from fusekit.share.bounds import FOLDER_DEPTH, Bounds
+from fusekit.share.push_pull import pull
+from fusekit.share.remote import Remote
 from fusekit.store import Store
-from fusekit.store.bounds import FOLDER_DEPTH, Bounds
-from fusekit.store.exchange import pull
-from fusekit.store.remote import Remote
 from tests.store.samples import build_entry, build_record
 
 pytest.importorskip("aiohttp")

@@ -4,10 +4,10 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from fusekit.share.push_pull import push
+from fusekit.share.remote import Remote
+from fusekit.share.selection import select
 from fusekit.store import Store
-from fusekit.store.exchange import push
-from fusekit.store.remote import Remote
-from fusekit.store.selection import select
 from tests.store.samples import build_entry, build_record
 
 KERNELS = 12

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
 
 from fusekit.errors import StoreError
-from fusekit.store.bounds import Bounds
+from fusekit.share.bounds import Bounds
 
 _CHUNK = 1 << 20
 # Its parts are bounded, so that no page takes longer than its length.

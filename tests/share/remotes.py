@@ -4,9 +4,9 @@ import functools
 
 import fsspec
 
+from fusekit.share.remote import Remote
 from fusekit.store.layout import MARKER
 from fusekit.store.publishing import Disk
-from fusekit.store.remote import Remote
 from tests.store.samples import build_entry, build_record
 
 NAMES = ("quickstart/fc1@128x160-c2x1", "quickstart/fc2@a", "other/fc1@b")

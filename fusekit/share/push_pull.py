@@ -1,4 +1,4 @@
-"""`push` and `pull`: what one side lacks moves to it, the rest stays where it is. See `fusekit.store.remote`."""
+"""`push` and `pull`: what one side lacks moves to it, the rest stays where it is. See `fusekit.share.remote`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from fusekit.errors import FusekitError, IntegrityError, NotBuiltError
+from fusekit.share.remote import Remote
+from fusekit.share.selection import Selection, Signed
+from fusekit.share.transfer import Exchange, Notify, Progress, Report, check_form, raised, twice
 from fusekit.store import names
 from fusekit.store.documents import LIMIT
 from fusekit.store.entries import Entry
 from fusekit.store.keys import sha256
 from fusekit.store.layer import SHELL
 from fusekit.store.names import NameRecord
-from fusekit.store.remote import Remote
-from fusekit.store.selection import Selection, Signed
 from fusekit.store.signature import Trust
 from fusekit.store.store import Store
-from fusekit.store.transfer import Exchange, Notify, Progress, Report, check_form, raised, twice
 from fusekit.store.verify import Inspect
 
 __all__ = ["Notify", "Progress", "Report", "Survey", "pull", "push", "survey"]

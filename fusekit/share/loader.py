@@ -17,14 +17,14 @@ from fusekit.abi import LaunchRecord, RecordError
 from fusekit.cabi import flat
 from fusekit.cabi.layout import MAGIC, VERSION
 from fusekit.errors import UsageError
+from fusekit.share import bundle as form
+from fusekit.share.selection import Selection
 from fusekit.store import Entry, Store
-from fusekit.store import bundle as form
 from fusekit.store.names import NameRecord
-from fusekit.store.selection import Selection
 
 
 def export_bundle(store: Store, selection: Selection, path: Path) -> form.Transfer:
-    """`fusekit.store.bundle.export_bundle`, for the C loader too. A kernel beyond its limits is listed for it with the
+    """`fusekit.share.bundle.export_bundle`, for the C loader too. A kernel beyond its limits is listed for it with the
     reason, and is a kernel like others for Python.
     """
     return form.export_bundle(store, selection, path, lambda before: member(selection, before))

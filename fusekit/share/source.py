@@ -52,7 +52,7 @@ def bundle_source(text: str, stdin: BinaryIO) -> Source:
         return Stream("standard input", lambda: iter(lambda: stdin.read(_PIECE), b""))
     if "://" not in check_url(text):
         return Path(text).absolute()
-    from fusekit.store.remote import Remote
+    from fusekit.share.remote import Remote
 
     remote = Remote(text)
 
@@ -71,7 +71,7 @@ def is_bundle(text: str) -> bool:
         return True
     if "://" not in check_url(text):
         return not os.path.isdir(text)  # noqa: PTH112 - False for a path that cannot be looked at, too
-    from fusekit.store.remote import Remote, hidden_url
+    from fusekit.share.remote import Remote, hidden_url
 
     if hidden_url(text).endswith(_SUFFIXES):
         return True

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from fusekit.errors import NotBuiltError, StoreError, UsageError
+from fusekit.share.push_pull import Progress, pull, push
+from fusekit.share.remote import Remote, hidden, hidden_url
+from fusekit.share.selection import select
 from fusekit.store import Store
-from fusekit.store.exchange import Progress, pull, push
-from fusekit.store.remote import Remote, hidden, hidden_url
-from fusekit.store.selection import select
-from tests.store import pusher
-from tests.store.remotes import NAMES, fill, remote
+from tests.share import pusher
+from tests.share.remotes import NAMES, fill, remote
 from tests.store.samples import build_entry, build_record, files
 
 
@@ -105,7 +105,7 @@ def test_concurrent_pushers_agree(tmp_path):
     root = Path(__file__).parents[2]
     pushers = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.store.pusher", url, tmp_path / f"store-{age}", str(age)],
+            [sys.executable, "-m", "tests.share.pusher", url, tmp_path / f"store-{age}", str(age)],
             cwd=root,
             stderr=subprocess.PIPE,
             text=True,
