@@ -9,11 +9,14 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 
-from fusekit.kernels.exchange.shares import SLOTS
+from fusekit.kernels.exchange import shares
+from fusekit.kernels.exchange.shares import SLOT, SLOTS
 from fusekit.plan.exchange import CHUNK
+from tests.kernels.plain import plain
 
 FAULTS = ("chunks take slots that are in use", "chunks become known in any order", "a chunk is told of by its last row")
 Until = Callable[[], bool]
@@ -94,3 +97,21 @@ def test_a_mistake_is_found(fault):
         except AssertionError:
             return
     pytest.fail(f"{fault}: not found")
+
+
+def test_the_last_row_to_be_sent_tells_of_its_chunk():
+    """Also of the chunk that has the slot next."""
+    memory: Counter[int] = Counter()
+
+    def add(address: int) -> int:
+        memory[address] += 1
+        return memory[address] - 1
+
+    arch = SimpleNamespace(sync_warp=lambda: None, lane_idx=lambda: 0, shuffle_sync=lambda value, lane: value)
+    device = plain(shares, cute=SimpleNamespace(arch=arch), signals=SimpleNamespace(add_shared=add))
+    places = [device.slot(1000, number) for number in range(SLOTS)]
+    assert places == list(range(1000 + SLOT, 1000 + SLOT * (SLOTS + 1), SLOT))
+    assert device.slot(1000, SLOTS) == places[0]
+    for _ in range(2):
+        assert [device.sent(places[3]) for _ in range(CHUNK)] == [0] * (CHUNK - 1) + [1]
+    assert memory == {places[3] + 4: 2 * CHUNK}

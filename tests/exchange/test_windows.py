@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import struct
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -187,6 +188,23 @@ def test_ranks_of_processes_open_each_others_windows(driver, devices):
     assert together(2, lambda rank: windows[rank].close()) == [None, None]
     assert set(driver.opened.values()) == {0}
     assert not driver.memory
+
+
+def test_a_window_is_there_until_all_ranks_have_closed_it(driver, devices):
+    gathering, close, freed = Gathering(2), driver.cuIpcCloseMemHandle, driver.cuMemFree
+    windows = together(2, lambda rank: between_processes(devices, rank, rank, 4096, gathering.of(rank)))
+
+    def slowly(address: int) -> Any:
+        if address == windows[0].address:
+            time.sleep(0.2)
+        return close(address)
+
+    def free(address: int) -> Any:
+        assert driver.opened[address] == 0
+        return freed(address)
+
+    driver.cuIpcCloseMemHandle, driver.cuMemFree = slowly, free
+    assert together(2, lambda rank: windows[rank].close()) == [None, None]
 
 
 def test_sizes_that_differ_are_refused_by_all(driver, devices):

@@ -37,7 +37,7 @@ def test_words_and_sweeps_are_in_no_key():
     one, other = (
         parse_text(HEAD + rest, "own")[0]
         for rest in (
-            "params.n = 1\narguments.x = { doc = 'a' }",
+            "summary = 'a'\nparams.n = 1\narguments.x = { doc = 'a' }",
             "sweep.n = [1]\nran_on = ['sm_90a']\narguments.x = {}",
         )
     )
