@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fusekit.abi.expr import RecordError
@@ -11,7 +11,9 @@ from fusekit.errors import IntegrityError, some
 
 SHT_SYMTAB = 2
 SHT_NOBITS = 8
+KERNEL_PARAMETER = 0x17  # the attribute of .nv.info that lists one
 
+_SIZED = 0x04  # attribute format: a payload follows the head
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SEGMENT = struct.Struct("<IIQQQQQQ")
@@ -55,21 +57,40 @@ class Elf:
         """Names of functions that it defines."""
         return frozenset(symbol.name for symbol in self.symbols if symbol.is_function and symbol.section)
 
+    def parameter_count(self, symbol: str) -> int | None:
+        """Parameters of the kernel `symbol` of a cubin; None where no .nv.info lists them."""
+        info = self.section(f".nv.info.{symbol}")
+        return None if info is None else sum(kind == KERNEL_PARAMETER for kind, _, _ in attributes(info.data))
 
-def check_cubin(data: bytes, symbols: Iterable[str], name: str) -> None:
-    """Raises IntegrityError, naming `name`, unless `data` is a whole ELF file with functions of these names: the driver
-    is handed an address and no size.
+
+def attributes(info: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """(attribute, 16-bit value, payload) of each in a .nv.info section. Raises RecordError where one is cut short."""
+    at = 0
+    while at < len(info):
+        form, attribute, value = struct.unpack("<BBH", info[at : at + 4].ljust(4, b"\0"))
+        end = at + 4 + (value if form == _SIZED else 0)
+        if end > len(info):
+            raise RecordError(f"cubin: attribute {attribute:#x} of .nv.info is cut short; build it again")
+        yield attribute, value, info[at + 4 : end]
+        at = end
+
+
+def check_cubin(data: bytes, symbols: Iterable[str], name: str) -> dict[str, int | None]:
+    """The `Elf.parameter_count` of each of these kernels. Raises IntegrityError, naming `name`, unless `data` is a
+    whole ELF file with functions of these names: the driver is handed an address and no size.
     """
     try:
-        functions = parse(data, "its cubin").functions
+        file = parse(data, "its cubin")
+        functions, counts = file.functions, {symbol: file.parameter_count(symbol) for symbol in symbols}
     except RecordError as error:
         raise IntegrityError(f"{name}: {error}") from None
-    for symbol in symbols:
+    for symbol in counts:
         if symbol not in functions:
             known = some(sorted(functions)) or "none"
             raise IntegrityError(
                 f"{name}: its launch record launches {symbol!r}, its cubin has {known}; build it again"
             )
+    return counts
 
 
 def parse(data: bytes, what: str) -> Elf:

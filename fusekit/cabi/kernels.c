@@ -7,12 +7,6 @@ struct fusekit_kernel {
 
 /* ---- The cubin, as far as the driver has to trust it: it is handed an address, and no size. */
 
-static uint64_t fk_little(const unsigned char *at, int bytes) {
-    uint64_t value = 0;
-    while (bytes-- > 0) value = value << 8 | at[bytes];
-    return value;
-}
-
 /* Whether a table of `count` rows lies within the file, and what each row points to: `fields` are where offset and size
  * stand in a row. Sections of type 8 (NOBITS) have nothing in the file. */
 static int fk_elf_table(const unsigned char *elf, uint64_t size, uint64_t at, uint64_t row, uint64_t count,
@@ -34,10 +28,6 @@ static int fk_is_elf(const unsigned char *elf, uint64_t size) {
     return size >= 64 && memcmp(elf, "\177ELF\2\1", 6) == 0 &&
            fk_elf_table(elf, size, fk_little(elf + 40, 8), fk_little(elf + 58, 2), fk_little(elf + 60, 2), sections, 1) &&
            fk_elf_table(elf, size, fk_little(elf + 32, 8), fk_little(elf + 54, 2), fk_little(elf + 56, 2), segments, 0);
-}
-
-static const unsigned char *fk_elf_section(const unsigned char *elf, uint64_t index) {
-    return elf + fk_little(elf + 40, 8) + index * fk_little(elf + 58, 2);
 }
 
 /* Whether a whole ELF file defines a function of that name. */

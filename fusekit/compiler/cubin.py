@@ -8,7 +8,6 @@ The facts stand in the ``.nv.info`` sections, lists of attributes. Each has a 4-
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +16,9 @@ from fusekit.errors import BuildError
 
 RESERVED_SHARED = 1024  # of every block, from sm_80 on; counted in a kernel's section if it uses shared memory at all
 
-_SIZED = 0x04  # attribute format: payload behind the head
 _MAX_THREADS = 0x05
 _REQUIRED_THREADS = 0x10
 _FRAME_SIZE = 0x11
-_PARAMETER = 0x17
 _PARAMETER_BYTES = 0x19
 _REGISTERS = 0x2F
 _BARRIERS = 0x4C
@@ -85,6 +82,8 @@ def read(data: bytes, symbol: str) -> Cubin:
     """The facts of the kernel `symbol`; raises BuildError when the cubin lacks it or describes it in an unknown way."""
     try:
         return _read(data, symbol)
+    except RecordError as error:
+        raise BuildError(str(error)) from error
     except struct.error as error:
         raise BuildError(f"cubin: an attribute of .nv.info is cut short ({error}); build it again") from error
 
@@ -102,7 +101,7 @@ def _read(data: bytes, symbol: str) -> Cubin:
         )
     number = next(i for i, s in enumerate(file.symbols) if s.name == symbol and s.is_function)
     counts = {_REGISTERS: 0, _FRAME_SIZE: 0}
-    for attribute, _, payload in _attributes(common.data):
+    for attribute, _, payload in elf.attributes(common.data):
         if attribute in counts and len(payload) == 8:
             function, value = struct.unpack("<II", payload)
             if function == number:
@@ -110,8 +109,8 @@ def _read(data: bytes, symbol: str) -> Cubin:
     facts = {_PARAMETER_BYTES: 0, _BARRIERS: 0}
     threads = 0
     ordinals: dict[int, KernelParameter] = {}
-    for attribute, value, payload in _attributes(own.data):
-        if attribute == _PARAMETER:
+    for attribute, value, payload in elf.attributes(own.data):
+        if attribute == elf.KERNEL_PARAMETER:
             _, ordinal, offset, packed = struct.unpack("<IHHI", payload)
             ordinals[ordinal] = KernelParameter(offset, packed >> 18)
         elif attribute == _PARAMETER_V2:
@@ -142,18 +141,3 @@ def _read(data: bytes, symbol: str) -> Cubin:
 
 def _entry_points(file: elf.Elf) -> tuple[str, ...]:
     return tuple(s.name for s in file.symbols if s.is_function and file.section(f".nv.info.{s.name}") is not None)
-
-
-def _attributes(data: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """(attribute, 16-bit value, payload) of each; a payload that the section does not hold whole raises BuildError."""
-    at = 0
-    while at < len(data):
-        form, attribute, value = struct.unpack_from("<BBH", data, at)
-        at += 4
-        payload = b""
-        if form == _SIZED:
-            payload = data[at : at + value]
-            if len(payload) != value:
-                raise BuildError(f"cubin: attribute {attribute:#x} of .nv.info is cut short; build it again")
-            at += value
-        yield attribute, value, payload

@@ -69,6 +69,7 @@ class Recorder:
     launches: list[Launched] = field(default_factory=list)
     settings: dict[int, int] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)  # those not asked to by `fail`
     contexts: list[int] = field(default_factory=list)
     retained: int = 0
     loaded: int = 0
@@ -106,7 +107,11 @@ class Recorder:
             self.calls.append(name)
             if self.capturing and self.capture_mode != RELAXED and name in UNSAFE:
                 return 900
-            return self.fail.get(name) or function(*values) or 0
+            if name in self.fail:
+                return self.fail[name]
+            result = function(*values) or 0
+            self.failed += [name] if result else []
+            return result
 
         return CFUNCTYPE(c_int, *arguments)(called)
 

@@ -10,6 +10,7 @@ import pytest
 
 from fusekit.abi import IntegerParameter, ScalarArgument
 from fusekit.cabi import Exported
+from tests.cubins import cubin_of
 from tests.runtime.samples import record
 
 from .launcher import (
@@ -245,21 +246,32 @@ def test_a_load_that_fails_leaves_nothing_behind(exported, changes, status, text
     assert not recorder.contexts
 
 
-def test_a_cubin_of_another_build_is_refused(exported):
-    shared, kernels = exported
-    made = kernels[-1].record
+def test_a_cubin_of_another_build_is_refused(tmp_path):
+    made = samples()[-1].record
     last = made.parameters[-1]
     extra = IntegerParameter("extra", "i64", 0, last.offset + last.size)
-    for parameters, text in (
+    cases = (
         (made.parameters[:-1], "has 10 parameters, the record 11"),
-        ((*made.parameters, extra), "more than the record's 11 parameters"),
+        ((*made.parameters, extra), "has 12 parameters, the record 11"),
         ((*made.parameters[:-1], replace(last, offset=last.offset + 8)), "is 312+8 in the record and 320+8"),
-    ):
+        (made.parameters, None),
+    )
+    symbols = [step.symbol for step in made.launches]
+    kernels = [
+        Exported(f"two/builds@{n}", made, cubin_of(*symbols, parameters={made.symbol: len(parameters)}))
+        for n, (parameters, _) in enumerate(cases)
+    ]
+    shared = compile_shared(tmp_path, kernels, "demo")
+    for index, (parameters, text) in enumerate(cases):
         recorder = Recorder(replace(made, parameters=parameters))
-        launcher = Launcher(shared, kernels, len(kernels) - 1, "demo", recorder)
-        assert launcher.load() == MISMATCH
-        assert text in str(launcher.error)
-        assert (recorder.loaded, recorder.retained) == (0, 0)
+        launcher = Launcher(shared, kernels, index, "demo", recorder)
+        if text is None:
+            assert launcher.load() == OK
+        else:
+            assert launcher.load() == MISMATCH
+            assert text in str(launcher.error)
+            assert (recorder.loaded, recorder.retained) == (0, 0)
+        assert recorder.failed == []  # compute-sanitizer reports each call that fails
 
 
 def test_a_launch_that_the_driver_refuses_says_so(loaded):

@@ -16,6 +16,7 @@ from fusekit.share.bundle_import import import_bundle
 from fusekit.share.loader import export_bundle
 from fusekit.share.selection import select
 from fusekit.store import Store
+from tests.cubins import cubin_of
 
 from .bundles import BundleLauncher, Loader, arguments, bundle_of, entry_of, name_of, publish, tensor
 from .launcher import (
@@ -220,12 +221,17 @@ def test_a_load_that_fails_leaves_nothing_behind(shared, kernels, bundle, change
     assert (recorder.loaded, recorder.retained, recorder.allocated) == (0, 0, 0)
 
 
-def test_a_cubin_of_another_build_is_refused(shared, kernels, bundle):
+def test_a_cubin_of_another_build_is_refused(shared, kernels, tmp_path):
     made = kernels[-1].record
-    recorder = Recorder(replace(made, parameters=made.parameters[:-1]))
-    launcher = BundleLauncher(shared, bundle, kernels[-1], recorder=recorder)
-    assert launcher.load() == MISMATCH
-    assert "has 10 parameters, the record 11" in str(launcher.error)
+    for listed, text in ((10, "has 10 parameters, the record 11"), (11, "")):
+        cubin = cubin_of(*(step.symbol for step in made.launches), parameters={made.symbol: listed})
+        kernel = replace(kernels[-1], cubin=cubin)
+        (tmp_path / str(listed)).mkdir()
+        recorder = Recorder(made)
+        launcher = BundleLauncher(shared, bundle_of(tmp_path / str(listed), [kernel]), kernel, recorder=recorder)
+        assert launcher.load() == (MISMATCH if text else OK)
+        assert text in str(launcher.error)
+        assert recorder.failed == []
 
 
 def test_files_that_are_none(shared, tmp_path):

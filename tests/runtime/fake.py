@@ -84,6 +84,7 @@ class FakeDriver:
     capability: tuple[int, int] = (9, 0)
     sm_count: int = 132
     calls: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)  # those not asked to by `fail`
     launches: list[Launched] = field(default_factory=list)
     encoded: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -132,7 +133,12 @@ class FakeDriver:
             if name in UNSAFE and self._captured():
                 self.captures = dict.fromkeys(self.captures, ("", 0))
                 status = CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
-            return (status, None) if status else found(*arguments)
+            if status:
+                return status, None
+            result = found(*arguments)
+            if result[0]:
+                self.failed.append(name)
+            return result
 
         return called
 

@@ -18,6 +18,7 @@ from fusekit.errors import ArchMismatchError, ArgumentError, DriverError, Integr
 from fusekit.library import Library, open_library
 from fusekit.runtime import Devices, Driver, Kernel
 from fusekit.runtime.devices import archs_of
+from tests.cubins import cubin_of
 from tests.runtime.fake import CUresult, FakeDriver
 from tests.runtime.samples import CUBIN, fake_for, library, load, publish, record, tensors
 
@@ -209,9 +210,27 @@ def test_a_cubin_of_another_build_is_caught_by_its_parameters(tmp_path: Path) ->
     with pytest.raises(IntegrityError, match=r"alpha@288\+4.*296\+4.*two builds"):
         opened.load("sample/fc1")
     assert fake.loaded == 0
-    fake = fake_for(record(parameters=(*made.parameters, IntegerParameter("more", "i32", 1, 292))))
-    with pytest.raises(IntegrityError, match="two builds"):
-        load(made, fake)
+    more = record(parameters=(*made.parameters, IntegerParameter("more", "i32", 1, 292)))
+    for one, other in ((made, more), (more, made)):
+        fake = fake_for(other)
+        cubin = cubin_of("kernel", parameters={"kernel": len(other.parameters)})
+        with pytest.raises(IntegrityError, match="two builds"):
+            Kernel(Devices(Driver(fake)), "sample/fc1", one, cubin, {}, 0)
+        assert (fake.loaded, fake.failed) == (0, [])
+
+
+@pytest.mark.parametrize("listed", [{}, {"kernel": 8}])
+def test_no_call_of_a_load_fails(listed: dict[str, int]) -> None:
+    """compute-sanitizer reports each."""
+    fake = fake_for(record())
+    Kernel(Devices(Driver(fake)), "sample/fc1", record(), cubin_of("kernel", parameters=listed), {}, 0)
+    assert (fake.calls.count("cuKernelGetParamInfo"), fake.failed) == (8, [])
+
+
+def test_a_list_of_parameters_that_is_cut_short() -> None:
+    cubin = cubin_of("kernel", parameters={"kernel": 8}).replace(bytes.fromhex("04170c00"), bytes.fromhex("04170d00"))
+    with pytest.raises(IntegrityError, match=r"sample/fc1: cubin: attribute .* of \.nv\.info is cut short"):
+        Kernel(Devices(Driver(fake_for(record()))), "sample/fc1", record(), cubin, {}, 0)
 
 
 def test_a_symbol_that_is_not_there() -> None:
