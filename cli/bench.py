@@ -61,8 +61,9 @@ MOST_ROWS = 2**31 - 1
 @click.option(
     "--sweep",
     is_flag=True,
-    help="--all --steady, without peers, and write what is fastest into the tuning table; of a layer, for each of its"
-    " GEMMs.",
+    help="--all --steady, without peers, and write what is fastest into the tuning table. Of a layer, its passes are"
+    " timed with each variant of each GEMM in its place, for --seconds each: with 9 GEMMs of 6 variants about a minute"
+    " for each of --rows.",
 )
 @click.option(
     "--table",
@@ -189,7 +190,7 @@ def _measure(
 ) -> list[Row]:  # fmt: skip
     """Fills in the document; the rows of a tuning table. which: names of GEMMs, token kernels and layers.
 
-    sweeping: the variants of a layer's kernels are timed, not its passes.
+    sweeping: a layer's passes are timed with each variant of its GEMMs.
     """
     gemms, tokens, layers = which
     from fusekit.bench.gemms import PEERS as GEMM_PEERS
@@ -224,18 +225,17 @@ def _measure(
                 timed(f"{name}{'' if each is None else f' at {each} tokens'}")
         _add_notes(document, token_bench.notes)
         if layers:
-            from fusekit.bench.layers import LayerBench, sweep
+            from fusekit.bench.layers import LayerBench
 
             layer_bench = LayerBench(library, device, arch, options)
             for name, each in itertools.product(layers, sizes):
                 if sweeping:
-                    found, rows_of_layer = sweep(library, device, arch, of_gemms, name, each, stream)
-                    document["models"].append(found)
-                    measured += rows_of_layer
+                    document["models"].append(layer_bench.sweep(name, each, stream))
                 else:
                     document["layers"].append(layer_bench.measure(name, each, stream))
                 timed(f"{name}{'' if each is None else f' at {each} tokens'}")
             _add_notes(document, layer_bench.notes)
+            measured += layer_bench.rows
     return measured + token_bench.rows
 
 
@@ -335,7 +335,11 @@ def _print_model(session: Session, document: dict[str, Any], model: dict[str, An
     rows = []
     for kernel in model["kernels"]:
         name, shape = kernel["name"].rpartition("/")[2], " ".join(map(str, kernel["problem"].values()))
-        rows += [(name, shape, line["variant"] or line["what"], line) for line in kernel["lines"]]
+        if "passes" in kernel:
+            name += f" in {' and '.join(kernel['passes'])}"
+        for line in kernel["lines"]:
+            mark = ", chosen" if "chosen" in kernel and line["variant"] == kernel["chosen"] else ""
+            rows.append((name, shape, (line["variant"] or line["what"]) + mark, line))
     rows += [(step["step"], "", line["what"], line) for step in model["steps"] for line in step["lines"]]
     cells = [(*about, *_figures(line, _OF_GEMM), _agrees(line)) for *about, line in rows]
     click.echo(f"{model['model']} ({document['arch']}) on {document['device']}, groups {document['groups']}")

@@ -270,12 +270,12 @@ class GemmBench(Bench):
             if not by_role.keys() >= set(roles) or len({by_role[role].name.partition("/")[0] for role in roles}) > 1:
                 continue
             subjects = [by_role[role] for role in roles]
-            lines = [Line("fusekit", _sequence([subject.fastest.run for subject in subjects]))]
+            lines = [Line("fusekit", sequence([subject.fastest.run for subject in subjects]))]
             for peer in self.options.peers if self._torch is not None else ():
                 each = [line for subject in subjects for line in subject.lines if line.what == peer]
                 lines.append(Line(peer, None, error=next((line.error for line in each if line.error), None)))
                 if len(each) == len(subjects) and all(line.run is not None for line in each):
-                    lines[-1].run = _sequence([line.run for line in each])
+                    lines[-1].run = sequence([line.run for line in each])
             flops = sum(work.flops for subject in subjects if (work := subject.lines[0].work) is not None)
             moved = sum(work.bytes for subject in subjects if (work := subject.lines[0].work) is not None)
             for line in lines:
@@ -326,7 +326,9 @@ def _keeping(twin: Callable[[], Mapping[str, Any]], kept: dict[str, Any]) -> Cal
     return lambda: kept.update(twin())
 
 
-def _sequence(runs: Sequence[Run | None]) -> Run:
+def sequence(runs: Sequence[Run | None]) -> Run:
+    """One after the other."""
+
     def run(stream: int) -> None:
         for each in runs:
             assert each is not None

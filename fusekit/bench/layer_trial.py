@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -88,7 +88,7 @@ class LayerTrial:
         if layer.options.ranks > 1:
             raise UsageError(
                 f"{layer.name} is launched by {layer.options.ranks} ranks together and has no trial on one device;"
-                " library.layer(name, ranks=...) launches it"
+                f" library.layer(name, ranks=...) launches it, and fusekit bench '{layer.name}.*' times its kernels"
             )
         self.layer, self.tokens, self.options = layer, tokens, layer.options
         self.devices = library.devices
@@ -181,6 +181,14 @@ class LayerTrial:
     def passes(self) -> tuple[str, ...]:
         """Those of training, in order; of a layer for inference, its forward pass."""
         return (FORWARD, BACKWARD) if self.options.trained else (FORWARD,)
+
+    def passes_of(self, parts: Sequence[str]) -> list[str]:
+        """The passes that launch one of the parts; that of inference only where no other does."""
+
+        def launches(which: str) -> bool:
+            return any(step.part in parts for step in self.layer.program.needed(which, self.layer.outputs(which)))
+
+        return [which for which in self.passes if launches(which)] or [INFERENCE]
 
     def quantise(self) -> None:
         """Makes the codes of the weights, where the layer reads codes, and waits."""

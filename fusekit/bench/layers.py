@@ -1,24 +1,31 @@
 """Whole layers beside the sum of their GEMMs, each as one dense product through cuBLAS; the variants of their GEMMs.
 
 Forward, backward, and both in one CUDA graph are timed in interleaved rounds, and so are the dense products. A sweep
-times the variants of each GEMM, on rows that are gathered where the layer gathers them (`fusekit bench`).
+times the passes with each variant of each GEMM: at the power limit, the variant that is fastest alone may slow down
+what runs next to it (`fusekit bench`).
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
-from fusekit.bench.gemms import Bench, GemmBench, Line, Options, first_line
+from fusekit.bench.gemms import Bench, Line, Options, alike, first_line, sequence
 from fusekit.bench.layer_trial import BOTH, LayerTrial, flops, gemms
 from fusekit.bench.roofline import Work, peak_of
 from fusekit.bench.shape import Shape
 from fusekit.bench.timing import median
-from fusekit.choice.tuning import Row
+from fusekit.choice.tuning import Row, features
+from fusekit.layers import Layer
 from fusekit.library import Library
-from fusekit.plan.layer.program import QUANTISE
+from fusekit.plan.layer.program import FORWARD, QUANTISE
 from fusekit.plan.operations import OPERATIONS
 from fusekit.runtime import Device
+
+NOISE = 0.005  # of a pass: what a variant must save to be chosen in a sweep
 
 
 class LayerBench(Bench):
@@ -78,21 +85,62 @@ class LayerBench(Bench):
             self._torch.release()
         return found
 
+    def sweep(self, name: str, tokens: int | None, stream: int) -> dict[str, Any]:
+        """Times the passes of the layer `name` for `tokens` (None: the spec's) with each variant of each GEMM in its
+        place, the others at their choice so far: once through the GEMMs. A variant is chosen where it makes the passes
+        faster than the present one by more than `NOISE`.
 
-def sweep(
-    library: Library, device: Device, arch: str, options: Options, name: str, tokens: int | None, stream: int
-) -> tuple[dict[str, Any], list[Row]]:
-    """Times every variant of each GEMM of the layer `name` for `tokens` (None: the spec's), one kernel after the other.
+        Returns a member of `models` in docs/benchmarks.md; adds rows of a tuning table to `rows`.
+        """
+        layer = self.library.layer(name, self.arch, self.device.ordinal)
+        count = layer.options.tokens if tokens is None else tokens
+        kernels: list[dict[str, Any]] = []
+        trial = LayerTrial(self.library, layer, count, self.options.seed, self.device.ordinal)
+        with closing(trial):
+            trial.quantise()
+            trial.bind(FORWARD)(stream)  # the backward pass reads what it keeps
+            for row, variants, parts in self._swept(layer, count):
+                kernels += self._choose(trial, row, variants, parts, stream)
+        return {"model": name, "kernels": kernels, "steps": [], "ok": True}
 
-    What `models` in docs/benchmarks.md has of it, and the rows of a tuning table.
-    """
-    kernels: list[dict[str, Any]] = []
-    rows: list[Row] = []
-    for part, keys in library.layer(name, arch, device.ordinal).program.parts.items():
-        full = f"{name}.{part}"
-        if OPERATIONS[keys["op"]].gemm and len(library.variants(full, arch)) > 1:
-            bench = GemmBench(library, device, [full], arch, options)
-            kernels += bench.measure(Shape(T=tokens), stream)["kernels"]
-            rows += bench.rows
-    agree = all(line["agrees"] is None or line["agrees"]["ok"] for each in kernels for line in each["lines"])
-    return {"model": name, "kernels": kernels, "steps": [], "ok": agree}, rows
+    def _swept(self, layer: Layer, tokens: int) -> list[tuple[Row, list[str], list[str]]]:
+        """(row of a tuning table, variants, parts) of each GEMM that has several variants. Parts that compute the same
+        share a row.
+        """
+        found: dict[str, tuple[Row, list[str], list[str]]] = {}
+        for part, keys in layer.program.parts.items():
+            records = alike(self.library, f"{layer.name}.{part}", self.arch) if OPERATIONS[keys["op"]].gemm else []
+            if len(records) > 1:
+                problem = Shape(T=tokens).problem(records[0].spec, gated=True)
+                row = Row(self.device.name, features(records[0].spec), problem, ())
+                stored = [record.name.partition("@")[2] for record in records]
+                known = found.setdefault(json.dumps(row.to_json(), sort_keys=True), (row, stored, []))
+                known[1][:] = [variant for variant in known[1] if variant in stored]
+                known[2].append(part)
+        return [each for each in found.values() if len(each[1]) > 1]
+
+    def _choose(
+        self, trial: LayerTrial, row: Row, variants: Sequence[str], parts: Sequence[str], stream: int
+    ) -> list[dict[str, Any]]:
+        """Times and sets the variants of parts that share a row; a document for each part."""
+        layer, count = trial.layer, trial.tokens
+        present = layer.kernel_name(parts[0], count).partition("@")[2]
+        passes = trial.passes_of(parts)
+        work = Work(sum(flops(layer, which, count) for which in passes), 0)
+        lines = []
+        for variant in variants:
+            for part in parts:
+                layer.set_variant(part, variant)
+            lines.append(Line("fusekit", sequence([trial.bind(which) for which in passes]), variant, work))
+        self.time(lines, stream)
+        ms = {str(line.variant): median(line.times) for line in lines}
+        order = sorted(ms, key=lambda variant: (ms[variant], variant))
+        if present in ms and ms[order[0]] >= (1 - NOISE) * ms[present]:
+            order.sort(key=lambda variant: variant != present)
+        for part in parts:
+            layer.set_variant(part, order[0])
+        self.rows.append(replace(row, variants=tuple((variant, None) for variant in order)))
+        peak = peak_of(self.device.name)
+        timed = [line.document(peak, None, None) | {"gbs": None} for line in lines]
+        shared = {"problem": row.problem, "passes": passes, "chosen": order[0], "lines": timed}
+        return [{"name": f"{layer.name}.{part}", **shared} for part in parts]

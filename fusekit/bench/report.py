@@ -66,6 +66,8 @@ def to_html(document: Mapping[str, Any]) -> str:
     how = f"{document['arch']}, groups {document['groups']}, timed {timed}; fusekit {fusekit.__version__}."
     parts = [f"<p>{escape(how)}</p>"]
     for model in document["models"]:
+        if not model["kernels"]:  # a layer in which each GEMM has one variant
+            continue
         sizes = " ".join(f"{name}={value}" for name, value in model["kernels"][0]["problem"].items() if name in "EM")
         parts.append(f"<h2>{escape(model['model'])} {sizes}</h2>")
         parts.append(_bars(model["kernels"], "tflops", "TFLOP/s, more is better"))

@@ -10,9 +10,9 @@ A table is one JSON document for an architecture:
     }]}
 
 A row is one measurement: `variants` lists what was timed, fastest first, with median microseconds (null: only
-its place is kept). `features` is everything in a spec that decides what is computed, and nothing of how: kernels of two
-models that compute the same share their rows. What a spec does not ask for (false, "none") is left out, so that a new
-key leaves the rows of kernels without it as they are.
+its place is kept, as of what was timed inside a layer's passes). `features` is everything in a spec that decides what
+is computed, and nothing of how: kernels of two models that compute the same share their rows. What a spec does not ask
+for (false, "none") is left out, so that a new key leaves the rows of kernels without it as they are.
 
 A row speaks for a problem when the features are equal, N and K (the width H of kernels that move rows) are equal, and
 the rest is near. Measured points stand for their neighbourhood; nobody has to make up ranges. The distance is
@@ -127,7 +127,7 @@ class Tuning:
 
     def merged(self, rows: Iterable[Row]) -> Tuning:
         """This table with `rows`. Rows of the same device, features and problem become one, in which a newer time of a
-        variant stands for an older one; what has a place alone gives way to times.
+        variant replaces an older one. Places give way to newer times, and come before older times.
         """
         merged: list[Row] = []
         for row in (*self.rows, *rows):
@@ -135,10 +135,13 @@ class Tuning:
             if same is None:
                 merged.append(row)
                 continue
-            times = dict(merged[same].variants) | dict(row.variants)
-            timed = sorted((us, variant) for variant, us in times.items() if us is not None)
-            variants = tuple((variant, us) for us, variant in timed)
-            merged[same] = replace(row, variants=variants or row.variants)
+            new, old = dict(row.variants), dict(merged[same].variants)
+            if None in new.values():
+                timed_before = [(name, us) for name, us in old.items() if us is not None and name not in new]
+                merged[same] = replace(row, variants=(*row.variants, *timed_before))
+                continue
+            timed = sorted((us, variant) for variant, us in (old | new).items() if us is not None)
+            merged[same] = replace(row, variants=tuple((variant, us) for us, variant in timed))
         return Tuning(self.arch, tuple(merged))
 
     def to_bytes(self) -> bytes:

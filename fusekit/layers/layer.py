@@ -67,6 +67,7 @@ class Layer:
         self._records = {(record.name, record.arch): record for record in records}
         self.options = options or options_of(library, name, self._records.values())
         self.program: Program = program(self.options)
+        self._variants: dict[str, str] = {}  # by part, where `set_variant` chose one
         self._kernels: dict[str, Kernel] = {}
         self._plans: dict[Any, _PassPlan] = {}
         # By what a call is given, but for its addresses: passes that no thread is launching.
@@ -521,12 +522,20 @@ class Layer:
             tuple(steps), self.program.late(needed), written, kept, kept_bytes, scratch, scratch_bytes, dims
         )
 
+    def set_variant(self, part: str, variant: str) -> None:
+        """A part is this variant from now on, for any number of tokens; passes that are bound stay as they are."""
+        self._variants[part] = variant
+        self._plans.clear()
+        self._moving.clear()
+
     def kernel_name(self, part: str, tokens: int) -> str:
         """The full name of the variant of a part for so many tokens. Of a part whose bits depend on its tile it is
         always that for the tokens of the spec. Raises ArgumentError.
         """
         if part not in self.program.parts:
             raise ArgumentError(f"{self.name} has no part {part!r}; its parts are {', '.join(self.program.parts)}")
+        if part in self._variants:
+            return f"{self.name}.{part}@{self._variants[part]}"
         keys = self.program.parts[part]
         operation = OPERATIONS[keys["op"]]
         dims = self.program.dims(self.options.tokens if pinned(keys) else self._rows_of(tokens))

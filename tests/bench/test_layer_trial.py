@@ -306,6 +306,71 @@ def test_a_sweep_of_a_layer_decides_what_it_loads(
     assert not rig.memory
 
 
+def swept(capsys: Any, *arguments: str) -> tuple[dict[str, Any], Any]:
+    """The kernels that a sweep times, by part, and the layer as it is loaded afterwards."""
+    assert main(["bench", "model/moe", "--sweep", "--seconds", "0.01", "--json", *arguments]) == 0
+    (model,) = json.loads(capsys.readouterr().out)["models"]
+    return {each["name"].partition(".")[2]: each for each in model["kernels"]}, open_library().layer("model/moe")
+
+
+def test_a_sweep_of_a_layer_takes_what_is_faster_inside_its_passes(
+    rig: Rig, no_torch: None, tmp_path: Path, capsys: Any
+) -> None:
+    rig.publish(tmp_path, SWEPT, "model")
+    before = open_library().layer("model/moe")
+    names = {part: before.kernel_name(part, 80) for part in ("fc1-fwd", "fc2-dgrad", "fc1-wgrad", "fc1-infer")}
+    other = {
+        part: next(each.name for each in open_library().variants(f"model/moe.{part}", "sm_90a") if each.name != name)
+        for part, name in names.items()
+    }
+    last = [""]
+
+    def cost(name: str) -> float:
+        before, last[0] = last[0], name
+        if name == other["fc1-fwd"]:
+            return 1.0  # alone; what follows then takes longer
+        if name == other["fc2-dgrad"]:
+            return 1.98  # which is less than .5 % of the pass
+        return 2.0 - (name in (other["fc1-wgrad"], other["fc1-infer"])) + 1.5 * (before == other["fc1-fwd"])
+
+    rig.cost = cost
+    found, made = swept(capsys)
+    gains = {"fc1-wgrad", "fc1-infer"}
+    for part, name in names.items():
+        chosen = other[part] if part in gains else name
+        assert found[part]["chosen"] == chosen.partition("@")[2]
+        assert made.kernel_name(part, 80) == chosen
+    launches = len(made.program.needed("forward", set(made.outputs("forward"))))
+    ms = {line["variant"]: line["ms"] for line in found["fc1-fwd"]["lines"]}
+    assert (ms[names["fc1-fwd"].partition("@")[2]], ms[other["fc1-fwd"].partition("@")[2]]) == (
+        pytest.approx(2.0 * launches), pytest.approx(2.0 * launches + 0.5),
+    )  # fmt: skip
+    passes = {"fc1-fwd": ["forward"], "fc2": ["forward"], "fc1-infer": ["inference"], "fc2-wgrad": ["backward"]}
+    assert {part: found[part]["passes"] for part in passes} == passes
+    table = Tuning.from_bytes((tmp_path / "tuning" / "sm_90a.json").read_bytes(), "x", "sm_90a")
+    assert {us for row in table.rows for _, us in row.variants} == {None}
+    assert not rig.memory
+    assert main(["bench", "model/moe", "--sweep", "--seconds", "0.01"]) == 0
+    assert "moe.fc1-infer in inference" in (out := capsys.readouterr().out) and ", chosen" in out
+
+
+def test_parts_that_share_a_row_of_the_table_are_swept_together(
+    rig: Rig, no_torch: None, tmp_path: Path, capsys: Any
+) -> None:
+    rig.publish(tmp_path, SWEPT + 'bias = true\ngrad_dtype = "f32"\naccumulate = true\n', "model")
+    present = open_library().layer("model/moe").kernel_name("router", 80).partition("@")[2]
+    other = next(
+        variant for each in open_library().variants("model/moe.router", "sm_90a")
+        if (variant := each.name.partition("@")[2]) != present
+    )  # fmt: skip
+    rig.cost = lambda name: {f"model/moe.router@{other}": 1.0, f"model/moe.dy-b2@{other}": 4.0}.get(name, 2.0)
+    found, made = swept(capsys)
+    assert found["router"]["passes"] == found["dy-b2"]["passes"] == ["forward", "backward"]
+    assert found["router"]["lines"] == found["dy-b2"]["lines"]
+    for part in ("router", "dy-b2"):
+        assert found[part]["chosen"] == made.kernel_name(part, 80).partition("@")[2] == present
+
+
 def test_bits_that_depend_on_a_tile_depend_on_no_batch(
     rig: Rig, no_torch: None, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:

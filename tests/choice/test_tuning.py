@@ -99,6 +99,8 @@ def test_what_is_measured_again_replaces_what_was() -> None:
     first, other = row("a", "b"), row("b", device="H100")
     table = Tuning("sm_90a").merged([first, other]).merged([replace(first, variants=(("c", 9.0), ("b", 12.5)))])
     assert [each.variants for each in table.rows] == [(("c", 9.0), ("a", 10.0), ("b", 12.5)), other.variants]
+    placed = table.merged([replace(first, variants=(("b", None), ("d", None)))])
+    assert placed.rows[0].variants == (("b", None), ("d", None), ("c", 9.0), ("a", 10.0))
     known = Tuning("sm_90a", (replace(first, variants=(("a", None),)),))
     assert known.merged([replace(first, variants=(("b", None),))]).rows[0].variants == (("b", None),)
     assert known.merged([replace(first, variants=(("b", 3.0), ("c", 4.0)))]).best(SPEC, PROBLEM) == ("b", "c")

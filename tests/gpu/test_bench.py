@@ -84,6 +84,9 @@ def test_a_sweep_of_a_layer(bench, tmp_path):
     (swept,) = document["models"]
     assert swept["model"] == "layers/qwen3" and document["layers"] == []
     assert all(line["error"] is None and line["ms"] > 0 for each in swept["kernels"] for line in each["lines"])
+    for each in swept["kernels"]:  # the chosen one is the fastest, or what saves less than half a percent is not taken
+        ms = {line["variant"]: line["ms"] for line in each["lines"]}
+        assert ms[each["chosen"]] * 0.994 <= min(ms.values())
     rows = Tuning.from_bytes(path.read_bytes(), path, "sm_90a").rows
     assert document["tuning"]["rows"] == len(rows) > 3
     assert any(row.features.get("gather") for row in rows)
