@@ -311,6 +311,22 @@ def test_parts_and_devices_that_are_none_are_named(tmp_path):
     assert not fake.loaded
 
 
+def test_a_part_whose_bits_follow_its_tile_has_one_variant_for_any_number_of_tokens(tmp_path, monkeypatch):
+    """The layer scales outputs by the router's weights, so fc2-dgrad has sums over a tile's columns."""
+    layer, _ = opened(tmp_path, next(name for name in CASES if options(**CASES[name]).router.get("scale") == "output"))
+    find, rows = layer._library.find, {}
+
+    def noted(name, arch, device, problem):
+        rows[name.partition(".")[2]] = problem["M"]
+        return find(name, arch, device, problem)
+
+    monkeypatch.setattr(layer._library, "find", noted)
+    for part in ("fc1-fwd", "fc2-dgrad"):
+        layer.kernel_name(part, 7)
+    topk = layer.options.topk
+    assert rows == {"fc1-fwd": 7 * topk, "fc2-dgrad": layer.options.tokens * topk}
+
+
 def test_a_layer_that_is_not_there(tmp_path):
     made, _ = library(tmp_path / "store", options())
     with pytest.raises(NotBuiltError, match="layers/other"):
