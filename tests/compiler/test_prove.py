@@ -143,6 +143,28 @@ def test_a_launch_that_is_missing_is_caught(traced):
         compare(record.launches, [], argument_sets(record, "seed", 1)[0])
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stream": 7}, "stream is .* in the launch record and 7 in"),
+        ({"symbol": "another"}, "symbol is .* in the launch record and another"),
+        ({"launch_attributes": {99: bytes(64)}}, "launch attribute 99 is absent in the launch record and set"),
+        ({"kernel_attributes": {99: 5}}, "kernel attribute 99 is absent in the launch record and 5"),
+    ],
+)
+def test_what_a_record_does_not_have_is_caught(traced, changes, message):
+    from fusekit.compiler.hostcall import pack
+    from fusekit.compiler.prove import compare
+    from fusekit.compiler.samples import argument_sets
+
+    plan, record, host = traced
+    arguments = argument_sets(record, "seed", 1)[0]
+    (launch,) = host.call(pack(plan, arguments), arguments.values["sm_count"])
+    assert compare(record.launches, [launch], arguments)
+    with pytest.raises(ProofError, match=message):
+        compare(record.launches, [replace(launch, **changes)], arguments)
+
+
 def test_two_integers_that_changed_places_are_caught(traced):
     hosts = list(traced[0].host_arguments)
     hosts[4] = HostInteger("N")
