@@ -120,7 +120,7 @@ static int64_t fk_elf_parameters(const unsigned char *elf, const char *symbol) {
         /* attributes: format, kind, 16 bits of value, which of format 4 is the length of what follows */
         for (at = 0; at <= size && size - at >= 4; at += 4 + (data[at] == 4 ? fk_little(data + at + 2, 2) : 0))
             found += data[at + 1] == 0x17; /* a kernel's parameter */
-        return found;
+        return at == size ? found : 0; /* 0: the last one is cut short */
     }
     return -1;
 }

@@ -254,6 +254,7 @@ def test_a_cubin_of_another_build_is_refused(tmp_path):
         (made.parameters[:-1], "has 10 parameters, the record 11"),
         ((*made.parameters, extra), "has 12 parameters, the record 11"),
         ((*made.parameters[:-1], replace(last, offset=last.offset + 8)), "is 312+8 in the record and 320+8"),
+        (made.parameters, "has 0 parameters, the record 11"),  # its list is cut short
         (made.parameters, None),
     )
     symbols = [step.symbol for step in made.launches]
@@ -261,6 +262,8 @@ def test_a_cubin_of_another_build_is_refused(tmp_path):
         Exported(f"two/builds@{n}", made, cubin_of(*symbols, parameters={made.symbol: len(parameters)}))
         for n, (parameters, _) in enumerate(cases)
     ]
+    whole, cut = bytes.fromhex("04170c00"), bytes.fromhex("04170d00")
+    kernels[3] = replace(kernels[3], cubin=kernels[3].cubin.replace(whole, cut))
     shared = compile_shared(tmp_path, kernels, "demo")
     for index, (parameters, text) in enumerate(cases):
         recorder = Recorder(replace(made, parameters=parameters))

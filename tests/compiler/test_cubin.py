@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from fusekit.abi.elf import check_cubin
 from fusekit.compiler import cubin as cubins
 from fusekit.compiler.trace import compile_plan
 from fusekit.compiler.worker import plan
@@ -42,6 +43,7 @@ def test_parameters_are_those_of_cuobjdump(compiled, symbol):
     facts = cubins.read(compiled.cubin, symbol)
     assert [(index, each.offset, each.size) for index, each in enumerate(facts.parameters)] == theirs
     assert [each.size for each in facts.parameters] == [128, 128, 8, 4, 4, 8]
+    assert check_cubin(compiled.cubin, [symbol], "demo") == {symbol: len(theirs)}
     assert facts.parameter_bytes == facts.parameters[-1].offset + facts.parameters[-1].size
     assert facts.max_threads == 128
 
