@@ -27,7 +27,7 @@ from tests.cubins import cubin_of
 from tests.runtime.samples import record
 
 from .bundles import bundle_of
-from .launcher import BAD_BUNDLE, CUBIN, INVALID_ARGUMENT, LANGUAGES, OK, WRONG_ARCH, complete
+from .launcher import BAD_BUNDLE, CUBIN, INVALID_ARGUMENT, LANGUAGES, MISMATCH, OK, WRONG_ARCH, complete
 from .samples import made_up, samples
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -404,3 +404,21 @@ def test_a_record_that_is_listed_under_another_name(hostile, tmp_path):
 
 def test_statuses_are_those_of_the_header():
     assert (OK, INVALID_ARGUMENT, BAD_BUNDLE) == (0, 1, 8)
+
+
+def test_lists_of_parameters_that_are_made_up(hostile, tmp_path):
+    """Whatever stands in the tables and the list of a cubin, it is read without harm."""
+    source, cubins = random.Random(3), []
+    symbols = [step.symbol for step in KERNEL.record.launches]
+    right = cubin_of(*symbols, parameters={KERNEL.record.symbol: len(KERNEL.record.parameters)})
+    for _ in range(1500):
+        cubin = bytearray(right)
+        for _ in range(source.choice([1, 1, 2])):
+            at = source.choice([source.randrange(len(cubin)), source.randrange(len(cubin) - 256, len(cubin))])
+            cubin[at] = source.choice([0, 1, 4, 8, 0x17, 0x7F, 0xFF])
+        cubins.append(bytes(cubin))
+    found = attempts(hostile, tmp_path, [packed(KERNEL, cubin=cubin) for cubin in (right, *cubins)])
+    assert found[0][:2] == (OK, OK)
+    loaded = [status for _, status, _, _ in found]
+    assert 100 < loaded.count(OK) < 1400
+    assert MISMATCH in loaded
