@@ -76,3 +76,19 @@ def test_what_must_be_written_without_rows_is(spec):
     """Zeros of empty groups are results; a launch without rows is skipped only where there are none."""
     by_group = {name for name in reference.output_shapes(spec, M=1, N=64, K=64) if name in reference.BY_GROUP}
     assert signature(spec).skip_if_zero == (() if by_group and not spec.operands["accumulate"] else ("M",))
+
+
+def test_a_launch_without_rows_is_allowed():
+    """Its tensor maps are made over tensors of no rows, and it writes zeros for the groups."""
+    from fusekit.runtime.binding import bind
+    from fusekit.runtime.tensors import View, compact_strides
+    from tests.records import read_record
+
+    spec = next(spec for spec in MATRIX if spec.op == "grouped-gemm" and not signature(spec).skip_if_zero)
+    record = read_record(spec)
+    dims = {"E": 3, "M": 0, "N": 384, "K": 128, "I": 384, "T": 0, "P": 384}
+    shapes = {tensor.name: tuple(evaluate(extent, dims) for extent in tensor.shape) for tensor in record.tensors}
+    views = [
+        View(tensor.dtype, shapes[tensor.name], compact_strides(shapes[tensor.name]), 0) for tensor in record.tensors
+    ]
+    assert bind(record, views).env["M"] == 0

@@ -37,6 +37,10 @@ class Loose(Layer):
     ) -> Any:
         return self._planned(which, tokens, asked, asked if compact is None else compact, in_place)
 
+    def _call(self, *arguments: Any, **options: Any) -> None:
+        self._moving.clear()  # else a pass keeps its kernels
+        super()._call(*arguments, **options)
+
     def kernel_name(self, part: str, tokens: int) -> str:
         name = super().kernel_name(part, tokens)
         if not pinned(self.program.parts[part]):
@@ -49,7 +53,8 @@ class Loose(Layer):
         kernel = super()._kernel(part, dims)
         if not OPERATIONS[self.program.parts[part]["op"]].gemm:
             return kernel
-        return SimpleNamespace(packed=partial(kernel.packed, cluster_margin=int(self._rng.choice(MARGINS))))
+        margin = int(self._rng.choice(MARGINS))
+        return SimpleNamespace(name=kernel.name, bind=partial(kernel.bind, cluster_margin=margin))
 
 
 class Batches:

@@ -99,7 +99,7 @@ def test_every_margin_gives_the_same_bits(gpu, specs):
     first = prepare(spec, case)
     placed = gpu.arguments(first)
     results = []
-    for margin in (0, 1, 13, 64, 65, 66, 1000):
+    for margin in (0, 1, 13, 64, 65, 66, 131):
         launch = first.fresh()
         gpu.upload(launch, placed)
         gpu.kernel(spec)(**placed, cluster_margin=margin)

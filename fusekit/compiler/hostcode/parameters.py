@@ -124,7 +124,8 @@ class Parameters:
             ends = algebra.add(ends, algebra.mul(algebra.plus(dim, -1), stride))
         span = algebra.const(1)
         for extent, step in zip(tensor.shape, tensor.strides, strict=True):
-            steps = algebra.plus(algebra.term(extent), -1)
+            # A kernel that runs without rows has a map of one, which it does not read.
+            steps = algebra.maximum(algebra.plus(algebra.term(extent), -1), algebra.const(0))
             span = algebra.add(span, algebra.mul(steps, algebra.term(step)))
         beyond = algebra.sub(algebra.add(ends, shift), algebra.scale(span, tensor.itemsize))
         if ends.low >= 1 << ADDRESS_BITS:  # beyond all memory: its coordinates are meant to wrap
