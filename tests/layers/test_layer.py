@@ -166,7 +166,7 @@ def test_kernels_are_loaded_once(tmp_path):
     loaded = fake.loaded
     assert loaded == len(layer.program.parts)
     layer.bind_forward(**tensors(layer, FORWARD), **memory(layer))
-    layer.bind_forward(**tensors(layer, FORWARD, 7), **memory(layer))
+    layer.bind_forward(**tensors(layer, FORWARD, 7), **memory(layer, 7))
     assert fake.loaded == loaded
 
 
