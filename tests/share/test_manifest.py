@@ -106,6 +106,11 @@ def test_a_launch_record_is_pinned(store):
     manifest = Manifest("sm_90a", TOOLCHAIN, {record.name: Locked.of(entry)})
     inspect = pinned(manifest, Inspect(lambda *_: None, lambda _: None, lambda *_: None))
     inspect.entry(entry, None)
+    inspect.name(record)
+    with pytest.raises(
+        IntegrityError, match=f"stands for {'0' * 64}, in the manifest for {record.key}: one of them is"
+    ):
+        inspect.name(replace(record, key="0" * 64))
     other = replace(entry, launch=entry.launch | {"grid": [7, 1, 1]})
     with pytest.raises(IntegrityError, match=f"launch record {other.launch_sha256}, which the manifest does not list"):
         inspect.entry(other, None)
