@@ -1,6 +1,8 @@
 """Publishing: by one, by many at once, by some that are killed, over what is damaged."""
 
 import json
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 
 from fusekit.errors import IntegrityError, StoreError, UsageError
 from fusekit.store import NameRecord, Store
+from fusekit.store.publishing import Publisher
 from tests.threads import at_once
 
 RACER = Path(__file__).with_name("racer.py")
@@ -241,3 +244,22 @@ def test_an_error_inside_the_lock_is_not_swallowed(tmp_path):
         raise OSError("inside")
     with store.lock("0" * 64, patience=0.05) as held:
         assert held
+
+
+def test_a_files_bytes_are_on_the_disk_before_its_name_and_that_before_it_counts(tmp_path, monkeypatch):
+    steps, link = [], os.link
+
+    def sync(descriptor):
+        steps.append("bytes" if stat.S_ISREG(os.fstat(descriptor).st_mode) else "names")
+
+    def named(*paths, **more):
+        steps.append("name")
+        link(*paths, **more)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "link", named)
+    publisher = Publisher(tmp_path)
+    publisher.admit()
+    steps.clear()
+    assert publisher.claim(tmp_path / "file", b"bytes")
+    assert steps == ["bytes", "name", "names"]
