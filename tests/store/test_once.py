@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fusekit.store import Store
+from fusekit.store import Store, locks
+from fusekit.store.publishing import Publisher
 from tests.store.samples import build_entry
 from tests.threads import at_once
 
@@ -100,3 +101,21 @@ def test_what_is_damaged_is_made_again(tmp_path):
     store.layers[0].blob_path(entry.cubin_sha256).unlink()
     assert store.ensure(entry.key, lambda: (entry, cubin)) == (entry, True)
     assert store.load(entry.key) == (entry, cubin)
+
+
+def test_a_lock_whose_file_is_removed_meanwhile_is_taken_again(tmp_path, monkeypatch):
+    """A collection removes the lock between a builder's opening it and its holding it."""
+    filelock = pytest.importorskip("filelock")
+    path, publisher, lock, removed = tmp_path / "locks" / "key", Publisher(tmp_path), filelock.lock_descriptor, []
+
+    def late(descriptor, blocking):
+        if not removed:
+            removed.append(path.unlink())
+        return lock(descriptor, blocking=blocking)
+
+    monkeypatch.setattr(filelock, "lock_descriptor", late)
+    release = locks.acquire(path, publisher, 5.0)
+    assert removed and path.exists()
+    with pytest.raises(locks.HeldError):
+        locks.acquire(path, publisher, 0)
+    release()
