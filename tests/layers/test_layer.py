@@ -322,9 +322,9 @@ def test_a_part_whose_bits_follow_its_tile_has_one_variant_for_any_number_of_tok
 
     monkeypatch.setattr(layer._library, "find", noted)
     for part in ("fc1-fwd", "fc2-dgrad"):
-        layer.kernel_name(part, 7)
-    topk = layer.options.topk
-    assert rows == {"fc1-fwd": 7 * topk, "fc2-dgrad": layer.options.tokens * topk}
+        layer.kernel_name(part, T)
+    topk, tokens = layer.options.topk, layer.options.tokens
+    assert rows == {"fc1-fwd": T * topk, "fc2-dgrad": tokens * topk} and tokens != T
 
 
 def test_a_layer_that_is_not_there(tmp_path):
