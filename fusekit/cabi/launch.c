@@ -139,9 +139,10 @@ static fusekit_status fk_check(const fk_kernel *kernel, const fk_call *call, int
     }
     if (status == FUSEKIT_OK)
         status = fk_constraints(record, record->constraints, record->constraint_count, variables, error);
-    if (status == FUSEKIT_OK && (call->margin < 0 || call->margin > INT32_MAX))
-        status = fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: cluster_margin is %lld; it must be at least 0",
-                         record->name, (long long)call->margin);
+    if (status == FUSEKIT_OK && (call->margin < 0 || call->margin >= kernel->sm_count))
+        status = fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: cluster_margin is %lld; it must be 0 to %lld, all"
+                         " multiprocessors but one", record->name, (long long)call->margin,
+                         (long long)kernel->sm_count - 1);
     if (status != FUSEKIT_OK) return status;
     for (index = 0; index < record->skip_count; ++index) *skip |= variables[record->skips[index].dim] == 0;
     return *skip ? FUSEKIT_OK : fk_check_places(record, call, extents, error);

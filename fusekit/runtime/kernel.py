@@ -227,7 +227,7 @@ class Kernel(SharedHandle):
         bound = bind(self.record, views)
         settings = Settings(self.margin if margin is None else check_margin(margin), check_priority(priority))
         loaded = self._prepare(self._devices.get(self.device if bound.device < 0 else bound.device))
-        if margin is not None and settings.margin >= loaded.device.sm_count:
+        if settings.margin >= loaded.device.sm_count:
             raise ArgumentError(
                 f"cluster_margin is {settings.margin}; {loaded.device} has {loaded.device.sm_count} multiprocessors, so"
                 f" it must be 0 to {loaded.device.sm_count - 1}",

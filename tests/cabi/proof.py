@@ -28,8 +28,8 @@ from fusekit.compiler.samples import ArgumentSet, argument_sets
 from fusekit.dtypes import MAPS, by
 from fusekit.errors import ArgumentError
 from fusekit.runtime import Devices, Driver, Kernel
+from tests.cubins import cubin_of
 from tests.runtime.fake import CUresult, CUtensorMap, FakeDriver
-from tests.runtime.samples import CUBIN as FAKE_CUBIN
 from tests.runtime.samples import Torchlike
 
 from .launcher import INVALID_ARGUMENT, OK
@@ -98,7 +98,8 @@ def launched_by_python(kernel: Exported, arguments: ArgumentSet) -> Any:
         {launch.symbol: [(item.offset, item.size) for item in launch.parameters] for launch in others},
         sm_count=values["sm_count"], active_clusters=values["active_clusters"],
     )  # fmt: skip
-    loaded = Kernel(Devices(Driver(fake)), kernel.name, made, FAKE_CUBIN, kernel.defaults, 0)
+    cubin = cubin_of(*dict.fromkeys(launch.symbol for launch in made.launches))
+    loaded = Kernel(Devices(Driver(fake)), kernel.name, made, cubin, kernel.defaults, 0)
     given: dict[str, Any] = dict(arguments.floats)
     for argument in made.arguments:
         if isinstance(argument, TensorArgument):

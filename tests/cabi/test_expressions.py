@@ -42,7 +42,7 @@ def test_a_step_beyond_64_bits_has_no_value_anywhere(tmp_path, soak, wraps, valu
     texts["fusekit.c"] += SOURCE
     library = ctypes.CDLL(str(build(tmp_path, texts, "fusekit")))
     assert tuple(dim.name for dim in made.dims) == DIMS
-    writer, source = flat._Writer("x", made, {}), random.Random(f"expressions {wraps}")
+    writer, source = flat._RecordWriter("x", made, {}), random.Random(f"expressions {wraps}")
     none = 0
     for _ in range(180_000 if soak else 20_000):
         expr = drawn(source, 3)

@@ -64,10 +64,14 @@ def test_a_term_means_what_its_expression_means(expr: Any, seed: int) -> None:
     source = random.Random(seed)
     for _ in range(12):
         env = values(source)
-        want = evaluate(expr, env)
-        for name, value in writer.values.items():
-            env[name] = evaluate(value, env)
-        assert evaluate(written, env) == want
+        try:
+            want = evaluate(expr, env)
+            for name, value in writer.values.items():
+                env[name] = evaluate(value, env)
+            got = evaluate(written, env)
+        except RecordError:  # a step of more than 64 bits: such a launch is refused
+            continue
+        assert got == want
         assert term.low <= want or term.low == -INFINITY
         assert want <= term.high or term.high == INFINITY
         assert want % term.divisor == 0 if term.divisor else want == 0
@@ -194,8 +198,11 @@ def test_a_lowered_word_is_the_word_wherever_its_guards_hold(seed: int, width: i
             held = False
         if held:
             want = run(node, env, graph)
-            assert value(term, env) % (1 << width) == want
-            assert value(whole, env) == want
+            try:
+                got = value(term, env), value(whole, env)
+            except RecordError:  # a step of more than 64 bits: such a launch is refused
+                continue
+            assert (got[0] % (1 << width), got[1]) == (want, want)
 
 
 def value(term: Term, env: dict[str, int]) -> int:

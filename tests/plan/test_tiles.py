@@ -87,7 +87,7 @@ def test_operands_leave_fewer_stages(monkeypatch):
 
 def test_cluster_is_told():
     (refusal,) = refusals(gemm_plan(tile=(128, 128), cluster=(3, 1)), "pingpong")
-    assert refusal.key == "cluster"
+    assert refusal.field == "cluster"
     assert refusal.rule == "a cluster is one of [1, 1], [2, 1], [1, 2]"
 
 

@@ -16,6 +16,7 @@ SHOWN = (
     "fusekit/reference/activations/reglu.py",
     "fusekit/plan/operands/saved_preactivation.py",
     "fusekit/kernels/gemm/operands/row_scale.py",
+    "tests/packages/stories.py",
 )
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

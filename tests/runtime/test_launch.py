@@ -111,10 +111,18 @@ def test_the_margin_defaults_to_the_specs_and_is_evaluated_by_the_grid() -> None
     kernel, fake = load(cluster_margin=16)
     kernel(**tensors())
     kernel(**tensors(), cluster_margin=0)
-    kernel(**tensors(), cluster_margin=100_000)
+    kernel(**tensors(), cluster_margin=131)
     kernel(**tensors(), cluster_margin=np.int64(16), priority=np.int32(-1))
     assert [launched.grid[0] for launched in fake.launches] == [100, 132, 2, 100]
     assert type(fake.launches[-1].attributes["CU_LAUNCH_ATTRIBUTE_PRIORITY"]) is int
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_margin_leaves_one_multiprocessor(given: bool) -> None:
+    kernel, fake = load(cluster_margin=0 if given else 132)
+    with pytest.raises(ArgumentError, match=r"is 132; .* has 132 multiprocessors, so it must be 0 to 131"):
+        kernel(**tensors(), **({"cluster_margin": 132} if given else {}))
+    assert not fake.launches
 
 
 @pytest.mark.parametrize("margin", [-1, 1.5, "2", True])

@@ -189,7 +189,7 @@ def test_no_layer_makes_more_kernels_than_it_counts_for():
 
 
 def test_kernels_that_differ_in_their_problem_are_checked_once(monkeypatch):
-    """Each kernel has twelve candidates, the same ones."""
+    """Each kernel has the same candidates: seven tiles, two clusters."""
     checked = []
     monkeypatch.setattr(rules, "refusals", lambda plan, _: checked.append((plan.tile, plan.cluster)) or ())
     rules._of_kernel.cache_clear()
@@ -197,7 +197,7 @@ def test_kernels_that_differ_in_their_problem_are_checked_once(monkeypatch):
         assert len(parse_text(kernels(20), "s")) == 60
     finally:
         rules._of_kernel.cache_clear()
-    assert len(checked) == len(set(checked)) == 12
+    assert len(checked) == len(set(checked)) == 14
 
 
 def test_a_rule_of_one_kernel_is_not_that_of_another_with_the_same_name():

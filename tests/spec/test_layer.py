@@ -200,7 +200,7 @@ def test_a_layer_with_a_recipe_makes_the_kernels_of_its_program(change, turns):
     assert set(parts) == set(program(specs[0].layer).parts)
     coded = {name: str(spec.canonical()["quant"]) for name, spec in parts.items() if hasattr(spec, "quant")}
     coded = {name: text for name, text in coded.items() if text != "none"}
-    first = ("fc1-infer", "fc1-again" if change.get("keep") == "x" else "fc1-fwd")
+    first = ("fc1-infer", "fc1-recompute" if change.get("keep") == "x" else "fc1-fwd")
     assert set(coded) == {
         f"{of}{part}" for of in ("", "shared-")
         for part in (*first, "fc2", "fc2-dgrad", "fc1-dgrad", "fc2-wgrad", "fc1-wgrad")

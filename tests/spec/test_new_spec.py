@@ -95,11 +95,11 @@ def test_what_a_file_is_for():
 def test_dense_layers_have_dense_weight_gradients():
     kernels = kernels_of(text_of("llama-3-8b"))
     assert {kernels[name].op for name in ("fc1-wgrad", "fc2-wgrad")} == {"dense-wgrad"}
-    assert not kernels["fc1-wgrad"].split  # its tiles are many
+    assert not kernels["fc1-wgrad"].operands["split"]  # its tiles are many
     small = CONFIGS["llama-3-8b"] | {"hidden_size": 512, "intermediate_size": 1024}
     kernels = kernels_of(text_of(small))
-    assert kernels["fc1-wgrad"].split
-    assert kernels["fc2-wgrad"].split
+    assert kernels["fc1-wgrad"].operands["split"]
+    assert kernels["fc2-wgrad"].operands["split"]
     kernels = kernels_of(text_of("llama-4-maverick"))
     assert {kernels[f"{prefix}fc1-wgrad"].op for prefix in ("shared-", "dense-")} == {"dense-wgrad"}
     assert kernels["fc1-wgrad"].op == "grouped-wgrad"

@@ -22,6 +22,7 @@ from fusekit.store import NameRecord, Store
 from fusekit.store.keys import sha256
 from fusekit.store.signature import generate
 from tests.cli.conftest import NAMES, SPEC
+from tests.cubins import cubin_of
 from tests.store.faults import COMMANDS
 from tests.store.samples import build_entry
 
@@ -34,7 +35,7 @@ EACH = 1  # failures of each command in the short round
 def prepare(folder):
     store = Store(folder / "s")
     for seed, name in enumerate(NAMES):
-        entry, cubin = build_entry(seed, cubin=bytes([seed]) * 8000)
+        entry, cubin = build_entry(seed, cubin=cubin_of("kernel", seed=f"{seed} " * 4000))
         store.publish(entry, cubin)
         store.publish_name(NameRecord(name, "sm_90a", entry.key, SPEC, {}))
         time.sleep(0.02)  # so which one was used last is known
