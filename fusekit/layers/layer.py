@@ -15,7 +15,7 @@ from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, K
 from fusekit.plan.operations import OPERATIONS
 from fusekit.runtime.devices import ordinal_of
 from fusekit.runtime.side import Aside, Late, Queue, Side, run
-from fusekit.runtime.streams import PER_THREAD, stream_handle
+from fusekit.runtime.streams import PER_THREAD, handle_of
 from fusekit.runtime.tensors import View, describe, read, strides_of
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class Layer:
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], stream: Any,
         cluster_margin: int | None = None, in_place: bool = False,
     ) -> None:  # fmt: skip
-        handle = stream if type(stream) is int else stream_handle(stream)
+        handle = stream if type(stream) is int else handle_of(stream, (*arguments.values(), kept, scratch))
         driver, outputs = self._library.devices.driver, self.program.arguments(which)[1]
         key: list[Any] = [which, cluster_margin, in_place]
         addresses: list[int] = []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fusekit.errors import ArgumentError
 from fusekit.runtime.handle import Handle
 from fusekit.runtime.side import Queue, run
-from fusekit.runtime.streams import stream_handle
+from fusekit.runtime.streams import handle_of
 
 if TYPE_CHECKING:
     from fusekit.exchange import Window
@@ -65,7 +65,7 @@ class Pass(Handle):
         """Queues the launches on `stream`, as a kernel's. Raises ArgumentError where another pass used the windows
         between two parts of this one.
         """
-        handle = stream if type(stream) is int else stream_handle(stream)
+        handle = stream if type(stream) is int else handle_of(stream, self._arguments.values())
         self._take_windows()
         run(self.launches, handle)
 

@@ -22,7 +22,7 @@ from fusekit.runtime.devices import Device, Devices
 from fusekit.runtime.kernel import Kernel
 from fusekit.runtime.launch import Launch, Launches
 from fusekit.runtime.launch_plan import LaunchPlan
-from fusekit.runtime.streams import stream_handle
+from fusekit.runtime.streams import handle_of
 from fusekit.runtime.tensors import Slice
 from fusekit.runtime.workspace import owner_of
 
@@ -192,7 +192,7 @@ class CheckedKernel(Kernel):
         self, *, stream: Any = None, cluster_margin: int | None = None, priority: int | None = None, **arguments: Any
     ) -> None:
         """As `Kernel.__call__`."""
-        handle = stream if type(stream) is int else stream_handle(stream)
+        handle = stream if type(stream) is int else handle_of(stream, arguments.values())
         plan, addresses, _ = self._resolve(arguments, cluster_margin, priority)
         if not plan.skip:
             plan.place(addresses)  # what cannot be launched is not checked
@@ -221,7 +221,7 @@ class CheckedLaunch(Launch):
         block = self._block
         if block is None:
             return
-        handle = stream if type(stream) is int else stream_handle(stream)
+        handle = stream if type(stream) is int else self._handle(stream)
         self.kernel.checks.launch(self.kernel.name, self._plan, block.addresses, handle)
         super().__call__(handle)
 

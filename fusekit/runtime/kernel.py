@@ -22,7 +22,7 @@ from fusekit.runtime.handle import SharedHandle
 from fusekit.runtime.launch import Launch, Launches, filled, launch, launch_parts
 from fusekit.runtime.launch_plan import LaunchPlan, Loaded, Settings, active_clusters
 from fusekit.runtime.peers import check_windows, placed, spread
-from fusekit.runtime.streams import stream_handle
+from fusekit.runtime.streams import handle_of
 from fusekit.runtime.tensors import Meta, describe, read, unhashable
 from fusekit.runtime.workspace import Scratch, Workspaces
 
@@ -93,13 +93,14 @@ class Kernel(SharedHandle):
     ) -> None:
         """Launches on `stream`, on the device of the tensors.
 
-        arguments: the record's tensors and scalars by name; outputs are given by the caller. stream: None (legacy
-        default stream), an int handle, or an object with ``__cuda_stream__``. cluster_margin: clusters held back for
+        arguments: the record's tensors and scalars by name; outputs are given by the caller. stream: an int
+        handle, an object with ``__cuda_stream__``, "legacy", or None: the current stream of PyTorch or CuPy where the
+        tensors are theirs, else the legacy default stream. cluster_margin: clusters held back for
         other kernels; None takes the spec's. priority: of this launch's blocks, lower is sooner, as
         cuStreamCreateWithPriority has it; None takes the stream's. Raises ArgumentError naming the argument,
         DriverError for a refused launch. Returns when the launch is queued.
         """
-        handle = stream if type(stream) is int else stream_handle(stream)
+        handle = stream if type(stream) is int else handle_of(stream, arguments.values())
         plan, addresses, scalars = self._resolve(arguments, cluster_margin, priority)
         if plan.skip:
             return

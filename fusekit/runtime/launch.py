@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fusekit.errors import ArgumentError, DriverError
 from fusekit.runtime.handle import Handle
 from fusekit.runtime.launch_plan import Block, LaunchPlan
-from fusekit.runtime.streams import PER_THREAD, stream_handle
+from fusekit.runtime.streams import PER_THREAD, Current, current_stream, stream_handle
 from fusekit.runtime.tensors import Meta
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Launch(Handle):
 
     again = "bind its kernel again"
 
-    __slots__ = ("_arguments", "_block", "_driver", "_metas", "_plan", "_settings", "kernel")
+    __slots__ = ("_arguments", "_block", "_current", "_driver", "_metas", "_plan", "_settings", "kernel")
 
     def __init__(self, kernel: Kernel, arguments: Mapping[str, Any], settings: tuple[int | None, int | None]) -> None:
         self.kernel = kernel
@@ -43,6 +43,7 @@ class Launch(Handle):
         parts = [] if plan.skip else filled(plan, addresses, scalars)
         # Nothing fails from here on: a launch that is bound anew is the old one or the new one.
         self._plan, self._arguments, self._metas = plan, arguments, metas
+        self._current: Current | None = None
         self._keep(parts)
 
     def _keep(self, parts: Sequence[tuple[LaunchPlan, Block]]) -> None:
@@ -59,7 +60,7 @@ class Launch(Handle):
         block = self._block
         if block is None:
             return
-        handle = stream if type(stream) is int else stream_handle(stream)
+        handle = stream if type(stream) is int else self._handle(stream)
         if handle <= PER_THREAD:
             launch(self._plan, block, handle)
             return
@@ -90,7 +91,15 @@ class Launch(Handle):
             addresses[index] = address
         self._move(addresses, plan.index[name] if len(changed) == 1 else None)
         self._arguments |= changed
+        self._current = None
         return self
+
+    def _handle(self, stream: Any) -> int:
+        if stream is not None:
+            return stream_handle(stream)
+        if self._current is None:
+            self._current = current_stream(self._arguments.values())
+        return self._current()
 
     @property
     def addresses(self) -> dict[str, int]:
@@ -131,7 +140,7 @@ class Launches(Launch):
         self._parts = parts
 
     def __call__(self, stream: Any = None) -> None:
-        handle = stream if type(stream) is int else stream_handle(stream)
+        handle = stream if type(stream) is int else self._handle(stream)
         with self._plan.loaded.together:
             if handle <= PER_THREAD:
                 for plan, block in self._parts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fusekit.errors import ArgumentError
@@ -10,14 +12,58 @@ from fusekit.errors import ArgumentError
 LEGACY, PER_THREAD = 1, 2
 
 
+Current = Callable[[], int]  # the handle of a framework's current stream, asked at each launch
+
+
+def current_stream(tensors: Iterable[Any]) -> Current:
+    """What gives the handle of the current stream of the framework whose CUDA tensors these are, on their device.
+
+    PyTorch and CuPy have one; memory of nobody's is used in the legacy default stream. A framework's streams do not
+    wait for that one, so a launch there would read what is still to be written. Raises ArgumentError for tensors of
+    both.
+    """
+    torch, cupy = (sys.modules.get(name) for name in ("torch", "cupy"))  # not imported: then no tensor is of it
+    kinds = getattr(torch, "Tensor", ()), getattr(cupy, "ndarray", ())
+    found: list[Current | None] = [None, None]
+    for tensor in tensors:
+        if isinstance(tensor, kinds[0]) and tensor.device.type == "cuda":
+            found[0] = found[0] or _of_torch(torch, tensor.device)
+        elif isinstance(tensor, kinds[1]):
+            found[1] = found[1] or _of_cupy(cupy, tensor.device.id)
+    if all(found):
+        raise ArgumentError(
+            "the arguments are tensors of PyTorch and of CuPy, which have a current stream each; give the one to launch"
+            " on, such as stream=torch.cuda.current_stream(), or stream='legacy'",
+            argument="stream",
+        )
+    return found[0] or found[1] or _legacy
+
+
+def _legacy() -> int:
+    return 0
+
+
+def _of_torch(torch: Any, device: Any) -> Current:
+    return lambda: int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def _of_cupy(cupy: Any, device: int) -> Current:
+    return lambda: int(cupy.cuda.get_current_stream(device).ptr)
+
+
+def handle_of(stream: Any, tensors: Iterable[Any]) -> int:
+    """`stream_handle`; of None the current stream's of the framework whose tensors these are."""
+    return current_stream(tensors)() if stream is None else stream_handle(stream)
+
+
 def stream_handle(stream: Any) -> int:
     """The CUstream handle of `stream`.
 
-    None is the legacy default stream (0). An int is a handle already; otherwise ``__cuda_stream__`` (a method or a
-    property giving (version, handle)), then the attributes ``cuda_stream`` (PyTorch) and ``ptr`` (CuPy), then ``int()``
-    (cuda.bindings' CUstream). Raises ArgumentError for anything else.
+    None and "legacy" are the legacy default stream (0). An int is a handle already; otherwise ``__cuda_stream__`` (a
+    method or a property giving (version, handle)), then the attributes ``cuda_stream`` (PyTorch) and ``ptr`` (CuPy),
+    then ``int()`` (cuda.bindings' CUstream). Raises ArgumentError for anything else.
     """
-    if stream is None:
+    if stream is None or (isinstance(stream, str) and stream == "legacy"):
         return 0
     handle: Any = stream
     if type(stream) is not int:
@@ -30,7 +76,7 @@ def stream_handle(stream: Any) -> int:
             handle = handle.__index__() if hasattr(handle, "__index__") else _of_class(handle)
         except (TypeError, ValueError):
             raise ArgumentError(
-                f"stream is a {type(stream).__name__}; it must be None, an integer handle or an object with"
+                f"stream is a {type(stream).__name__}; it must be None, 'legacy', an integer handle or an object with"
                 " __cuda_stream__, which gives (version, handle)",
                 argument="stream",
             ) from None

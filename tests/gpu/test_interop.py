@@ -95,8 +95,9 @@ def test_torch(gpu, specs, torch, name, shown):
     assert_right(spec, inputs, torch_outputs(torch, spec, tensors))
 
 
-def test_torch_stream_orders_the_launch(gpu, specs, torch):
-    """The inputs are copied in on the same stream, behind enough work that an unordered launch would read NaN."""
+@pytest.mark.parametrize("how", ["given", "current", "bound"])
+def test_torch_stream_orders_the_launch(gpu, specs, torch, how):
+    """The inputs are copied in on the same stream, after enough work that an unordered launch would read NaN."""
     spec = specs[BF16]
     inputs = made(spec)
     tensors = torch_tensors(torch, spec, inputs)
@@ -106,7 +107,11 @@ def test_torch_stream_orders_the_launch(gpu, specs, torch):
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
         late.copy_(tensors["x"])
-        gpu.kernel(spec)(**(tensors | {"x": late}), stream=stream)
+        arguments = tensors | {"x": late}
+        if how == "bound":
+            gpu.kernel(spec).bind(**arguments)()
+        else:
+            gpu.kernel(spec)(**arguments, **({"stream": stream} if how == "given" else {}))
         copies = {name: tensors[name].clone() for name in reference.output_shapes(spec, M=ROWS, N=N)}
     gpu.finish(f"{BF16} on a torch stream", stream.cuda_stream)
     assert_right(spec, inputs, torch_outputs(torch, spec, copies))
