@@ -32,7 +32,9 @@ def test_build_and_build_again(fusekit):
     assert (document["cached"], document["failed"]) == ([], [])
     assert document["seconds"] > 0
     assert first.err == f"1/1 {NAME}\n"
-    assert [path.name for path in fusekit.root.parent.iterdir()] == ["store"]
+    home = fusekit.root.parent
+    assert {path.name for path in home.iterdir()} == {".cache", "store"}
+    assert [path.name for path in (home / ".cache").iterdir()] == ["fusekit-compiler"]  # code of compile processes
 
     again = fusekit("build", "quickstart/moe-fc2", "--json")
     assert (again.json["built"], again.json["cached"], again.err) == ([], [NAME], "")

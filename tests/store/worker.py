@@ -16,9 +16,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[2]))  # the checkout, for `tests`
 
-from samples import build_entry, build_record
+from tests.store.samples import build_entry, build_record
 
 from fusekit.store import Store
 
