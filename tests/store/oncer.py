@@ -14,9 +14,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))  # the checkout, for `tests`
 
-from tests.store.samples import build_entry, build_record
-
 from fusekit.store import Store
+from tests.store.samples import build_entry, build_record
 
 
 def main(root: Path, count: int, seed: int, locks: str) -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))  # the checkout, for `tests`
 
-from tests.store.samples import build_entry, build_record
-
 from fusekit.store import Store
+from tests.store.samples import build_entry, build_record
 
 
 def main(root: str, number: int, count: int) -> None:

@@ -18,9 +18,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))  # the checkout, for `tests`
 
-from tests.store.samples import build_entry, build_record
-
 from fusekit.store import Store
+from tests.store.samples import build_entry, build_record
 
 REST = {"builder": 0.25, "reader": 0.25, "collector": 0.0}
 
