@@ -7,6 +7,7 @@ their bytes are those of a real descriptor.
 from __future__ import annotations
 
 import ctypes
+import threading
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +57,14 @@ class Launched:
     function: int  # of which of the record's launches
 
 
+class _Thread(threading.local):
+    """What a driver keeps for each thread."""
+
+    def __init__(self) -> None:
+        self.contexts: list[int] = []
+        self.capture_mode = 0  # global, as a thread begins
+
+
 @dataclass
 class Recorder:
     """The driver of one kernel of `record`, on a device of `sm_count` multiprocessors."""
@@ -70,13 +79,11 @@ class Recorder:
     settings: dict[int, int] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)  # those not asked to by `fail`
-    contexts: list[int] = field(default_factory=list)
     retained: int = 0
     loaded: int = 0
     allocated: int = 0
     sm_counts: dict[int, int] = field(default_factory=dict)  # of devices that differ from the rest
     strict: bool = False  # a launch wants the kernel's context to be current, whatever the stream
-    capture_mode: int = 0  # global, as a thread begins
     capturing: bool = False  # this thread captures a stream: what is unsafe is refused in any mode but relaxed
     sizes: list[int] = field(default_factory=list)  # of allocations
     filled: list[tuple[int, int]] = field(default_factory=list)
@@ -85,12 +92,26 @@ class Recorder:
     asked: list[tuple[int, tuple[int, ...], tuple[int, ...], int]] = field(default_factory=list)  # for clusters
 
     def __post_init__(self) -> None:
+        self._thread = _Thread()
         self._symbols = [launch.symbol for launch in self.record.launches]
         self._places = [
             sorted((item.offset, item.size) for item in launch.parameters) for launch in self.record.launches
         ]
         self._kept: dict[str, Any] = {}
         self.lookup = CFUNCTYPE(c_void_p, c_char_p, c_void_p)(self._lookup)
+
+    @property
+    def contexts(self) -> list[int]:
+        """Those of this thread, the current one last."""
+        return self._thread.contexts
+
+    @property
+    def capture_mode(self) -> int:
+        return self._thread.capture_mode
+
+    @capture_mode.setter
+    def capture_mode(self, mode: int) -> None:
+        self._thread.capture_mode = mode
 
     def _lookup(self, symbol: bytes, user: int | None) -> int | None:
         name = symbol.decode()
