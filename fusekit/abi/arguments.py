@@ -219,7 +219,7 @@ class PeersArgument:
     The caller gives one address for each rank, in the order of ranks. `bytes` is an expression over dims and i32
     scalars: how large each window is at least. `alignment` is that of each address, in bytes.
 
-    Everything behind the caller knows the windows as tensors without dims, called ``"<name>.<rank>"``.
+    Everything after the caller knows the windows as tensors without dims, called ``"<name>.<rank>"``.
     """
 
     name: str

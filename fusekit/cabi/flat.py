@@ -262,7 +262,7 @@ def _beyond(scalar: ScalarArgument) -> Expr:
 
 
 def _postfix(operator: str, operands: list[Steps]) -> Iterator[tuple[int, int]]:
-    """An operator of one operand behind it, any other behind each operand from the second on."""
+    """An operator of one operand after it, any other after each operand from the second on."""
     own = (_CODES[operator], 0)
     yield from operands[0]
     if len(operands) == 1:

@@ -1,13 +1,13 @@
 """The flat form of a launch record: what `flat` writes, and what the C launcher reads in place.
 
-It is a sequence of little-endian words of 64 bits, without offsets. A table is its rows, one behind the other; then
+It is a sequence of little-endian words of 64 bits, without offsets. A table is its rows, one after the other; then
 come, row by row and field by field, the tables, texts and expressions of those rows, each in the same form. So a reader
 takes what comes next, checks it, and sets a pointer: nothing can overlap, and nothing can point elsewhere.
 
 `TABLES` is the one definition. The writer follows it, and `declarations` gives the launcher's structures, constants and
 rules: a row in memory is the row in the file, a pointer in the place of what it will point to.
 
-| field | words of its row | behind the rows |
+| field | words of its row | after the rows |
 |---|---|---|
 | whole | the number, signed | |
 | text | its length in bytes | its UTF-8 bytes, zeros up to the next whole word, at least one |
@@ -35,7 +35,7 @@ KINDS = ("tensor_map", "pointer", "workspace", "scratch", "int", "uint", "float"
 # By CUtensorMapDataType, then by the loader's fusekit_dtype; "": no type of ours has the number.
 _NUMBERED = {row.number: row.name for row in ROWS if row.number is not None}
 DTYPES = tuple(_NUMBERED.get(number, "") for number in range(max(_NUMBERED) + 1))
-# The first variables of every record. Behind them come dims, strides, addresses, i32 scalars, values.
+# The first variables of every record. After them come dims, strides, addresses, i32 scalars, values.
 OWN_VARIABLES = ("sm_count", "cluster_margin", "active_clusters")
 # How many variables an expression may read, or tensors a number may name: fields of the record; `outer` is what the
 # field says that holds the rows, `value` the values before this one.

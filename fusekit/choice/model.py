@@ -8,7 +8,7 @@ a weight gradient a group's rows),
 - `rows` are those of the tile's blocks, as high as a matrix instruction, that hold any; one that holds none is free.
 - `epilogue` is 0 with a ping-pong main loop, which hides it behind the next tile. A cooperative one hides nothing: its
   epilogue takes as long as 90 elements of the reduction, as 90 more if it also stores the pre-activation, and as 300
-  more if it runs backward through an activation; as 500 with 8-bit factors, whose products take half the time.
+  more if it runs backward through an activation; as 500 with FP8 operands, whose products take half the time.
 - What is fetched costs time and, at the power limit, clock: 5 products for each element that goes through shared
   memory, and 5 for each that comes from L2, from where a cluster has the operand that its CTAs share but once.
 

@@ -153,7 +153,7 @@ def build(
     """Builds what the store lacks of `targets`; needs the `build` extra, but no GPU.
 
     targets: spec files (also with a kernel, `moe.toml/fc1`), folders of them, packaged names, or globs over either; see
-    `fusekit.spec.catalog.targets`; None: every packaged spec. namespace: begins every name, in place of the files' own.
+    `fusekit.spec.catalog.targets`; None: every packaged spec. namespace: begins every name, instead of the files' own.
     prune: names in the writable store that the targets mean and their files no longer have are removed, once all is
     built. arch: only these architectures. jobs: compile processes, fewer where the memory holds fewer; default: one for
     each processor this process may use. config: names the store; default: from the environment. progress: called with a
@@ -297,7 +297,7 @@ def execute(
 ) -> BuildReport:
     """Builds the plan's misses and names everything; see `build`.
 
-    planner: in place of the operations' own; importable by name, called in a worker.
+    planner: instead of the operations' own; importable by name, called in a worker.
     """
     report, store = BuildReport(failed=list(wanted.failed)), store.inspecting(check_usable)
     if jobs is not None:

@@ -191,7 +191,7 @@ def effective_options(options: Any, compiler: Any = None) -> Any:
             return _parse_compile_options_from_str(options)
         except Exception as error:
             why = f"{type(error).__name__}: {without_colours(str(error)).partition(chr(10))[0]}"
-            raise BuildError(f"options {options!r}: the CuTe DSL does not take them ({why}); mend them") from None
+            raise BuildError(f"options {options!r}: the CuTe DSL does not take them ({why}); fix them") from None
     if compiler is None:
         return CompileOptions()
     return getattr(compiler, "_compile_options", None) or compiler.compile_options  # of cute.compile, or of the DSL

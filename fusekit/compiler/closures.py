@@ -52,7 +52,7 @@ def free_of(inner: FunctionType) -> dict[str, Any] | None:
 
 
 def place_of(inner: FunctionType, outer: Any) -> str | None:
-    """Where its code stands in that of `outer`, the function of the module around it: names, and #2 for the second of
+    """Where its code is in that of `outer`, the function of the module around it: names, and #2 for the second of
     a name. None where it does not stand there, as in a module that was changed.
     """
     names = inner.__qualname__.split(f".{_LOCALS}", 1)[1].replace(f".{_LOCALS}", "").strip(".").split(".")

@@ -1,7 +1,7 @@
 """What a cubin says of its kernel: the parameter layout, and the resources that it takes.
 
 The facts stand in the ``.nv.info`` sections, lists of attributes. Each has a 4-byte head: format, attribute and a
-16-bit value, which for the sized format is the length of the payload behind it. CUDA's cuobjdump prints the same
+16-bit value, which for the sized format is the length of the payload after it. CUDA's cuobjdump prints the same
 (tests/compiler/test_cubin.py compares).
 """
 

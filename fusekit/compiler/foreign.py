@@ -360,7 +360,7 @@ def _followed(
                     # Of fusekit the providers alone: its compiler is in every key.
                     pending.append(found)
     if not digests:
-        raise BuildError(f"source {module}: there is no such module below {roots[top]}; mend the source")
+        raise BuildError(f"source {module}: there is no such module below {roots[top]}; fix the source")
     return digests, frozenset(others)
 
 
@@ -413,7 +413,7 @@ def _imports(data: bytes, path: Path, root: Path) -> Iterable[str]:
     try:
         tree = ast.parse(data, str(path))
     except SyntaxError as error:
-        raise BuildError(f"{path.name}: {error}; mend it") from error
+        raise BuildError(f"{path.name}: {error}; fix it") from error
     nodes = list(ast.walk(tree))
     return [*stated(nodes, list(path.relative_to(root).with_suffix("").parts)), *_called(nodes)]
 

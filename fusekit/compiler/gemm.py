@@ -1,4 +1,4 @@
-"""GEMMs: what a kernel is traced with, and what its arguments are. All of it stands in the kernel's plan."""
+"""GEMMs: what a kernel is traced with, and what its arguments are. All of it is in the kernel's plan."""
 
 from __future__ import annotations
 

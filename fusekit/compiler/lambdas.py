@@ -25,7 +25,7 @@ def text_of(function: Any) -> str | None:
 
 
 def made(text: str, names: dict[str, Any]) -> Callable[..., Any]:
-    """The lambda of a text. names: of the module that it stands in. Raises ValueError for a text that is none."""
+    """The lambda of a text. names: of the module that it is in. Raises ValueError for a text that is none."""
     if not isinstance(ast.parse(text, mode="eval").body, ast.Lambda):
         raise ValueError(f"{text!r} is no lambda")
     function: Callable[..., Any] = eval(text, names)

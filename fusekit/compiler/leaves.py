@@ -22,7 +22,7 @@ BIT = "i1"  # the type of a truth value, which is an integer of one bit
 # The DSL's name of a type -> the record's; one that no tensor of a record has is seen as unsigned bits.
 _BITS = {DTYPES[name].bits: name for name in ARGUMENTS if DTYPES[name].kind == UNSIGNED}
 RECORDED = {row.cutlass: row.name if row.argument else _BITS[row.bits] for row in ROWS if row.framework}
-RECORDED |= {DTYPES["tf32"].cutlass: "f32", "Int4": "u8"}  # float32 of which less is read; two codes in a byte
+RECORDED |= {DTYPES["tf32"].cutlass: "f32", "Int4": "u8"}  # float32 of which less is read; two values in a byte
 # Of a number by value.
 _INTEGERS = {row.cutlass: f"i{row.bits}" for row in ROWS if row.kind in (SIGNED, UNSIGNED) and row.bits in (32, 64)}
 
@@ -195,7 +195,7 @@ def member(value: Any, part: str | int) -> Any:
 
 
 def codes_in_one(tensor: Any) -> int:
-    """How many elements of a traced tensor one of the record's holds: two codes of 4 bits lie in a byte."""
+    """How many elements of a traced tensor one of the record's holds: two 4-bit values lie in a byte."""
     return 2 if tensor.element_type.width == 4 else 1
 
 

@@ -24,7 +24,7 @@ _FIELD = re.compile(r"(arguments|dims)\[[0-9]+\]\.name: |(workspace|scratch)\.by
 
 
 def with_places(error: FusekitError) -> FusekitError:
-    """The error, in whose text the line of a decorator is that of the `def` behind it; and where a kernel's source was
+    """The error, in whose text the line of a decorator is that of the `def` after it; and where a kernel's source was
     when Python raised its cause. The DSL's own errors say that themselves.
     """
     args = [_PLACE.sub(_of_def, each) if isinstance(each, str) else each for each in error.args]

@@ -128,7 +128,7 @@ class ForkServer:
                 self._make_room()
                 folder = Path(tempfile.mkdtemp(prefix="home-", dir=self._folder))
                 server = ForkServer(folder, self.memory, self.recycle, job.home)
-            self._homes[job.home] = digest, server  # behind those that were used before
+            self._homes[job.home] = digest, server  # after those that were used before
             server._users += 1
         try:
             yield server
@@ -276,7 +276,7 @@ def run(
 ) -> Generator[tuple[T, R | Exception], None, None]:
     """Runs `task` on every item, each on a thread of its own for one of `compilers`.
 
-    Yields (item, result or what `task` raised) as they finish; what is postponed comes behind the others. Closing the
+    Yields (item, result or what `task` raised) as they finish; what is postponed comes after the others. Closing the
     iterator, or an exception such as Ctrl-C in the caller's thread, calls `stop`, which ends what compiles; a task that
     is beyond compiling is given time to finish.
     """

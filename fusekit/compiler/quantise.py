@@ -96,7 +96,7 @@ def _rows(spec: QuantiseSpec) -> list[TensorArgument]:
 
 
 def _mx(spec: QuantiseSpec) -> list[TensorArgument]:
-    """Codes as x lies; scales of whole tiles of 128 x 128."""
+    """FP8 values as x lies; scales of whole tiles of 128 x 128."""
     tall, wide = (["mul", ["ceildiv", name, SIDE], SIDE] for name in ("M", "K"))
     found = [
         _matrix("x", "input", "bf16", ("M", "K"), 8),

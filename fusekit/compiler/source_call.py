@@ -26,20 +26,20 @@ def call_source(source: str, params: Mapping[str, Any], arch: str) -> tuple[Any,
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         raise BuildError(
-            f"source {source}: there is no module {error.name!r}; install what has it, or mend the source"
+            f"source {source}: there is no module {error.name!r}; install what has it, or fix the source"
         ) from None
     except BaseException as error:
         raise BuildError(f"source {source}: importing {module_name} failed: {_told(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise BuildError(f"source {source}: {module_name} has no function {name}; mend the source")
+        raise BuildError(f"source {source}: {module_name} has no function {name}; fix the source")
     takes = inspect.signature(function).parameters
     given = {"arch": arch, **params} if "arch" in takes else dict(params)
     try:
         inspect.signature(function).bind(**given)
     except TypeError as error:
         known = ", ".join(takes) or "none"
-        raise BuildError(f"source {source}: {error}; its arguments are {known}; mend params") from None
+        raise BuildError(f"source {source}: {error}; its arguments are {known}; fix params") from None
     try:
         made = function(**given)
     except FusekitError:

@@ -9,7 +9,7 @@ of which a spec has its own row.
 
 Of a file its syntax tree counts, not how it is written down: no comment, no line's number or length reaches a cubin.
 What is for people does not count either: docstrings, what a `raise` says; and of an operand its key, words and rules,
-since what comes of them stands in the spec. The package of an operation that is not fusekit's counts whole, with what
+since what comes of them is in the spec. The package of an operation that is not fusekit's counts whole, with what
 it imports of fusekit.
 """
 
@@ -61,7 +61,7 @@ class Sources:
     _paths: dict[str, str] = field(default_factory=dict)
 
     def closure(self, roots: Iterable[str]) -> dict[str, str]:
-        """Path relative to the package, with '/' -> digest, for every source file behind the modules `roots`.
+        """Path relative to the package, with '/' -> digest, for every source file after the modules `roots`.
 
         Raises BuildError for an import whose source cannot be identified: of a package that no key names, or one
         computed at run time.
@@ -118,7 +118,7 @@ class Sources:
             try:
                 tree = ast.parse(data, str(path))
             except SyntaxError as error:
-                raise BuildError(f"{path}: {error}; mend it") from error
+                raise BuildError(f"{path}: {error}; fix it") from error
             words, nodes = _what_counts(tree, name)
             imports = _imports(nodes, name) if _followed(name) else []
             self._files[name] = _File(path, _sha(data), _sha(" ".join(words).encode()), tuple(imports))

@@ -310,7 +310,7 @@ def units_where_below(number: Int32, end: Int32, units: Int32) -> Int32:
 
 
 def unit_address(base: cutlass.Int64, units: Int32) -> cutlass.Int64:
-    """`units` times 16 bytes behind `base`; units is unsigned."""
+    """`units` times 16 bytes after `base`; units is unsigned."""
     return inline(cutlass.Int64, "mad.wide.u32 {$w0}, {$r1}, 16, {$r0};", base, units)
 
 

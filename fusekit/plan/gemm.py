@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 WARP = 32
 WARP_ROWS = 16  # of a block of accumulators, that one warp finishes
 OUTPUT_BOXES, Z_BOXES = 2, 3  # of a warp: of an output in turn, and of z on its way in or out
-WGRAD_BOXES = 3  # of dw, where factors are codes: their tiles end sooner
+WGRAD_BOXES = 3  # of dw, where factors are FP8 values: their tiles end sooner
 GATED_UNIT = 32  # columns of da whose gate and up a backward epilogue works on at a time
 BOX = 64  # columns of 128 bytes whose rows lie along the reduction: w, b_major = "n"; factors of a weight gradient
 BOX_WIDTHS = (64, 32, 16)  # columns of a staging box
@@ -84,7 +84,7 @@ class GemmPlan(Product):
 
     @property
     def threads(self) -> int:
-        """Of a CTA."""
+        """Threads per CTA."""
         return self.arch.warpgroup * (1 + self.arch.consumer_warpgroups + self.fourth)
 
     @property
@@ -141,7 +141,9 @@ class GemmPlan(Product):
 
     @property
     def fourth_registers(self) -> int:
-        """Of a thread of the fourth warpgroup: a lane that gathers keeps the addresses of a 16th of the tile's rows."""
+        """Registers per thread of the fourth warpgroup: a lane that gathers keeps the addresses of a 16th of the tile's
+        rows.
+        """
         if self.turning:
             return 32
         if self.wgrad:
@@ -176,7 +178,7 @@ class GemmPlan(Product):
 
     @property
     def relays(self) -> bool:
-        """Whether an idle warp hands gathered stages on, behind a fence; else their consumers fence."""
+        """Whether an idle warp hands gathered stages on, after a fence; else their consumers fence."""
         return self.gathers and not self._idle_work
 
     @property
@@ -186,7 +188,7 @@ class GemmPlan(Product):
 
     @property
     def gather_threads(self) -> int:
-        """Of the warpgroup that gathers."""
+        """Threads of the warpgroup that gathers."""
         return self.arch.warpgroup if self.gathers else 0
 
     @property
@@ -228,7 +230,7 @@ class GemmPlan(Product):
 
     @property
     def tma_bytes(self) -> int:
-        """Of a stage, what comes by TMA."""
+        """Bytes per stage that TMA loads."""
         return self.stage_bytes - (self.tile[self.gathered_side] * self.arch.swizzle_bytes if self.gathers else 0)
 
     def box(self, width: int, limit: int | None = None) -> int:
@@ -251,7 +253,8 @@ class GemmPlan(Product):
         """Columns of a staging box, at most; of a backward epilogue, columns of da that are worked on at a time."""
         if self.backward:
             return GATED_UNIT if self.kind.gated else self.box(self.tile[1], BOX_WIDTHS[0])
-        # 64 columns, or 32 where that makes room for one more stage. Weight gradients of codes gain less from a fifth
+        # 64 columns, or 32 where that makes room for one more stage. Weight gradients of FP8 values gain less from a
+        # fifth
         # stage than they lose by short rows of dw.
         enough = 4 if self.wgrad and self.quant.coded_inputs else MAX_STAGES
         return max((min(enough, self._stages(self._warp_bytes(box))), box) for box in (64, 32))[1]
@@ -275,7 +278,7 @@ class GemmPlan(Product):
         if self.backward:
             z, outputs = self.z_boxes * self.sides, OUTPUT_BOXES if self.outputs_staged else 0
             behind = outputs * box * WARP_ROWS * 2 + self.codes_bytes
-            if self.turning:  # codes of rows, and then the transpose of y, in one place
+            if self.turning:  # FP8 values of rows, and then the transpose of y, in one place
                 behind = max(self.tile[1] * WARP_ROWS * 2 * self.spec.operands["recompute"], self.codes_bytes)
             return z * box * WARP_ROWS * 2 + behind
         if not self.quant.wide and not self.has("preactivation"):
@@ -289,7 +292,7 @@ class GemmPlan(Product):
 
     @property
     def codes_bytes(self) -> int:
-        """Codes of a warp's 16 rows: in the place of its boxes, or behind those of a backward epilogue."""
+        """FP8 values of a warp's 16 rows: in the place of its boxes, or after those of a backward epilogue."""
         columns = self.sides * self.tile[1] if self.backward else self.out_tile_n
         return columns * WARP_ROWS if self.quant.coded else 0
 
@@ -307,12 +310,12 @@ class GemmPlan(Product):
 
     @property
     def z_bytes(self) -> int:
-        """A warp's boxes of z; behind them begin its boxes of outputs."""
+        """A warp's boxes of z; after them begin its boxes of outputs."""
         return self.z_boxes * self.z_box_bytes
 
     @property
     def z_boxes(self) -> int:
-        """Of a warp: those in turn, or all of its 16 rows."""
+        """Staging boxes per warp: those used in turn, or all of its 16 rows."""
         return self.tile[1] // self.epilogue_box if self.turning else Z_BOXES
 
     @cached_property
@@ -358,9 +361,9 @@ class GemmPlan(Product):
         return max(1, list(dict.fromkeys((*NAMED_BARRIERS, *own))).index(name) * (1 + self.arch.consumer_warpgroups))
 
     @property
-    def own_rows_first(self) -> bool:
+    def local_rows_first(self) -> bool:
         """Whether tiles whose rows are the rank's own come first."""
-        return any(operand.own_rows_first for operand in self.operands)
+        return any(operand.local_rows_first for operand in self.operands)
 
     @property
     def in_parts(self) -> bool:

@@ -36,7 +36,7 @@ class Schema:
 
     make: (file stem, values by field, one value of each swept field) -> a spec. broken: the rules that a spec breaks,
     as (field, value, rule). own: fields that [defaults] does not give it. candidates: what a swept field that is left
-    out is chosen from (see fusekit.spec.sweep). expand: in place of `sweep.expand`, for tables that make several
+    out is chosen from (see fusekit.spec.sweep). expand: instead of `sweep.expand`, for tables that make several
     kernels, `most` at most. ops: filled in by fusekit.
     """
 

@@ -16,9 +16,9 @@ VECTOR_BYTES = 16  # the granule of TMA addresses and strides
 
 
 class Product:
-    """Of `spec`: a KernelSpec, or anything that has its attributes. tile and cluster are (M, N).
+    """The product of `spec`: a KernelSpec, or anything that has its attributes. tile and cluster are (M, N).
 
-    epilogue: "forward", "backward" (behind the derivative of an activation) or "wgrad". kind: the activation.
+    epilogue: "forward", "backward" (after the derivative of an activation) or "wgrad". kind: the activation.
     """
 
     def __init__(self, spec: Any) -> None:

@@ -1,4 +1,6 @@
-"""The quantisation recipe of a GEMM: what its factors are, how their products are added up, what is stored as codes."""
+"""The quantisation recipe of a GEMM: what its factors are, how their products are added up, what is stored as FP8
+values.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,14 @@ ACCUMULATIONS = ("promoted", "fast")
 @dataclass(frozen=True, slots=True)
 class Quant:
     """inputs: of the factors, "none" for those of the spec's dtype. x_format: type of x. accumulation: "promoted" where
-    float32 registers take over behind every 128 of K, "fast" where one accumulator of the tensor cores has them all.
+    float32 registers take over after every 128 of K, "fast" where one accumulator of the tensor cores has them all.
 
     out: what y or dz is stored as, "none" for its dtype; "amax": in its dtype, and of each group the largest number;
-    keep: in its dtype too. scales: the rule of their scales. transpose: codes along the tokens, too. x_blocks: of a
-    weight gradient, what has one scale of x. y_blocks, dz_blocks: what has one of those transposed codes.
+    keep: in its dtype too. scales: the rule of their scales. transpose: FP8 values along the tokens, too. x_blocks: of
+    a weight gradient, what has one scale of x. y_blocks, dz_blocks: what has one of those transposed FP8 values.
 
     scale_layout, group_alignment: of MXFP8, how scales lie, and what every group's first row is a multiple of.
-    rht_amax: the largest number behind a rotation of 16 tokens, too. All of it is defined in fusekit/plan/quantise.py.
+    rht_amax: the largest number after a rotation of 16 tokens, too. All of it is defined in fusekit/plan/quantise.py.
     """
 
     inputs: str = NONE
@@ -47,7 +49,7 @@ class Quant:
 
     @property
     def promoted(self) -> bool:
-        """Whether float32 registers take over behind every 128 of K."""
+        """Whether float32 registers take over after every 128 of K."""
         return self.coded_inputs and self.accumulation == ACCUMULATIONS[0]
 
     @property
@@ -61,22 +63,22 @@ class Quant:
         return self.x_blocks == SQUARE
 
     def turned_square(self, name: str) -> bool:
-        """Whether the transposed codes of `name`, "y" or "dz", have one scale for 128 tokens of 128 columns."""
+        """Whether the transposed FP8 values of `name`, "y" or "dz", have one scale for 128 tokens of 128 columns."""
         return str(getattr(self, f"{name}_blocks")) == SQUARE
 
     @property
     def coded(self) -> bool:
-        """Whether y or dz is stored as codes."""
+        """Whether y or dz is stored as FP8 values."""
         return self.by_blocks or self.mx
 
     @property
     def by_blocks(self) -> bool:
-        """Whether it is stored as codes of 128 numbers with a float32 scale."""
+        """Whether it is stored as FP8 values of 128 numbers with a float32 scale."""
         return self.out == BLOCK
 
     @property
     def mx(self) -> bool:
-        """Whether it is stored as MXFP8: codes of 32 numbers with a scale of a byte."""
+        """Whether it is stored as MXFP8: FP8 values of 32 numbers with a scale of a byte."""
         return self.out == MXFP8
 
     @property

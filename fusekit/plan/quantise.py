@@ -10,7 +10,7 @@ swizzled scales lies at ((i / 128) tiles + j / 4) 512 + (i % 32) 16 + (i / 32 % 
 """
 
 BF16, WIDE = "bf16", "f32"
-TYPES = (BF16, WIDE)  # of what is quantised; codes of float32 are those of its rounding to bf16
+TYPES = (BF16, WIDE)  # of what is quantised; float32 is rounded to bf16 first
 POW2, F32 = "pow2", "f32"
 SCALES = (POW2, F32)
 ROW, BLOCK = "fp8-row", "fp8-block"
@@ -25,7 +25,7 @@ LEAST = 1e-4  # of a, for `f32`
 MX_SIDE = 32  # numbers of one scale of MXFP8
 MX_LARGEST = 254  # byte of a scale
 ATOM = 512  # bytes of the scales of 128 x 128
-# Of R, for the largest numbers behind a rotation of 16 tokens.
+# Of R, for the largest numbers after a rotation of 16 tokens.
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 SIDE = 128  # of a block, and of the tile that a thread block works on
 WARPS = 8

@@ -27,7 +27,7 @@ def pipeline(name: str, slots: int, full: int, empty: int) -> tuple[Region, Regi
 
 
 class SharedMemory:
-    """Regions one behind the other, each at its alignment. bytes: of all."""
+    """Regions one after the other, each at its alignment. bytes: of all."""
 
     def __init__(self, regions: Iterable[Region]) -> None:
         self.regions = tuple(regions)

@@ -69,7 +69,7 @@ def _tile_m(plan: GemmPlan, mainloop: str) -> Iterator[Refusal]:
 
 def _tile_n(plan: GemmPlan) -> Iterator[Refusal]:
     tile_n, most = plan.tile[1], plan.arch.max_tile_n
-    if plan.gathers and not plan.quant.coded:  # codes of a gated y need 256 columns, in two waves
+    if plan.gathers and not plan.quant.coded:  # FP8 values of a gated y need 256 columns, in two waves
         most = plan.arch.gather_tile_n
     if plan.wgrad:
         multiple, why = BOX, f"a box of x is {BOX} columns wide"

@@ -29,7 +29,7 @@ from fusekit.plan.token_operation import (
 
 
 def _where(key: str, *values: Any) -> Callable[[Keys], bool]:
-    """Of kernels whose `key` has one of these values."""
+    """A condition: the kernel's `key` has one of these values."""
     return lambda keys: keys[key] in values
 
 
@@ -45,7 +45,7 @@ _ROW = "The row of each choice in expert order; -1: it has none."
 _INVERSE = TokenOperand("inverse", INPUT, "i32", "T K", _ROW)
 _WEIGHTS = TokenOperand("weights", INPUT, "f32", "T K", "The router's weights.",
                    lambda keys: keys["weighted"] or keys["scaled"])  # fmt: skip
-_SCALES = TokenOperand("x_s", INPUT, "f32", "B T", "Of codes, the scale of each 128 elements of a row.", coded)
+_SCALES = TokenOperand("x_s", INPUT, "f32", "B T", "For FP8 values: the scale of each 128 elements of a row.", coded)
 _ROW_SCALE = "The weight of each row, which the second projection takes as row_scale."
 _GRAD_WEIGHTS = TokenOperand("grad_weights", OUTPUT, "f32", "T K", "The gradient of weights.")
 

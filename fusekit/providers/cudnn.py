@@ -1,8 +1,8 @@
 """cuDNN frontend (nvidia-cudnn-frontend; Apache-2.0 and MIT by file): grouped and dense block-scaled GEMMs, sm_100a.
 
 The grouped kernels share the names of their arguments, so one table makes the fakes of all: a kernel takes those that
-its signature names. M tokens, N columns of B, K depth, E experts; D has N2 columns (N, or N / 2 behind a GLU, or 2 N
-behind its derivative). `precision`: mxfp8 (e4m3 codes, e8m0 scales of 32), nvfp4 (e2m1, e4m3 of 16), bf16.
+its signature names. M tokens, N columns of B, K depth, E experts; D has N2 columns (N, or N / 2 after a GLU, or 2 N
+after its derivative). `precision`: mxfp8 (e4m3 values, e8m0 scales of 32), nvfp4 (e2m1, e4m3 of 16), bf16.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ with suppress(ImportError):  # once for all kernels: each is made in a fork of t
 
 _GROUPED = "cudnn.gemm.cutedsl.grouped"
 _DENSE = "cudnn.gemm.cutedsl.dense"
-# (what stands behind the product, precision) -> (module, class)
+# (what stands after the product, precision) -> (module, class)
 _KERNELS = {
     ("glu", "mxfp8"): ("glu.moe_blockscaled_grouped_gemm_glu_bias", "BlockScaledMoEGroupedGemmGluBiasKernel"),
     ("glu", "nvfp4"): ("glu.moe_blockscaled_grouped_gemm_glu_bias", "BlockScaledMoEGroupedGemmGluBiasKernel"),
@@ -49,7 +49,7 @@ def grouped(
     kind: str, precision: str, experts: int, tile: Sequence[int] = (256, 256), cluster: Sequence[int] = (2, 1),
     schedule: str = "static", weights: str = "dense", activation: str = "", max_active_clusters: int = 74,
 ) -> Traced:  # fmt: skip
-    """Rows of A in groups times one B an expert, with what `kind` names behind it.
+    """Rows of A in groups times one B an expert, with what `kind` names after it.
 
     weights: "dense" (one tensor [E, N, K]) or "discrete" (a pointer an expert). schedule: "static" or "dynamic".
     """
@@ -104,7 +104,7 @@ def wgrad(
     nvfp4 = precision == "nvfp4"
     fakes = {
         "mat_a": _matrix(codes, rows, tokens, step),
-        # 4-bit codes lie along the tokens in both.
+        # 4-bit FP8 values lie along the tokens in both.
         "mat_b": _tensor(codes, (tokens, columns), (1, stride) if nvfp4 else (stride, 1)),
         "scale_a": _flat(scales),
         "scale_b": _flat(scales),
@@ -120,13 +120,13 @@ def wgrad(
 
 
 def nvfp4_quantise(k: int) -> Traced:
-    """Codes and scales of 16 of a bf16 matrix of k columns."""
+    """FP8 values and scales of 16 of a bf16 matrix of k columns."""
     module = import_module("cudnn.ops._nvfp4_block_scale_kernels")
     return traced(module.compile_nvfp4_block_scale_quantize, k=k)
 
 
 def nvfp4_dequantise(k: int) -> Traced:
-    """The matrix back from codes and scales."""
+    """The matrix back from FP8 values and scales."""
     module = import_module("cudnn.ops._nvfp4_block_scale_kernels")
     return traced(module.compile_nvfp4_block_scale_dequantize, k=k)
 
@@ -178,7 +178,7 @@ def dense_swiglu(
 def dense_amax(
     precision: str, tile: Sequence[int] = (256, 256), cluster: Sequence[int] = (2, 1), max_active_clusters: int = 74
 ) -> Traced:
-    """C = A B^T of block-scaled codes, bf16, and the largest magnitude in C."""
+    """C = A B^T of block-scaled FP8 values, bf16, and the largest magnitude in C."""
     module = import_module(f"{_DENSE}.amax.dense_blockscaled_gemm_persistent_amax")
     codes, scales, step, block = _precision(precision)
     kernel = module.Sm100BlockScaledPersistentDenseGemmKernel(block, tuple(tile), tuple(cluster))
@@ -249,7 +249,7 @@ def _grouped_fakes(kind: str, precision: str, experts: int, weights: str, cluste
 
 
 def _precision(name: str) -> tuple[str, str, int, int]:
-    """(DSL type of the codes, of their scales, what strides are multiples of, codes in a scale's block)."""
+    """(DSL type of the FP8 values, of their scales, what strides are multiples of, FP8 values in a scale's block)."""
     return {
         "mxfp8": ("Float8E4M3FN", "Float8E8M0FNU", 16, 32),
         "nvfp4": ("Float4E2M1FN", "Float8E4M3FN", 32, 16),

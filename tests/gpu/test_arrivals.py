@@ -9,12 +9,12 @@ import time
 import numpy as np
 import pytest
 
-from fusekit.plan.exchange import CAME, CHUNK, EPOCH, HEADER, OWN, SENDING, STATUS, WAIT, words
+from fusekit.plan.exchange import CAME, CHUNK, EPOCH, HEADER, LOCAL_TOKENS, SENDING, STATUS, WAIT, words
 from fusekit.reference import encode
 from fusekit.runtime import DeviceArray
 
 TOKENS, GROUPS, TOPK, WIDTH, COLUMNS = 3072, 9, 3, 512, 512
-OWN_PLACES = (1024, 2048)
+LOCAL_PLACES = (1024, 2048)
 NUMBER = 7  # of the launch
 
 
@@ -58,7 +58,7 @@ class Product:
         self.words[HEADER // 4 :] = came
         for word, value in ((EPOCH, NUMBER), (CAME, came), (WAIT, milliseconds)):
             self.words[word // 4] = value
-        self.words[OWN // 4 : OWN // 4 + 2] = OWN_PLACES
+        self.words[LOCAL_TOKENS // 4 : LOCAL_TOKENS // 4 + 2] = LOCAL_PLACES
         self.arrays["arrivals"].upload(self.words)
         self.kernel(**self.arrays, stream=self.stream)
 
@@ -98,7 +98,7 @@ def wanted(product):
 def test_rows_that_come_late(product, wanted, order):
     product.arrays["x"].upload(np.full_like(product.x, 0x7FC0))
     product.begin(NUMBER - 1, 20_000)
-    chunks, own = list(range(TOKENS // CHUNK)), range(OWN_PLACES[0] // CHUNK, OWN_PLACES[1] // CHUNK)
+    chunks, own = list(range(TOKENS // CHUNK)), range(LOCAL_PLACES[0] // CHUNK, LOCAL_PLACES[1] // CHUNK)
     if order == "own first":
         chunks = [*own, *(each for each in chunks if each not in own)]
     time.sleep(0.02)
@@ -115,15 +115,15 @@ def test_rows_that_never_come_are_zeros_and_told(product, wanted):
     product.arrays["x"].upload(product.x)
     begin = time.monotonic()
     product.begin(NUMBER - 1, 200)
-    product.arrive(0, OWN_PLACES[1] // CHUNK)
+    product.arrive(0, LOCAL_PLACES[1] // CHUNK)
     found = [np.frombuffer(each, np.uint16).reshape(TOKENS * TOPK, -1) for each in product.results()]
     assert 0.15 < time.monotonic() - begin < 3
     missing, stage, launch = product.status()
-    assert (missing, stage, launch) == (1 + OWN_PLACES[1] // (OWN_PLACES[1] - OWN_PLACES[0]), SENDING, NUMBER)
+    assert (missing, stage, launch) == (1 + LOCAL_PLACES[1] // (LOCAL_PLACES[1] - LOCAL_PLACES[0]), SENDING, NUMBER)
     places = np.frombuffer(product.arrays["index"].download(), np.int32)
     for each, want in zip(found, wanted, strict=True):
         want = np.frombuffer(want, np.uint16).reshape(TOKENS * TOPK, -1)
-        here = places < OWN_PLACES[1]
+        here = places < LOCAL_PLACES[1]
         assert (each[here] == want[here]).all()
         assert ((each[~here] & 0x7FFF) == 0).all()
 

@@ -251,7 +251,7 @@ def run_backward(warp, spec, n):
     for n_tile in range(-(-n // plan.tile[1])):
         acc = accumulators(plan, products, columns_of(plan, halves["w"], n_tile, n))
         rows = Rows(FIRST, END, n_tile, 0)
-        mine = epilogue.operands.rows(rows, work, epilogue.operands.each(lambda name, half: None), None)
+        row_state = epilogue.operands.rows(rows, work, epilogue.operands.gather_states(lambda name, half: None), None)
         gradients = []
         for unit in range(epilogue.units):
             where = epilogue.place(SimpleNamespace(row=FIRST, end=END, n_tile=n_tile), 0, 0, unit)
@@ -261,7 +261,7 @@ def run_backward(warp, spec, n):
             for part, first in enumerate(firsts):
                 memory.data[places + part * 16 * width] = padded[FIRST : FIRST + 16, first : first + width]
             scalars = epilogue.operands.scalars(operands)
-            packed = epilogue.work(acc, unit * (epilogue.columns // 2), 0, LANES, scalars, mine, steps := [])
+            packed = epilogue.work(acc, unit * (epilogue.columns // 2), 0, LANES, scalars, row_state, steps := [])
             gradients.append(steps)
             for part, first in enumerate(firsts):
                 end = min(first + width, n * (part + 1)) if plan.glu_layout == "concat" else first + width
@@ -274,7 +274,7 @@ def run_backward(warp, spec, n):
             halves["dz_codes"].block = blocks_of(found["codes"])
             halves["dz_codes"].gradients((gradients, []), rows, work)
         for r in range(2):
-            np.add.at(sums, LANES // 4 + 8 * r, mine.dprob.sums[r])
+            np.add.at(sums, LANES // 4 + 8 * r, row_state.dprob.sums[r])
     return found | {"dprob": sums}, given
 
 

@@ -25,7 +25,7 @@ SCHEDULER = plain(
     scheduler,
     divide=lambda a, b: a // b,
     load_below=lambda index, row, end: index[row] if row < end else -1,
-    load_word=lambda address: PLACES[(address - scheduler.OWN) // 4],
+    load_word=lambda address: PLACES[(address - scheduler.LOCAL_TOKENS) // 4],
     cute=SimpleNamespace(arch=SimpleNamespace(vote_any_sync=bool)),
 )
 PARTS = (-64, -32, 0)  # how the first 32 groups are counted, three times
@@ -34,8 +34,8 @@ PARTS = (-64, -32, 0)  # how the first 32 groups are counted, three times
 def parts(tile, offsets, index):
     """(begin, end) of each group's three parts, and of the whole group."""
     plan = gemm_plan(tile=(tile, 128))
-    early, whole = SCHEDULER.OwnFirst(plan), SCHEDULER.Scheduler(plan)
-    source = SCHEDULER.OwnRows(offsets, index, Memory())
+    early, whole = SCHEDULER.LocalRowsFirst(plan), SCHEDULER.Scheduler(plan)
+    source = SCHEDULER.LocalRows(offsets, index, Memory())
     groups, rows = len(offsets), len(index)
     return [
         (

@@ -37,8 +37,8 @@ def dbias(tile=(128, 192), cluster=(1, 1), layout="interleaved"):
     plan = gemm_plan(
         tile=tile, cluster=cluster, glu_layout=layout, backward=True, row_scale=True, dprob=True, dbias=True
     )
-    (told,) = (operand for operand in plan.operands if operand.name == "dbias")
-    return Dbias(plan, told, kit)
+    (operand,) = (operand for operand in plan.operands if operand.name == "dbias")
+    return Dbias(plan, operand, kit)
 
 
 @pytest.mark.parametrize(

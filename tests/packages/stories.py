@@ -162,8 +162,8 @@ class RowShift(DeviceOperand):
     def rows(self, rows, work, state, acc):
         return row_pair(work.operands.row_shift, rows)
 
-    def output(self, value, mine, r: int):
-        return value + mine[r]
+    def output(self, value, row_state, r: int):
+        return value + row_state[r]
 """,
     "reference.py": """
 import numpy as np

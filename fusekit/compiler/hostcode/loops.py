@@ -1,7 +1,7 @@
 """Loops whose end depends on the arguments.
 
 One form is known, that of fast division's logarithm: while p < x: p = 2 * p, c = c + 1. It is recognised by what one
-round does to the loop's variables, not by trying it. What any other loop leaves behind is unknown.
+round does to the loop's variables, not by trying it. What any other loop leaves is unknown.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def leave(run: Run, number: int, way: int, memory: Memory) -> Ending:
-    """Where execution goes on behind the loop that block `number` leaves by target `way`, with what is known then.
+    """Where execution goes on after the loop that block `number` leaves by target `way`, with what is known then.
 
     The values of this round's variables stand in the run's slots.
     """

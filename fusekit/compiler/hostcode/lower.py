@@ -323,7 +323,7 @@ def _runs(mask: int) -> list[tuple[int, int]]:
 
 
 def _words(bits: Bits) -> str:
-    """What stands behind a value that cannot be lowered."""
+    """What stands after a value that cannot be lowered."""
     if bits.op == "unknown":
         return str(bits.args[0])
     if bits.op == "undefined":

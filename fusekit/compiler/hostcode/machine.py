@@ -44,7 +44,7 @@ class Call:
     at: Instruction
 
     def cell(self, at: Pointer, offset: int) -> Value:
-        """What was written `offset` bytes behind `at`; None where nothing was."""
+        """What was written `offset` bytes after `at`; None where nothing was."""
         return self.memory.get(at.memory, {}).get(at.offset + offset, (0, None))[1]
 
 

@@ -1,4 +1,4 @@
-"""moe-check: whether the ends of the groups rise and lie within the rows, told to a report that the host may look at.
+"""moe-check: whether the ends of the groups rise and lie within the rows, written to a report that the host may read.
 
     group e is wrong where offsets[e] < offsets[e - 1] (0 before the first) or offsets[e] > rows
 
@@ -43,7 +43,7 @@ class MoeCheck:
 
     @classmethod
     def of(cls, spec) -> "MoeCheck":
-        """That of any spec."""
+        """The kernel of a spec."""
         return cls()
 
     @cute.jit

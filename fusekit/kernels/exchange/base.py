@@ -1,21 +1,23 @@
-"""What dispatch and combine share: how ranks tell each other that rows may be sent, and that they are there.
+"""What dispatch and combine share: how ranks signal that rows may be sent, and that they have arrived.
 
-Every rank launches the same operations on its windows in the same order. A launch is numbered by its epoch, a word of
-the window that only its own rank reads and writes, so a graph can be replayed. In launch e
+Every rank launches the same operations on its windows (IPC buffers, symmetric memory) in the same order. A launch is
+numbered by its epoch, a word of the window that only its own rank reads and writes, so a graph can be replayed. In
+launch e
 
-1. a rank says to the others, by e in the OPEN words of their windows, that its own may be written to, when the launch
-   begins: the launches before it in its stream have read what came;
+1. a rank writes e to the OPEN words of the others' windows when the launch begins: its own window may be written to,
+   the launches before it in its stream have read what came;
 2. a block that sends waits until all ranks have opened theirs for this launch, stores rows into their windows with
    ordinary 16-byte stores, and for each chunk of tokens writes e to its flag there, with release at system scope; a
    word of DRAWN says which chunks blocks have taken;
 3. a block that receives waits for the flags, with acquire at system scope.
 
 A dispatch may be two launches of one number, on two streams, which both open the window. One sends all choices, and
-behind those of a block writes e to a word of TOLD. The other sends the rows; kernels that wait for the flags of the
-rows they read run meanwhile. They may need all multiprocessors, so the launch of choices, which they follow, does not
-end before every block of the other has begun and has read in EPOCH which launch it is. Where choices that came before
-still hold, that launch sends nothing. Either way it ends when all ranks have begun: kernels that wait for rows, and
-may leave no multiprocessor to others, do not wait for a rank that is behind because it needs one of those others.
+after those of a block writes e to its choice flag (`choice_flags`). The other sends the rows; kernels that wait for the
+flags of the rows they read run meanwhile. They may need all multiprocessors, so the launch of choices, which they
+follow, does not end before every block of the other has begun and has read in EPOCH which launch it is. Where choices
+that came before still hold, that launch sends nothing. Either way it ends when all ranks have begun: kernels that wait
+for rows, and may leave no multiprocessor to others, do not wait for a rank that is behind because it needs one of those
+others.
 
 Which block does what is drawn by ticket: the first `blocks` to run are those that send. They wait for other ranks, and
 of their own for the first block alone, which opens the window before it waits. Those that wait for rows come after
@@ -66,7 +68,7 @@ class Exchange(Permutation):
 
     @classmethod
     def of(cls, spec):
-        """That of a spec."""
+        """The kernel of a spec."""
         return cls(spec)
 
     def __init__(self, spec) -> None:
@@ -93,7 +95,7 @@ class Exchange(Permutation):
         return regions(Int64(capacity), Int64(row_bytes), self.ranks, self.index_bytes, self.weight_bytes, scales)
 
     @cute.jit
-    def arrive(self, own: Int64, thread: Int32):
+    def arrive(self, window: Int64, thread: Int32):
         """(the block's turn, the launch's epoch, whether an earlier launch failed), in every thread; and what
         `shares` has in shared memory.
         """
@@ -103,15 +105,15 @@ class Exchange(Permutation):
             lanes.shared_store_u32(drawing + thread * 4, Uint32(0))
         if cutlass.const_expr(self.apart):
             if thread == 0:  # who has drawn has read which launch it is
-                lanes.shared_store_u32(shared + 4, signals.load(own + EPOCH))
-                lanes.shared_store_u32(shared, signals.add(own + ROWS_TICKET, 1))
+                lanes.shared_store_u32(shared + 4, signals.load(window + EPOCH))
+                lanes.shared_store_u32(shared, signals.add(window + ROWS_TICKET, 1))
         else:  # three warps, so that none waits for another one's word
             if thread == 0:
-                lanes.shared_store_u32(shared, signals.draw(own + TICKET))
+                lanes.shared_store_u32(shared, signals.draw(window + TICKET))
             if thread == WARP:
-                lanes.shared_store_u32(shared + 4, signals.load(own + EPOCH))
+                lanes.shared_store_u32(shared + 4, signals.load(window + EPOCH))
         if thread == 2 * WARP:
-            lanes.shared_store_u32(shared + 8, signals.load(own + STATUS))
+            lanes.shared_store_u32(shared + 8, signals.load(window + STATUS))
         cute.arch.sync_threads()
         turn = Int32(lanes.shared_load_u32(shared))
         epoch = Int32(lanes.shared_load_u32(shared + 4)) + 1
@@ -119,19 +121,19 @@ class Exchange(Permutation):
         return turn, epoch, failed, drawing
 
     @cute.jit
-    def leave(self, own: Int64, thread: Int32, epoch: Int32, blocks: Int32):
+    def leave(self, window: Int64, thread: Int32, epoch: Int32, blocks: Int32):
         """Takes leave of the launch's other blocks; the last one to do so counts the launch as done."""
         cute.arch.sync_threads()
         if thread == 0:
-            ended = Int32(signals.add(own + (ROWS_DONE if self.apart else DONE), 1)) + 1
+            ended = Int32(signals.add(window + (ROWS_DONE if self.apart else DONE), 1)) + 1
             if ended == blocks:
-                signals.store(own + (ROWS_TICKET if self.apart else TICKET), 0)
-                signals.store(own + (ROWS_DONE if self.apart else DONE), 0)
+                signals.store(window + (ROWS_TICKET if self.apart else TICKET), 0)
+                signals.store(window + (ROWS_DONE if self.apart else DONE), 0)
                 if cutlass.const_expr(self.draws):
-                    signals.store(own + DRAWN, 0)
-                    signals.store(own + (DRAWN + 4), 0)
+                    signals.store(window + DRAWN, 0)
+                    signals.store(window + (DRAWN + 4), 0)
                 if cutlass.const_expr(not self.apart):
-                    signals.store(own + EPOCH, epoch)
+                    signals.store(window + EPOCH, epoch)
 
     @cute.jit
     def open(self, windows: list, rank: Int32, thread: Int32, epoch: Int32):
@@ -140,27 +142,27 @@ class Exchange(Permutation):
             signals.release(self.of_rank(windows, thread) + OPEN + Int64(rank) * 4, epoch)
 
     @cute.jit
-    def opened(self, own: Int64, thread: Int32, epoch: Int32, deadline: Int64):
+    def opened(self, window: Int64, thread: Int32, epoch: Int32, deadline: Int64):
         """Waits until all ranks have written `epoch` or more: 1, or 0 where one has not in time."""
         came = Int32(1)
         if thread < self.ranks:
-            came = signals.wait(own + OPEN + Int64(thread) * 4, epoch, deadline)
-            signals.fail(own + STATUS, thread, OPENING, epoch, came == 0)
+            came = signals.wait(window + OPEN + Int64(thread) * 4, epoch, deadline)
+            signals.fail(window + STATUS, thread, OPENING, epoch, came == 0)
         return signals.every(came)
 
     @cute.jit
-    def tell(self, windows: list, address: Int64, thread: Int32, epoch: Int32, targets: Uint32):
+    def signal(self, windows: list, address: Int64, thread: Int32, epoch: Int32, targets: Uint32):
         """After all threads' stores: a flag at `address` of the windows of `targets`."""
         if (thread < self.ranks) & (((targets >> (thread & 31)) & 1) != 0):
             signals.release(self.of_rank(windows, thread) + address, epoch)
 
     def owners(self, indices: Int64, token: Int32, lane: Int32) -> Uint32:
         """The ranks of a token's experts, as bits, in every lane."""
-        found = Uint32(0)
+        ranks = Uint32(0)
         for expert in self.per_choice(indices, token, lane, -1):
             bit = Uint32(1) << (expert // Uint32(self.local))
-            found = found | cutlass.select_(expert < Uint32(self.experts), bit, Uint32(0))
-        return signals.union(found)
+            ranks = ranks | cutlass.select_(expert < Uint32(self.experts), bit, Uint32(0))
+        return signals.union(ranks)
 
 
 def chunks(capacity: Int32) -> Int32:

@@ -7,8 +7,9 @@ Each part is rounded to the rows' type once, and so is the sum: a token whose ex
 of moe-unpermute. Addends [T, H] are added after the parts, before the sum is rounded. With gradients,
 grad_weights[s, t, k] go back too, each from the rank of its expert; or alone, where the sums need what is made of them.
 
-With overflow, each rank says as it opens its window how many rows its experts wanted, if they have no room for them.
-The first block that sends waits for all ranks to do so, and tells the host: so every rank knows it of the same launch.
+With overflow, each rank writes as it opens its window how many rows its experts wanted, if they have no room for them.
+The first block that sends waits for all ranks to do so, and reports it to the host: so every rank knows it of the same
+launch.
 
 Each part is rounded wherever it is made: what y is does not depend on which rank has the token.
 
@@ -61,7 +62,7 @@ class MoeCombine(Exchange):
             gradients,
             (wanted.iterator, overflow.iterator, x.shape[0]) if cutlass.const_expr(self.overflow) else None,
             indices.iterator,
-            [self.rows_at(each) for each in (y, *addends)] if cutlass.const_expr(self.wide) else [],
+            [self.rows_at(tensor) for tensor in (y, *addends)] if cutlass.const_expr(self.wide) else [],
             list(window),
             indices.shape[0],
             y.shape[1] * self.size if cutlass.const_expr(self.wide) else Int32(0),
@@ -84,12 +85,12 @@ class MoeCombine(Exchange):
         """See the module's docstring. x: as `rows_at` gives it; y: the result and the addends, likewise. overflow: the
         rows wanted, what the host reads, and the rows that there is room for.
         """
-        cute.arch.griddepcontrol_wait()  # until what was launched before is done: this launch began beside its end
+        cute.arch.griddepcontrol_wait()  # until what was launched before is done: this launch began before its end
         thread, _, _ = cute.arch.thread_idx()
         blocks, _, _ = cute.arch.grid_dim()
         deadline = cute.arch.globaltimer() + Int64(timeout) * NANOSECONDS
-        own = self.of_rank(windows, rank)
-        turn, epoch, failed, drawing = self.arrive(own, thread)
+        window = self.of_rank(windows, rank)
+        turn, epoch, failed, drawing = self.arrive(window, thread)
         sizes, source = (tokens, row_bytes, capacity), (x, inverse, weights, gradients)
         if turn == 0:
             if cutlass.const_expr(self.overflow):
@@ -97,9 +98,9 @@ class MoeCombine(Exchange):
             self.open(windows, rank, thread, epoch)
         if (turn < self.blocks) & (failed == 0):
             self.send_all(windows, source, overflow, drawing, turn, sizes, rank, epoch, deadline)
-        self.leave(own, thread, epoch, blocks)
+        self.leave(window, thread, epoch, blocks)
         if turn >= self.blocks:
-            self.sum(own, source, indices, y, turn - self.blocks, sizes, rank, epoch, failed, deadline)
+            self.sum(window, source, indices, y, turn - self.blocks, sizes, rank, epoch, failed, deadline)
 
     @cute.jit
     def say_overflow(self, windows: list, overflow: tuple, rank: Int32, thread: Int32, epoch: Int32):
@@ -110,10 +111,10 @@ class MoeCombine(Exchange):
             lanes.store(self.of_rank(windows, thread) + over(epoch, rank), [wanted], 4)
 
     @cute.jit
-    def tell_overflow(self, own: Int64, overflow: tuple, thread: Int32, epoch: Int32):
-        """What the ranks said of this launch, all of which have opened their windows, to the host."""
+    def report_overflow(self, window: Int64, overflow: tuple, thread: Int32, epoch: Int32):
+        """Reports to the host the overflow of this launch, once all ranks have opened their windows."""
         if thread < WARP:
-            wanted = signals.load_word(own + over(epoch, thread), thread < self.ranks)
+            wanted = signals.load_word(window + over(epoch, thread), thread < self.ranks)
             most = lanes.redux(wanted, "max")
             where = lanes.redux(cutlass.select_(wanted == most, Uint32(thread), Uint32(WARP)), "min")
             if (most != 0) & (thread == 0):
@@ -132,15 +133,15 @@ class MoeCombine(Exchange):
         """Chunks of the other ranks until none is left, once all may be sent to."""
         _, row_bytes, capacity = sizes
         thread, _, _ = cute.arch.thread_idx()
-        others, own = self.ranks - 1, self.of_rank(windows, rank)
+        others, window = self.ranks - 1, self.of_rank(windows, rank)
         flag = self.regions(capacity, row_bytes).flags + Int64(rank * chunks(capacity)) * 4
-        share, last = (drawing, own + DRAWN, turn, Int32(self.blocks)), chunks(capacity) * others
+        share, last = (drawing, window + DRAWN, turn, Int32(self.blocks)), chunks(capacity) * others
         slot, at, row = shares.draw(*share)
         placed = self.placed_there(source, at, row, sizes, rank)  # read while the others open their windows
-        if self.opened(own, thread, epoch, deadline) != 0:
+        if self.opened(window, thread, epoch, deadline) != 0:
             if cutlass.const_expr(self.overflow):  # noqa: SIM102
                 if turn == 0:
-                    self.tell_overflow(own, overflow, thread, epoch)
+                    self.report_overflow(window, overflow, thread, epoch)
             while at < last:
                 chunk, target = self.there(at, rank)
                 there = self.of_rank(windows, target)
@@ -229,7 +230,7 @@ class MoeCombine(Exchange):
 
     @cute.jit
     def sum(
-        self, own: Int64, source: tuple, indices: cute.Pointer, y: list, chunk: Int32, sizes: tuple, rank: Int32,
+        self, window: Int64, source: tuple, indices: cute.Pointer, y: list, chunk: Int32, sizes: tuple, rank: Int32,
         epoch: Int32, failed: Int32, deadline: Int64,
     ):  # fmt: skip
         """A chunk of this rank's tokens from the parts of all ranks; NaN where one did not come."""
@@ -244,40 +245,40 @@ class MoeCombine(Exchange):
             self.soon(source, known[1], row_bytes, chunk * CHUNK + warp < tokens)
         came = Int32(failed == 0)
         if (failed == 0) & (chunk * CHUNK < tokens) & (thread < self.ranks) & (thread != rank):
-            came = signals.wait(own + layout.flags + Int64(thread * chunks(capacity) + chunk) * 4, epoch, deadline)
-            signals.fail(own + STATUS, thread, SENDING, epoch, came == 0)
+            came = signals.wait(window + layout.flags + Int64(thread * chunks(capacity) + chunk) * 4, epoch, deadline)
+            signals.fail(window + STATUS, thread, SENDING, epoch, came == 0)
         fine = signals.every(came)
         if cutlass.const_expr(self.wide):
             for at in cutlass.range(warp, CHUNK, self.warps):
                 token = chunk * CHUNK + at
                 if token < tokens:
                     if cutlass.const_expr(known is None):
-                        self.add(own, source, y, self.needed(source, indices, token, sizes, rank, lane), token, sizes,
-                                 rank, fine)  # fmt: skip
+                        self.add(window, source, y, self.needed(source, indices, token, sizes, rank, lane), token,
+                                 sizes, rank, fine)  # fmt: skip
                     else:
-                        self.add(own, source, y, known, token, sizes, rank, fine)
+                        self.add(window, source, y, known, token, sizes, rank, fine)
         if cutlass.const_expr(self.gradients):
-            self.gather_gradients(own, indices, source[3], chunk, sizes, rank, fine)
+            self.gather_gradients(window, indices, source[3], chunk, sizes, rank, fine)
 
     @cute.jit
     def add(
-        self, own: Int64, source: tuple, y: list, needed: tuple, token: Int32, sizes: tuple, rank: Int32, fine: Int32
+        self, window: Int64, source: tuple, y: list, needed: tuple, token: Int32, sizes: tuple, rank: Int32, fine: Int32
     ):
         """One token's row of y, from `needed`'s own part and what the other ranks sent."""
         _, row_bytes, capacity = sizes
         owners, rows, given = needed
         lane = cute.arch.lane_idx()
         begin = choose(fine, Float32(0.0), lanes.float_of(Uint32(NAN)))
-        from_others = own + self.regions(capacity, row_bytes).rows
+        from_others = window + self.regions(capacity, row_bytes).rows
         for piece in cutlass.range(0, row_bytes, self.piece):
             first = piece + lane * 16
-            mine = self.part(source, rows, given, first, row_bytes)
+            words_here = self.part(source, rows, given, first, row_bytes)
             sums = [begin] * (self.piece // WARP // self.size)
             for other in cutlass.range_constexpr(self.ranks):
                 sent = (((owners >> other) & 1) != 0) & (fine != 0) & (rank != other)
                 place = from_others + (Int64(other) * capacity + token) * row_bytes + Int64(first)
                 words = self.received(place, first, row_bytes, sent)
-                words = [cutlass.select_(rank == other, a, b) for a, b in zip(mine, words, strict=True)]
+                words = [cutlass.select_(rank == other, a, b) for a, b in zip(words_here, words, strict=True)]
                 sums = [value + total for value, total in zip(self.floats(words), sums, strict=True)]
             for addend, stride in y[1:]:
                 words = self.load_piece(addend.toint() + Int64(token) * stride, first, row_bytes)
@@ -287,7 +288,8 @@ class MoeCombine(Exchange):
             self.store_piece(base.toint() + Int64(token) * stride, first, row_bytes, result, fine >= 0)
 
     def needed(self, source: tuple, indices: cute.Pointer, token: Int32, sizes: tuple, rank: Int32, lane: Int32):
-        """Of one of this rank's tokens: the ranks of its experts, and rows and weights of its choices here, by lane."""
+        """For one of this rank's tokens: the ranks of its experts, and rows and weights of its choices here, by lane.
+        """
         tokens, _, capacity = sizes
         # What does not exist is read from somewhere else, and not used.
         token = cutlass.max(cutlass.min(token, tokens - 1), 0)
@@ -304,7 +306,14 @@ class MoeCombine(Exchange):
 
     @cute.jit
     def gather_gradients(
-        self, own: Int64, indices: cute.Pointer, gradients: tuple, chunk: Int32, sizes: tuple, rank: Int32, fine: Int32
+        self,
+        window: Int64,
+        indices: cute.Pointer,
+        gradients: tuple,
+        chunk: Int32,
+        sizes: tuple,
+        rank: Int32,
+        fine: Int32,
     ):
         """Each choice's gradient from the rank of its expert; 0 where it has none."""
         tokens, row_bytes, capacity = sizes
@@ -318,9 +327,9 @@ class MoeCombine(Exchange):
             owner = Int32(expert // Uint32(self.local))
             known = there & (expert < Uint32(self.experts)) & (fine != 0)
             source = Int64(owner) * capacity * (self.topk * 4) + Int64(choice) * 4
-            sent = signals.load_word(own + weights + source, known & (owner != rank))
-            mine = lanes.load(grad_weights.toint() + source, 4, known & (owner == rank))[0]
-            value = cutlass.select_(fine != 0, sent | mine, Uint32(NAN))
+            sent = signals.load_word(window + weights + source, known & (owner != rank))
+            local = lanes.load(grad_weights.toint() + source, 4, known & (owner == rank))[0]
+            value = cutlass.select_(fine != 0, sent | local, Uint32(NAN))
             lanes.store(returned.toint() + Int64(choice) * 4, [value], 4, there)
 
 

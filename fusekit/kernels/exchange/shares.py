@@ -2,8 +2,8 @@
 
 Multiprocessors do not get equal shares of a link. A block has the chunk of its turn first; from then on the warp that
 draws the first row of a chunk draws the block's next chunk, from a word of the window that all blocks of the launch
-draw from. The warp that sends the last row of a chunk tells of it. Chunks are numbered by block, in the order in which
-they were drawn; once a number has no chunk left, later ones have none either.
+draw from. The warp that sends the last row of a chunk raises its flag. Chunks are numbered by block, in the order in
+which they were drawn; once a number has no chunk left, later ones have none either.
 
     shared memory    drawn: rows that warps have drawn; known: the last number whose chunk is known; from SLOT on, for
                      each of SLOTS numbers: its chunk; the rows sent of it and of those that had the slot before
@@ -21,7 +21,7 @@ BYTES = SLOT + SLOTS * SLOT
 
 
 def slot(shared: Int32, number: Int32) -> Int32:
-    """That of a number."""
+    """Address of a number's slot."""
     return shared + SLOT + (number % SLOTS) * SLOT
 
 

@@ -60,7 +60,7 @@ end_:
 @dsl_user_op
 def wait(address: Int64, epoch: Int32, deadline: Int64, *, loc=None, ip=None) -> Int32:
     """1 once the word is `epoch` or a later one, 0 if it is neither by the deadline; what was released is then seen."""
-    given = [each.ir_value(loc=loc, ip=ip) for each in (Int64(address), Int32(epoch), Int64(deadline))]
+    given = [operand.ir_value(loc=loc, ip=ip) for operand in (Int64(address), Int32(epoch), Int64(deadline))]
     result = llvm.inline_asm(
         ir.IntegerType.get_signless(32), given, WAIT, "=r,l,r,l,~{memory}", has_side_effects=True, loc=loc, ip=ip
     )

@@ -1,4 +1,4 @@
-"""Columns of a tile, read and made codes of by idle warps: what codes of y's and of dz's transpose share (turned.py).
+"""Columns of a tile, read and quantised by idle warps: what FP8 values of y's and of dz's transpose share (turned.py).
 
 Two barriers hand a tile over: all consumer warps have written it; the idle warps have read it. An idle warp gets the
 tiles from the ring as the consumers do, one after the other. It counts the blocks of tokens of the groups before, so
@@ -20,7 +20,7 @@ SLABS = SIDE // WARP_ROWS  # of 16 tokens, a consumer warp's
 
 
 class Turned(NamedTuple):
-    """Tensor map of codes [N, P], tokens contiguous; scales [P / 128, N], or of squares."""
+    """Tensor map of FP8 values [N, P], tokens contiguous; scales [P / 128, N], or of squares."""
 
     codes: Any
     scales: cute.Pointer
@@ -38,9 +38,9 @@ class Columns(DeviceOperand):
 
     step = 8
 
-    def __init__(self, plan, told, kit) -> None:
-        super().__init__(plan, told, kit)
-        self.barrier = plan.first_barrier(told.name)
+    def __init__(self, plan, operand, kit) -> None:
+        super().__init__(plan, operand, kit)
+        self.barrier = plan.first_barrier(operand.name)
 
     def view(self, parameter):
         return None
@@ -69,7 +69,7 @@ class Columns(DeviceOperand):
         if lane == 0:
             idle.ring.free(count)
         while group >= 0:
-            self.ahead_of(idle, row, end, self.kit.column_of(n_tile), lane)
+            self.before_tile(idle, row, end, self.kit.column_of(n_tile), lane)
             begin = Int32(0)
             if cutlass.const_expr(self.plan.grouped):
                 offsets = idle.operands.offsets
@@ -85,7 +85,7 @@ class Columns(DeviceOperand):
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(idle.shared.barriers + (self.barrier + 1))
-            self.behind(idle)
+            self.after_tile(idle)
             count += 1
             row, end, n_tile, group = idle.ring.get(count)
             cute.arch.sync_warp()
@@ -94,15 +94,15 @@ class Columns(DeviceOperand):
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0)
 
-    def ahead_of(self, idle: Idle, row: Int32, end: Int32, n_tile: Int32, lane: Int32) -> None:
-        """Before a tile."""
+    def before_tile(self, idle: Idle, row: Int32, end: Int32, n_tile: Int32, lane: Int32) -> None:
+        """Runs before a tile."""
 
-    def behind(self, idle: Idle) -> None:
-        """Behind a tile that this warp has read."""
+    def after_tile(self, idle: Idle) -> None:
+        """Runs after a tile that this warp has read."""
 
     @cute.jit
     def largest_of(self, lines: Int32, slabs: Int32, lane: Int32, sums=None):
-        """Of the lane's column among those from `lines` on. sums: one of the column."""
+        """Maximum of the lane's column of a tile at `lines`. sums: the column's sum, or None."""
         most = Uint32(0)
         for unit in cutlass.range(slabs * 2, unroll=2):
             words = self.load(lines, unit, lane)
@@ -118,29 +118,29 @@ class Columns(DeviceOperand):
                 sums[0] = sums[0] + (low + high)
 
     def largest_of_lanes(self, a: Float32):
-        """Of the columns of all lanes."""
+        """Maximum of the columns of all lanes."""
         for distance in range(5):
             a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, 1 << distance))
         return a
 
     def scale_of(self, a: Float32):
-        """Of numbers whose largest is `a`; and the scale's reciprocal."""
+        """The scale of numbers whose maximum is `a`, and its reciprocal."""
         return codes.scale_of(a, self.plan.quant.scales)
 
     @cute.jit
-    def codes_of(self, lines: Int32, made: Int32, slabs: Int32, inverse, lane: Int32):
-        """The lane's column as codes, 16 tokens at a time."""
+    def codes_of(self, lines: Int32, target: Int32, slabs: Int32, inverse, lane: Int32):
+        """Quantises the lane's column, 16 tokens at a time."""
         for slab in cutlass.range(slabs, unroll=1):
             words = [*self.load(lines, slab * 2, lane), *self.load(lines, slab * 2 + 1, lane)]
             numbers = [half for word in words for half in codes.halves(word)]
             packed = [codes.four_codes(numbers[four : four + 4], inverse) for four in range(0, 16, 4)]
-            ptx.store_shared_v4(made + self.place_of_codes(lane, slab), packed)
+            ptx.store_shared_v4(target + self.place_of_codes(lane, slab), packed)
         for slab in cutlass.range(slabs, SLABS, unroll=1):
-            ptx.store_shared_v4(made + self.place_of_codes(lane, slab), [Uint32(0)] * 4)
+            ptx.store_shared_v4(target + self.place_of_codes(lane, slab), [Uint32(0)] * 4)
 
     @cute.jit
     def send_codes(self, target, boxes, block: Int32, column: Int32, lane: Int32):
-        """Starts the stores of boxes of codes, one behind the other along the tokens, from `column` on."""
+        """Starts the stores of boxes of FP8 values, one after the other along the tokens, from `column` on."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane == 0:
@@ -150,12 +150,12 @@ class Columns(DeviceOperand):
             cute.arch.cp_async_bulk_commit_group()
 
     def coordinates(self, token, column) -> tuple:
-        """Of a box of codes."""
+        """Coordinates of a box of FP8 values."""
         return token, column
 
     @cute.jit
     def sent(self, lane: Int32):
-        """Waits until the codes before have left."""
+        """Waits until earlier FP8 values have left shared memory."""
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
@@ -167,6 +167,6 @@ class Columns(DeviceOperand):
 
     def store_square(self, target, scale, block: Int32, column: Int32, width: Int32, lane) -> None:
         """The scale of the square that begins with `column`, by lane 0. width: columns of the result."""
-        squares, own = ptx.divide(width + (SIDE - 1), SIDE), ptx.divide(column, SIDE)
-        at = target.scales.toint() + (Int64(block) * Int64(squares) + Int64(own)) * 4
+        squares, square = ptx.divide(width + (SIDE - 1), SIDE), ptx.divide(column, SIDE)
+        at = target.scales.toint() + (Int64(block) * Int64(squares) + Int64(square)) * 4
         lanes.store(at, [lanes.bits_of(scale)], 4, (lane == 0) & (column < width))

@@ -37,7 +37,7 @@ def clamp(gate: Float32, up: Float32, scalars: GluScalars):
 
 
 def gated_derivative(plain, gate: Float32, up: Float32, scalars: GluScalars):
-    """Of f(g) (u + up_offset), zero where the clamp holds; plain: f and its derivative."""
+    """Partial derivatives of f(g) (u + up_offset), zero where the clamp holds; plain: f and its derivative."""
     g, u = clamp(gate, up, scalars)
     value, slope = plain(g)
     shifted = u + scalars.up_offset

@@ -1,4 +1,4 @@
-"""Float32 parts of sums in scratch memory: a kernel leaves them there, a launch behind it adds them up in order."""
+"""Float32 parts of sums in scratch memory: a kernel leaves them there, a launch after it adds them up in order."""
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
@@ -19,15 +19,17 @@ class Parts(DeviceOperand):
     """
 
     def bind(self, halves) -> None:
-        own = [half for half in halves.values() if isinstance(half, Parts) and half.told.order < self.told.order]
-        self.before = sorted(own, key=lambda half: half.told.order)
+        earlier = [
+            half for half in halves.values() if isinstance(half, Parts) and half.operand.order < self.operand.order
+        ]
+        self.before = sorted(earlier, key=lambda half: half.operand.order)
 
     def words(self, given) -> Int64:
         """How many its parts are; the other half says the same (`scratch`)."""
         raise NotImplementedError
 
     def parts(self, given):
-        """Where its parts begin, behind those of the operands before."""
+        """Where its parts begin, after those of the operands before."""
         return sum(
             (half.words(given) for half in self.before), start=cute.recast_ptr(given.scratch.iterator, dtype=Float32)
         )

@@ -34,7 +34,7 @@ class MoeBiasBackward:
 
     @classmethod
     def of(cls, spec) -> "MoeBiasBackward":
-        """That of a spec."""
+        """The kernel of a spec."""
         return cls(spec.experts, spec.dtype, spec.warps)
 
     @cute.jit
@@ -78,7 +78,7 @@ class MoeBiasBackward:
         sums.fill(0.0)
         turn = LINES * DEPTH * self.warps
         for base in cutlass.range(start + warp * (LINES * DEPTH), end, turn, unroll=1):
-            rows = [base + each * LINES + divide(lane, UNITS) for each in range(DEPTH)]
+            rows = [base + step * LINES + divide(lane, UNITS) for step in range(DEPTH)]
             tokens = [Int32(lanes.load(token.toint() + Int64(row) * 4, 4, row < end, -1)[0]) for row in rows]
             weights = [lanes.load(row_scale.toint() + Int64(row) * 4, 4, row < end)[0] for row in rows]
             loaded = [lanes.load(place + Int64(of) * stride, 16, (of >= 0) & (first < columns)) for of in tokens]

@@ -2,9 +2,9 @@
 
 Rows are choices sorted by expert, choices of one expert in the order of their numbers t * K + k (a stable sort). Every
 cluster of eight blocks owns a few neighbouring experts; each of its 256 warps has a stretch of the choices, and reads
-it twice. First it counts the cluster's own experts, and all experts before them. The blocks hand their sums to each
-other, which gives every warp the first row of its choices of every expert. Then it numbers them. No cluster waits for
-another one, and no order of execution shows in the result.
+it twice. First it counts the cluster's own experts, and all experts before them. The blocks exchange their sums, which
+gives every warp the first row of its choices of every expert. Then it numbers them. No cluster waits for another one,
+and no order of execution shows in the result.
 
 A choice outside [0, experts) belongs to nobody: its inverse is -1, and the rows end earlier. So it is with a choice
 whose row would lie beyond the bound of a bounded order.
@@ -27,7 +27,7 @@ MOST_CLUSTERS = 16  # so many are resident at a time: a block has 1024 threads
 
 
 class More(NamedTuple):
-    """What a kernel may be asked for beside the order: addresses of counts, of rows' tokens, of rows' weights with the
+    """Optional outputs next to the order: addresses of counts, of rows' tokens, of rows' weights with the
     router's, and of the rows that all choices want, with the bound; None for what it is not.
     """
 
@@ -61,7 +61,7 @@ class MoeIndex:
 
     @classmethod
     def of(cls, spec) -> "MoeIndex":
-        """That of a spec."""
+        """The kernel of a spec."""
         return cls(spec.experts, spec.topk, spec.tokens, spec.bounded)
 
     @cute.jit
@@ -73,7 +73,7 @@ class MoeIndex:
         choices = indices.shape[0] * self.topk
         bound = order.shape[0] if cutlass.const_expr(self.bounded) else None
         given = (counts, token, weights, row_scale, wanted)
-        more = More(*(None if each is None else each.iterator for each in given), bound)
+        more = More(*(None if tensor is None else tensor.iterator for tensor in given), bound)
         self.kernel(indices.iterator, offsets.iterator, order.iterator, inverse.iterator, choices, more).launch(
             grid=[self.blocks, 1, 1], block=[self.threads, 1, 1], cluster=[CLUSTER, 1, 1], stream=stream
         )
@@ -127,7 +127,7 @@ class MoeIndex:
         pointers = (indices.toint(), order.toint(), inverse.toint())
         self.number(pointers, more, (begin, end, lane, warp), first, shared)
 
-    def mine(self, place: Uint32, first: Int32):
+    def owns(self, place: Uint32, first: Int32):
         """Whether an expert, counted from the cluster's first, exists and is the cluster's."""
         return place < Uint32(cutlass.min(self.experts - first, self.owned))
 
@@ -149,7 +149,7 @@ class MoeIndex:
             for expert in self.batch(indices, base, end, lane):
                 below += Int32(expert < Uint32(first))
                 place = expert - Uint32(first)
-                lanes.shared_add_if(shared + Int32(place * WARPS + Uint32(warp)) * 4, self.mine(place, first))
+                lanes.shared_add_if(shared + Int32(place * WARPS + Uint32(warp)) * 4, self.owns(place, first))
         total = lanes.redux(Uint32(below), "add")
         if lane == 0:
             lanes.shared_store_u32(shared + self.below + warp * 4, total)
@@ -176,14 +176,14 @@ class MoeIndex:
         for start in cutlass.range(0, self.owned, WARP):
             expert = start + lane
             owned = expert < self.owned
-            mine, whole = Int32(0), Int32(0)  # choices in the blocks before this one, and in all
+            before, whole = Int32(0), Int32(0)  # choices in the blocks before this one, and in all
             table = shared + self.totals + cutlass.min(expert, self.owned - 1) * (CLUSTER * 4)
             for index in cutlass.range_constexpr(CLUSTER):
                 count = Int32(cutlass.select_(owned, lanes.shared_load_u32(table + index * 4), Uint32(0)))
-                mine += cutlass.select_(index < rank, count, Int32(0))
+                before += cutlass.select_(index < rank, count, Int32(0))
                 whole += count
             begin = row + lanes.before(whole, lane)
-            lanes.shared_store_u32_if(shared + self.firsts + expert * 4, Uint32(begin + mine), owned)
+            lanes.shared_store_u32_if(shared + self.firsts + expert * 4, Uint32(begin + before), owned)
             exists = owned & (first + expert < self.experts) & (rank == 0)
             end = begin + whole
             if cutlass.const_expr(self.bounded):
@@ -205,27 +205,27 @@ class MoeIndex:
             for index in cutlass.range_constexpr(BATCH):
                 choice = base + lane + WARP * index
                 place = experts[index] - Uint32(first)
-                mine = self.mine(place, first)
-                if cute.arch.vote_any_sync(mine):
-                    same = Int32(lanes.match_any(cutlass.select_(mine, place, Uint32(0xFFFFFFFF))))
-                    address = shared + Int32(cutlass.select_(mine, place, Uint32(0)) * WARPS + Uint32(warp)) * 4
+                owned = self.owns(place, first)
+                if cute.arch.vote_any_sync(owned):
+                    same = Int32(lanes.match_any(cutlass.select_(owned, place, Uint32(0xFFFFFFFF))))
+                    address = shared + Int32(cutlass.select_(owned, place, Uint32(0)) * WARPS + Uint32(warp)) * 4
                     row = Int32(lanes.shared_load_u32(address))
                     before = cute.arch.popc(same & ((Int32(1) << lane) - 1))
                     cute.arch.sync_warp()
                     next_row = Uint32(row + cute.arch.popc(same))
-                    lanes.shared_store_u32_if(address, next_row, mine & (before == 0))
+                    lanes.shared_store_u32_if(address, next_row, owned & (before == 0))
                     cute.arch.sync_warp()
                     if cutlass.const_expr(self.bounded):
-                        beyond = mine & (row + before >= more.bound)
+                        beyond = owned & (row + before >= more.bound)
                         lanes.store(inverse + Int64(choice) * 4, [Uint32(0xFFFFFFFF)], 4, beyond)
-                        mine = mine & (row + before < more.bound)
-                    lanes.store(order + Int64(row + before) * 4, [Uint32(choice)], 4, mine)
-                    lanes.store(inverse + Int64(choice) * 4, [Uint32(row + before)], 4, mine)
+                        owned = owned & (row + before < more.bound)
+                    lanes.store(order + Int64(row + before) * 4, [Uint32(choice)], 4, owned)
+                    lanes.store(inverse + Int64(choice) * 4, [Uint32(row + before)], 4, owned)
                     if cutlass.const_expr(self.tokens):
                         token = Uint32(choice) // Uint32(self.topk)
-                        lanes.store(more.token.toint() + Int64(row + before) * 4, [token], 4, mine)
+                        lanes.store(more.token.toint() + Int64(row + before) * 4, [token], 4, owned)
                     if cutlass.const_expr(more.weights is not None):
-                        weight = lanes.load(more.weights.toint() + Int64(choice) * 4, 4, mine, 0)
-                        lanes.store(more.row_scale.toint() + Int64(row + before) * 4, weight, 4, mine)
+                        weight = lanes.load(more.weights.toint() + Int64(choice) * 4, 4, owned, 0)
+                        lanes.store(more.row_scale.toint() + Int64(row + before) * 4, weight, 4, owned)
                 outside = (experts[index] >= Uint32(self.experts)) & (choice < end) & (first == 0)
                 lanes.store(inverse + Int64(choice) * 4, [Uint32(0xFFFFFFFF)], 4, outside)

@@ -1,7 +1,7 @@
 """moe-permute, moe-unpermute and their backward: rows of tokens to rows of experts and back.
 
     permute          y[inverse[t, k]] = x[t], and with weights row_scale[inverse[t, k]] = weights[t, k]
-    permute of codes likewise, and y_s[:, inverse[t, k]] = x_s[:, t]
+    permute of FP8 values: the same, and y_s[:, inverse[t, k]] = x_s[:, t]
     permute, scaled  y[inverse[t, k]] = weights[t, k] x[t]
     permute-bwd      grad_x[t] = sum over k of weights[t, k] grad_y[inverse[t, k]], in float32, in the order of k;
                      grad_weights[t, k] = x[t] . grad_y[inverse[t, k]]
@@ -39,7 +39,7 @@ class Permutation:
 
     @classmethod
     def of(cls, spec):
-        """That of a spec."""
+        """The kernel of a spec."""
         lines = SUMMED * DTYPES[spec.dtype].bytes // 16 if spec.op == "moe-permute-bwd" else cls.LINES
         return cls(spec.topk, spec.dtype, spec.weighted, spec.scaled, spec.addends, spec.warps, lines)
 
@@ -134,7 +134,7 @@ class MoePermute(Permutation):
         self, x: cute.Pointer, scales, inverse: cute.Pointer, weights, y: cute.Pointer, row_scale, tokens: Int32,
         row_bytes: Int32, x_stride: Int64, y_stride: Int64,
     ):  # fmt: skip
-        """See the module's docstring. scales: of codes those of x, those of y, and the rows of y."""
+        """See the module's docstring. scales: with FP8 values, the scales of x, of y, and the rows of y."""
         token, lane, first = self.place(row_bytes)
         if token < tokens:
             rows = self.per_choice(inverse.toint(), token, lane, -1)
@@ -159,16 +159,16 @@ class MoePermute(Permutation):
 
     @cute.jit
     def scales(
-        self, given: cute.Pointer, made: cute.Pointer, all_rows: Int32, rows: list, token: Int32, lane: Int32,
+        self, given: cute.Pointer, permuted: cute.Pointer, all_rows: Int32, rows: list, token: Int32, lane: Int32,
         tokens: Int32, blocks: Int32,
     ):  # fmt: skip
-        """Those of a token's row, [blocks, tokens], to each of its choices, [blocks, all_rows]."""
+        """Copies the scales of a token's row, [blocks, tokens], to each of its choices, [blocks, all_rows]."""
         for start in cutlass.range(0, blocks, WARP):
             block = start + lane
             word = lanes.load(given.toint() + (Int64(block) * tokens + token) * 4, 4, block < blocks)
             for choice in cutlass.range_constexpr(self.topk):
                 row = Int32(self.of_choice(rows, choice))
-                target = made.toint() + (Int64(block) * all_rows + row) * 4
+                target = permuted.toint() + (Int64(block) * all_rows + row) * 4
                 lanes.store(target, word, 4, (block < blocks) & (row >= 0))
 
 
@@ -185,7 +185,7 @@ class MoeUnpermute(Permutation):
         factors = weights.iterator if cutlass.const_expr(self.weighted) else None
         if cutlass.const_expr(self.addends > 0):
             given = (addend0, addend1)[: self.addends]
-            factors = (factors, [(each.iterator, Int64(each.stride[0]) * self.size) for each in given])
+            factors = (factors, [(tensor.iterator, Int64(tensor.stride[0]) * self.size) for tensor in given])
         self.kernel(
             x.iterator,
             inverse.iterator,
@@ -278,14 +278,14 @@ class MoeUnpermuteBackward(Permutation):
                     row = Int32(self.of_choice(rows, choice))
                     weight = lanes.float_of(Uint32(self.of_choice(given, choice)))
                     source = self.row_of(by_expert.toint(), row, expert_stride)
-                    own = self.floats(self.load_piece(source, first, row_bytes, row >= 0))
+                    values = self.floats(self.load_piece(source, first, row_bytes, row >= 0))
                     dot = dots[choice]
-                    for value, other in zip(own, common, strict=True):
+                    for value, other in zip(values, common, strict=True):
                         dot = fma(value, other, dot)
                     dots[choice] = dot
                     if cutlass.const_expr(self.scaled):
                         weight = choose(row >= 0, weight, Float32(0.0))
-                        sums = [fma(value, weight, total) for value, total in zip(own, sums, strict=True)]
+                        sums = [fma(value, weight, total) for value, total in zip(values, sums, strict=True)]
                     else:
                         result = lanes.pack([value * weight for value in common], self.dtype)
                         target = self.row_of(grad_x.toint(), row, grad_stride)

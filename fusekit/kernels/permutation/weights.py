@@ -24,7 +24,7 @@ class MoeWeightsBackward:
 
     @classmethod
     def of(cls, spec) -> "MoeWeightsBackward":
-        """That of a spec."""
+        """The kernel of a spec."""
         return cls(spec.experts, spec.topk, spec.addend, spec.warps)
 
     @cute.jit

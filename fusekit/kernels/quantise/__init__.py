@@ -1,1 +1,1 @@
-"""Device code of quantise: codes and scales of a bf16 tensor."""
+"""Device code of quantise: FP8 values and scales of a bf16 tensor."""

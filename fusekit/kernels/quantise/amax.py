@@ -1,4 +1,4 @@
-"""quantise's largest numbers: of each group |x|, and |R x|, R a rotation of 16 tokens that NVFP4's recipes use.
+"""Amax of quantise: of each group |x|, and |R x|, R a rotation of 16 tokens that NVFP4's recipes use.
 
 R = H diag(signs) / 4, H Sylvester's of 16, for every 16 tokens of a column from the group's first on; the last ones are
 filled with zeros. Source: Transformer Engine, NVFP4 recipe, its fixed signs. A warp takes 16 rows of 256 columns, a
@@ -31,22 +31,22 @@ class Amax:
     @cute.jit
     def __call__(self, x: cute.Tensor, offsets: cute.Tensor, x_amax: cute.Tensor, x_rht_amax, stream: CUstream):
         """Launch: zeros first, then whatever is larger."""
-        found = [x_amax.iterator]
+        outputs = [x_amax.iterator]
         if cutlass.const_expr(self.rotated):
-            found.append(x_rht_amax.iterator)
+            outputs.append(x_rht_amax.iterator)
         groups, (rows, columns) = offsets.shape[0], x.shape
-        self.clear(found, groups).launch(
+        self.clear(outputs, groups).launch(
             grid=[(groups + (THREADS - 1)) // THREADS, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
         tiles = (rows + (SIDE - 1)) // SIDE + groups
         strips = (columns + (WARP * COLUMNS - 1)) // (WARP * COLUMNS)
-        self.kernel(x.iterator, Int64(x.stride[0]), offsets.iterator, found, groups, rows, columns, strips).launch(
+        self.kernel(x.iterator, Int64(x.stride[0]), offsets.iterator, outputs, groups, rows, columns, strips).launch(
             grid=[tiles * strips, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
     def clear(self, found, groups: Int32):
-        """Zeros."""
+        """Sets the numbers of all groups to zero."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         group = block * THREADS + thread
@@ -78,14 +78,14 @@ class Amax:
             if cutlass.const_expr(self.rotated):
                 most.append(self.rotate(lines))
             for number in cutlass.range_constexpr(len(found)):
-                own = lanes.redux(lanes.bits_of(most[number]), "max")
-                lanes.shared_store_u32_if(shared + (number * WARPS + warp) * 4, own, lane == 0)
+                bits = lanes.redux(lanes.bits_of(most[number]), "max")
+                lanes.shared_store_u32_if(shared + (number * WARPS + warp) * 4, bits, lane == 0)
             cute.arch.sync_threads()
             for number in cutlass.range_constexpr(len(found)):
                 if warp == number:
-                    own = lanes.shared_load_u32(shared + (number * WARPS + (lane & (WARPS - 1))) * 4)
+                    bits = lanes.shared_load_u32(shared + (number * WARPS + (lane & (WARPS - 1))) * 4)
                     at = found[number].toint() + Int64(group) * 4
-                    maximum_in_memory(at, lanes.redux(own, "max"), lane == 0)
+                    maximum_in_memory(at, lanes.redux(bits, "max"), lane == 0)
 
     def rotate(self, lines: list) -> Float32:
         """The largest |R v| of a thread's columns, rounded to bf16; a NaN does not count."""

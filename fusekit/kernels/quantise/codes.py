@@ -1,4 +1,4 @@
-"""Scales of blocks and their codes, with every rounding pinned. Source: PTX ISA, "cvt", "max.bf16x2"."""
+"""Scales of blocks and their FP8 values, with every rounding pinned. Source: PTX ISA, "cvt", "max.bf16x2"."""
 
 import cutlass
 from cutlass import Float32, Uint32, cute
@@ -28,23 +28,23 @@ def larger(a: Float32, b: Float32) -> Float32:
 
 
 def largest(words: list) -> Uint32:
-    """Of |low| and of |high| of several bf16x2; NaN where all are."""
-    found = magnitudes(words[0])
+    """Maxima of |low| and of |high| over several bf16x2; NaN where all are."""
+    most = magnitudes(words[0])
     for word in words[1:]:
-        found = larger_pairs(found, magnitudes(word))
-    return found
+        most = larger_pairs(most, magnitudes(word))
+    return most
 
 
 def halves(word: Uint32) -> tuple:
-    """A bf16x2 as two floats: unpacked where it stands, so that they are not kept from one use to the next."""
+    """A bf16x2 as two floats: unpacked where it is used, so that they are not kept from one use to the next."""
     return tuple(unpack_pair(word, cutlass.BFloat16))
 
 
 def numbers(word: Uint32) -> tuple:
     """Two magnitudes as floats, 0 for a NaN."""
     return tuple(
-        cute.arch.inline_ptx("max.f32 {$w0}, {$r0}, 0f00000000;", write_only_types=[Float32], read_only_args=[each])
-        for each in halves(word)
+        cute.arch.inline_ptx("max.f32 {$w0}, {$r0}, 0f00000000;", write_only_types=[Float32], read_only_args=[number])
+        for number in halves(word)
     )
 
 
@@ -55,15 +55,15 @@ def quotient(a: Float32, b: Float32) -> Float32:
 
 def scale_of(a: Float32, rule: str) -> tuple:
     """(scale, its reciprocal) of a block whose largest |v| is `a`; see fusekit/plan/quantise.py."""
-    found = bits_of(a)
+    bits = bits_of(a)
     if rule == POW2:
         biased = (bits_of(multiply(a, Float32(1.0 / LARGEST))) + Uint32(0x7FFFFF)) >> 23
         biased = extreme("min", extreme("max", biased, Uint32(BIAS - 126)), Uint32(BIAS + 126))
-        usual = (found - Uint32(1)) < Uint32(INFINITE - 1)  # neither 0 nor infinite
+        usual = (bits - Uint32(1)) < Uint32(INFINITE - 1)  # neither 0 nor infinite
         biased = cutlass.select_(usual, biased, Uint32(BIAS))
         return float_of(biased << 23), float_of((Uint32(2 * BIAS) - biased) << 23)
     scale = quotient(larger(a, Float32(LEAST)), Float32(LARGEST))
-    scale = cutlass.select_(found < Uint32(INFINITE), scale, Float32(1.0))
+    scale = cutlass.select_(bits < Uint32(INFINITE), scale, Float32(1.0))
     return scale, quotient(Float32(1.0), scale)
 
 
@@ -88,7 +88,7 @@ def rounded(value: Float32) -> Float32:
 
 
 def two_codes(low: Float32, high: Float32) -> Uint32:
-    """Two numbers as e4m3 codes, `low` in the low byte; to nearest even, too large ones saturate."""
+    """Two numbers as e4m3 values, `low` in the low byte; to nearest even, too large ones saturate."""
     return cute.arch.inline_ptx(
         "{ .reg .b16 two; cvt.rn.satfinite.e4m3x2.f32 two, {$r1}, {$r0}; cvt.u32.u16 {$w0}, two; }",
         write_only_types=[Uint32],
@@ -97,7 +97,8 @@ def two_codes(low: Float32, high: Float32) -> Uint32:
 
 
 def four_codes(numbers: list, inverse) -> Uint32:
-    """Four numbers times the reciprocal of their scale (or of one each), as codes, the first in the lowest byte."""
+    """Four numbers times the reciprocal of their scale (or of one each), as FP8 values, the first in the lowest byte.
+    """
     factors = inverse if isinstance(inverse, list) else [inverse] * 4
     scaled = [multiply(number, factor) for number, factor in zip(numbers, factors, strict=True)]
     return two_codes(scaled[0], scaled[1]) | (two_codes(scaled[2], scaled[3]) << 16)

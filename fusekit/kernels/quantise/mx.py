@@ -33,15 +33,15 @@ class MxTiles(QuantiseTiles):
             self.store_tokens(words, turned, place, extents, step, tile, thread)
 
     @cute.jit
-    def row(self, target, place: Place, extents, step: Int32, line: Int32, own: Int32, inverse, part: Int32):
+    def row(self, target, place: Place, extents, step: Int32, line: Int32, tile_row: Int32, inverse, part: Int32):
         """One row, of which this thread has pieces `part` and `part` + 8; four threads share a block."""
         x_q, strides, x_s, _, _ = target
         _, columns = extents
-        row = place.row + own
+        row = place.row + tile_row
         x_q = x_q + Int64(row) * strides[-1]
         two = Uint32(0)
         for half in cutlass.range_constexpr(2):
-            words = load_words(line + ((part + half * 8) ^ (own & 7)) * 16)
+            words = load_words(line + ((part + half * 8) ^ (tile_row & 7)) * 16)
             a = codes.larger(*codes.numbers(codes.largest(words)))
             for distance in cutlass.range_constexpr(2):
                 a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, 1 << distance))
@@ -55,14 +55,14 @@ class MxTiles(QuantiseTiles):
         four = two | (cute.arch.shuffle_sync_bfly(two, 4) << 8)
         across = divide(columns + (SIDE - 1), SIDE)
         if cutlass.const_expr(self.swizzled):
-            at = atom(x_s, Int64(place.number) * Int64(across) + Int64(step), own)
+            at = atom(x_s, Int64(place.number) * Int64(across) + Int64(step), tile_row)
             lanes.store(at, [four], 4, part == 0)
         else:
             at = x_s + (Int64(row) * Int64(across) + Int64(step)) * MX_BLOCKS
             lanes.store(at, [four], 4, (part == 0) & (row < place.end))
 
     def store_tokens(self, words, turned, place: Place, extents, step: Int32, tile: Int32, thread: Int32) -> None:
-        """Codes of 32 rows of a thread's two columns, and their scales; `tile` is free."""
+        """FP8 values of 32 rows of a thread's two columns, and their scales; `tile` is free."""
         x_t, strides, x_ts = turned
         rows, columns = extents
         pair, part = thread & (PAIRS - 1), divide(thread, PAIRS)
@@ -78,14 +78,14 @@ class MxTiles(QuantiseTiles):
             lanes.store(x_ts + line + Int64(step * SIDE + pair * 2), [scales[0] | (scales[1] << 8)], 2)
         for row, word in enumerate(words):
             low, high = (
-                codes.multiply(each, inverse) for each, inverse in zip(codes.halves(word), inverses, strict=True)
+                codes.multiply(number, inverse) for number, inverse in zip(codes.halves(word), inverses, strict=True)
             )
             store_shared_u16(tile + (part * DEEP + row) * SIDE + pair * 2, codes.two_codes(low, high))
         cute.arch.sync_threads()
-        own, piece = thread >> 3, thread & 7
+        tile_row, piece = thread >> 3, thread & 7
         column = step * SIDE + piece * 16
         for turn in range(SIDE * ACROSS // THREADS):
-            line = own + turn * (THREADS // ACROSS)
+            line = tile_row + turn * (THREADS // ACROSS)
             row = place.row + line
             at = x_t + Int64(row) * strides[-1] + Int64(column)
             lanes.store(at, load_words(tile + line * SIDE + piece * 16), 16, (row < rows) & (column < columns))

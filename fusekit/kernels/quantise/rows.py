@@ -43,42 +43,42 @@ class QuantiseRows:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         row = block * ROWS + divide(thread, SHARE * WARP)
-        longest, columns = columns, cutlass.select_(row < rows, columns, Int32(0))  # behind the last row: nothing
+        longest, columns = columns, cutlass.select_(row < rows, columns, Int32(0))  # after the last row: nothing
         source, target = x.toint() + Int64(row) * x_stride * 2, x_q.toint() + Int64(row) * q_stride
-        told = (x_s.toint() + Int64(row) * 4, row < rows, shared, thread)
+        scale_target = (x_s.toint() + Int64(row) * 4, row < rows, shared, thread)
         if longest <= SHORT * PIECE:
-            self.row(SHORT, source, target, told, columns)
+            self.row(SHORT, source, target, scale_target, columns)
         elif longest <= LONG * PIECE:
-            self.row(LONG, source, target, told, columns)
+            self.row(LONG, source, target, scale_target, columns)
         else:
-            self.row_twice(source, target, told, columns)
+            self.row_twice(source, target, scale_target, columns)
 
     @cute.jit
-    def row(self, pieces: cutlass.Constexpr, source: Int64, target: Int64, told, columns: Int32):
-        """A row of at most so many pieces; what lies behind its end costs no arithmetic."""
-        first = (told[-1] & (SHARE * WARP - 1)) * COLUMNS
+    def row(self, pieces: cutlass.Constexpr, source: Int64, target: Int64, scale_target, columns: Int32):
+        """A row of at most so many pieces; what lies after its end costs no arithmetic."""
+        first = (scale_target[-1] & (SHARE * WARP - 1)) * COLUMNS
         words = self.load(pieces, source, first, columns)
-        inverse = self.scale(self.largest(words), *told)
+        inverse = self.scale(self.largest(words), *scale_target)
         for piece in cutlass.range_constexpr(pieces):
             if piece * PIECE < columns:
-                own = words[piece * WORDS : (piece + 1) * WORDS]
-                self.store(own, inverse, target, first + piece * PIECE, columns)
+                part = words[piece * WORDS : (piece + 1) * WORDS]
+                self.store(part, inverse, target, first + piece * PIECE, columns)
 
     @cute.jit
-    def row_twice(self, source: Int64, target: Int64, told, columns: Int32):
+    def row_twice(self, source: Int64, target: Int64, scale_target, columns: Int32):
         """A longer row."""
-        begin = (told[-1] & (SHARE * WARP - 1)) * COLUMNS
+        begin = (scale_target[-1] & (SHARE * WARP - 1)) * COLUMNS
         a = Float32(0.0)
         for first in cutlass.range(begin, columns, PIECE * AHEAD, unroll=1):
             a = codes.larger(a, self.largest(self.load(AHEAD, source, first, columns)))
-        inverse = self.scale(a, *told)
+        inverse = self.scale(a, *scale_target)
         for first in cutlass.range(begin, columns, PIECE * AHEAD, unroll=1):
             words = self.load(AHEAD, source, first, columns)
             for piece in cutlass.range_constexpr(AHEAD):
                 self.store(words[piece * WORDS : (piece + 1) * WORDS], inverse, target, first + piece * PIECE, columns)
 
     def largest(self, words: list) -> Float32:
-        """Of a thread's numbers."""
+        """Maximum of a thread's numbers."""
         return codes.larger(*codes.numbers(codes.largest(words)))
 
     def scale(self, a: Float32, at: Int64, there, shared: Int32, thread: Int32) -> Float32:
@@ -95,7 +95,7 @@ class QuantiseRows:
         return inverse
 
     def store(self, words: list, inverse: Float32, target: Int64, column: Int32, columns: Int32) -> None:
-        """A thread's codes of one piece."""
+        """A thread's FP8 values of one piece."""
         numbers = [half for word in words for half in codes.halves(word)]
         packed = [codes.four_codes(numbers[first : first + 4], inverse) for first in range(0, COLUMNS, 4)]
         lanes.store(target + Int64(column), packed, 16, column < columns)

@@ -3,12 +3,12 @@ orientations.
 
 A thread block takes a tile of 128 x 128 numbers; while that is on its way to shared memory, others compute. Rows: eight
 threads have one, as two pieces of 16 bytes each. Columns: a thread has 32 rows of two; four threads share their largest
-numbers. The transposed codes take the tile's place in shared memory, so that a warp stores whole lines of 128 bytes. A
-row's 16-byte pieces are exchanged by its number, so that no two accesses of a warp meet in a bank; those of transposed
-codes by half the column's.
+numbers. The transposed FP8 values take the tile's place in shared memory, so that a warp stores whole lines of 128
+bytes. A row's 16-byte pieces are exchanged by its number, so that no two accesses of a warp meet in a bank; those of
+transposed FP8 values by half the column's.
 
-Transposed, group e begins at the next multiple of 128 behind group e - 1, so that tile number t of all groups writes
-tokens 128 t to 128 t + 127. What lies behind a group's last row is zeros.
+Transposed, group e begins at the next multiple of 128 after group e - 1, so that tile number t of all groups writes
+tokens 128 t to 128 t + 127. What lies after a group's last row is zeros.
 
 Where an index chooses the rows of x, shared memory holds the numbers of a tile's rows. They serve for STRIP tiles side
 by side, one after the other, while the next one is on its way to the other half of shared memory. Thread blocks that
@@ -45,7 +45,7 @@ DEEP = SIDE * PAIRS // THREADS  # rows of a thread that has two columns
 PARTS = SIDE // DEEP  # threads that share two columns
 RESIDENT, FEWER = 4, 3  # thread blocks of a multiprocessor, at least; FEWER where registers or two tiles allow no more
 STRIP = 3
-EACH = 4  # groups whose ends a lane reads at a time
+GROUPS_PER_LANE = 4  # groups whose ends a lane reads at a time
 AHEAD = 8
 
 
@@ -180,9 +180,9 @@ class QuantiseTiles:
             begin, end, group = rows_of(offsets, groups, rows, number, lane)
             return Place(begin, end, number, group)
         if self.square:
-            each = divide(rows + (SIDE - 1), SIDE)
-            matrix = divide(number, each)
-            return Place((number - matrix * each) * SIDE, rows, number - matrix * each, matrix)
+            per_matrix = divide(rows + (SIDE - 1), SIDE)
+            matrix = divide(number, per_matrix)
+            return Place((number - matrix * per_matrix) * SIDE, rows, number - matrix * per_matrix, matrix)
         return Place(number * SIDE, rows, number, Int32(0))
 
     @cute.jit
@@ -225,11 +225,11 @@ class QuantiseTiles:
                 pairs = lanes.pack(lanes.unpack(words[turn], 4, WIDE), BF16)
                 store_shared_b32x2(target + (first + turn * WARPS) * LINE, *pairs)
 
-    def four(self, x, strides, place: Place, chosen: Int32, own: Int32, column: Int32, columns: Int32) -> list:
-        """Four numbers of the tile's row `own`, as they are."""
-        row, there = place.row + own, place.row + own < place.end
+    def four(self, x, strides, place: Place, chosen: Int32, tile_row: Int32, column: Int32, columns: Int32) -> list:
+        """Four numbers of the tile's row `tile_row`, as they are."""
+        row, there = place.row + tile_row, place.row + tile_row < place.end
         if self.gather:
-            row = Int32(lanes.shared_load_u32(chosen + own * 4))
+            row = Int32(lanes.shared_load_u32(chosen + tile_row * 4))
             there = row >= 0
         address = x + (Int64(row) * strides[-1] + Int64(column)) * 4
         return lanes.load(address, 16, there & (column < columns))
@@ -237,14 +237,14 @@ class QuantiseTiles:
     @cute.jit
     def choose(self, index, tokens: Int32, place: Place, chosen: Int32, thread: Int32):
         """Which rows of x the tile has, or of x_q its rows become, to shared memory; -1: none. tokens: their number."""
-        each = self.indexed
-        for first in cutlass.range_constexpr(0, SIDE * each, THREADS):
-            own = first + thread
-            mine = own < SIDE * each
-            at = index.toint() + (Int64(place.row) * each + own) * 4
-            (word,) = lanes.load(at, 4, mine & (own < (place.end - place.row) * each), fill=-1)
+        per_row = self.indexed
+        for first in cutlass.range_constexpr(0, SIDE * per_row, THREADS):
+            number = first + thread
+            inside = number < SIDE * per_row
+            at = index.toint() + (Int64(place.row) * per_row + number) * 4
+            (word,) = lanes.load(at, 4, inside & (number < (place.end - place.row) * per_row), fill=-1)
             there = Int32(word) < tokens
-            lanes.shared_store_u32_if(chosen + own * 4, cutlass.select_(there, word, Uint32(0xFFFFFFFF)), mine)
+            lanes.shared_store_u32_if(chosen + number * 4, cutlass.select_(there, word, Uint32(0xFFFFFFFF)), inside)
         cute.arch.sync_threads()
 
     @cute.jit
@@ -277,17 +277,17 @@ class QuantiseTiles:
 
     @cute.jit
     def rows(self, target, place: Place, extents, step: Int32, tile: Int32, inverse, thread: Int32):
-        """Codes of the rows, and their scales; inverse: of the scale of all, where there is one."""
+        """FP8 values of the rows, and their scales; inverse: of the scale of all, where there is one."""
         for turn in cutlass.range(SIDE * ACROSS // THREADS, unroll=1):
-            own = (thread >> 3) + turn * (THREADS // ACROSS)
-            self.row(target, place, extents, step, tile + own * LINE, own, inverse, thread & 7)
+            tile_row = (thread >> 3) + turn * (THREADS // ACROSS)
+            self.row(target, place, extents, step, tile + tile_row * LINE, tile_row, inverse, thread & 7)
 
     @cute.jit
-    def row(self, target, place: Place, extents, step: Int32, line: Int32, own: Int32, inverse, part: Int32):
+    def row(self, target, place: Place, extents, step: Int32, line: Int32, tile_row: Int32, inverse, part: Int32):
         """One row, of which this thread has pieces `part` and `part` + 8."""
         x_q, strides, x_s, s_strides, chosen = target
         _, columns = extents
-        words = [load_words(line + ((part + half * 8) ^ (own & 7)) * 16) for half in range(2)]
+        words = [load_words(line + ((part + half * 8) ^ (tile_row & 7)) * 16) for half in range(2)]
         scale = None
         if cutlass.const_expr(inverse is None):
             a = codes.larger(*codes.numbers(codes.largest([word for four in words for word in four])))
@@ -298,10 +298,10 @@ class QuantiseTiles:
         if cutlass.const_expr(self.matrices):
             x_q = x_q + Int64(place.group) * strides[0]
         for copy in cutlass.range_constexpr(max(self.topk, 1)):
-            row = place.row + own
+            row = place.row + tile_row
             there = row < place.end
             if cutlass.const_expr(self.topk):
-                row = Int32(lanes.shared_load_u32(chosen + (own * self.topk + copy) * 4))
+                row = Int32(lanes.shared_load_u32(chosen + (tile_row * self.topk + copy) * 4))
                 there = row >= 0
             if cutlass.const_expr(scale is not None):
                 at = x_s + (Int64(step) * s_strides[0] + Int64(row)) * 4
@@ -328,15 +328,15 @@ class QuantiseTiles:
         most = lanes.shared_load_u32(parts + pair * 4)
         for other in cutlass.range_constexpr(1, PARTS):
             most = codes.larger_pairs(most, lanes.shared_load_u32(parts + (other * PAIRS + pair) * 4))
-        found = [codes.scale_of(a, self.scales) for a in codes.numbers(most)]
+        scales = [codes.scale_of(a, self.scales) for a in codes.numbers(most)]
         _, columns = extents
         column = step * SIDE + pair * 2
         at = turned[2] + (Int64(place.number) * Int64(columns) + Int64(column)) * 4
-        lanes.store(at, [lanes.bits_of(scale) for scale, _ in found], 8, (part == 0) & (column < columns))
-        return [inverse for _, inverse in found]
+        lanes.store(at, [lanes.bits_of(scale) for scale, _ in scales], 8, (part == 0) & (column < columns))
+        return [inverse for _, inverse in scales]
 
     def store_columns(self, words, inverse, turned, place: Place, extents, step: Int32, tile: Int32, thread: Int32):
-        """The codes of a thread's two columns, through `tile`, which nobody reads any more."""
+        """The FP8 values of a thread's two columns, through `tile`, which is no longer read."""
         x_t, strides, _ = turned
         rows, columns = extents
         pair, part = thread & (PAIRS - 1), divide(thread, PAIRS)
@@ -350,10 +350,10 @@ class QuantiseTiles:
         cute.arch.sync_threads()
         if self.matrices:
             x_t = x_t + Int64(place.group) * strides[0]
-        own, piece = thread >> 3, thread & 7
+        tile_row, piece = thread >> 3, thread & 7
         token = place.number * SIDE + piece * 16
         for turn in range(SIDE * ACROSS // THREADS):
-            column = own + turn * (THREADS // ACROSS)
+            column = tile_row + turn * (THREADS // ACROSS)
             there = step * SIDE + column < columns
             if self.square:
                 there = there & (token < rows)
@@ -391,32 +391,32 @@ def rows_of(offsets, groups: Int32, rows: Int32, number: Int32, lane: Int32):
     begin, end, group_of, before, first, last = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
     more = groups > 0
     while more:
-        group = first + lane * EACH
-        ends = [end_of(offsets, group + each, groups) for each in range(EACH)]
+        group = first + lane * GROUPS_PER_LANE
+        ends = [end_of(offsets, group + index, groups) for index in range(GROUPS_PER_LANE)]
         below = cute.arch.shuffle_sync_up(ends[-1], 1, mask_and_clamp=0)
         starts = [cutlass.select_(lane == 0, last, below), *ends[:-1]]
-        highs, lows = [cutlass.min(each, rows) for each in ends], [cutlass.max(each, 0) for each in starts]
+        highs, lows = [cutlass.min(index, rows) for index in ends], [cutlass.max(index, 0) for index in starts]
         tiles = [divide(cutlass.max(high - low, 0) + (SIDE - 1), SIDE) for high, low in zip(highs, lows, strict=True)]
         until = before + lanes.before(tiles[0] + tiles[1] + tiles[2] + tiles[3], lane)
-        found = (group, lows[0], highs[0], until)  # of the group that has the tile, if it is the lane's
-        for each in cutlass.range_constexpr(1, EACH):
-            until = until + tiles[each - 1]
-            other = (group + each, lows[each], highs[each], until)
-            found = tuple(cutlass.select_(until <= number, b, a) for a, b in zip(found, other, strict=True))
+        candidate = (group, lows[0], highs[0], until)  # of the group that has the tile, if it is the lane's
+        for index in cutlass.range_constexpr(1, GROUPS_PER_LANE):
+            until = until + tiles[index - 1]
+            other = (group + index, lows[index], highs[index], until)
+            candidate = tuple(cutlass.select_(until <= number, b, a) for a, b in zip(candidate, other, strict=True))
         until = until + tiles[-1]
         owner = cute.arch.popc(cute.arch.vote_ballot_sync(until <= number))
         before, last = cute.arch.shuffle_sync(until, 31), cute.arch.shuffle_sync(ends[-1], 31)
-        first += WARP * EACH
+        first += WARP * GROUPS_PER_LANE
         more = first < groups
         if owner < WARP:
             more = first < 0
-            group_of, begin, end, until = [cute.arch.shuffle_sync(each, owner) for each in found]
+            group_of, begin, end, until = [cute.arch.shuffle_sync(index, owner) for index in candidate]
             begin += (number - until) * SIDE
     return begin, end, group_of
 
 
 def end_of(offsets: cute.Pointer, group: Int32, groups: Int32) -> Int32:
-    """That of a group, as it stands there; 0 where there is none. L1 keeps it for the next thread block."""
+    """The end of a group, unclipped; 0 where there is none. L1 keeps it for the next thread block."""
     return cutlass.select_(group < groups, offsets[cutlass.min(group, groups - 1)], Int32(0))
 
 

@@ -43,14 +43,14 @@ class RouterAuxScore(RouterKernel):
     def __call__(self, logits: cute.Tensor, scores: cute.Tensor, score_sum, routing_map: cute.Tensor, stream: CUstream):
         """Launch; score_sum is None for softmax."""
         tokens = logits.shape[0]
-        made = self.kernel(
+        kernel = self.kernel(
             logits.iterator,
             scores.iterator,
             None if cutlass.const_expr(self.softmax) else score_sum.iterator,
             routing_map.iterator,
             tokens,
         )
-        self.launch(made, tokens, stream)
+        self.launch(kernel, tokens, stream)
 
     @cute.kernel
     def kernel(self, logits: cute.Pointer, scores: cute.Pointer, score_sum, routing_map: cute.Pointer, tokens: Int32):
@@ -78,19 +78,19 @@ class RouterAuxScore(RouterKernel):
         self.map.finish(map_row, words, lane)
 
         if cutlass.const_expr(self.softmax):
-            made = [exp_nonpositive(x - largest) for x in self.values(keys, lane)]
+            values = [exp_nonpositive(x - largest) for x in self.values(keys, lane)]
         else:
-            made = [score(x, config.score_function) for x in self.values(keys, lane)]
-        total = lanes.warp_sum(self.add_up(made))
+            values = [score(x, config.score_function) for x in self.values(keys, lane)]
+        total = lanes.warp_sum(self.add_up(values))
         if cutlass.const_expr(not self.softmax):
             total += Float32(EPSILON)
             if lane == 0:
                 self.put_element(self.address(score_sum, token, 1, 4), Int32(0), total, "f32", None)
         inverse = reciprocal_approx(total)
-        made = [x * inverse for x in made]
+        values = [x * inverse for x in values]
         lanes.store_row(
             self.address(scores, token, config.experts, DTYPES[config.out_dtype].bytes),
-            self.row, lane, made, config.out_dtype,
+            self.row, lane, values, config.out_dtype,
         )  # fmt: skip
 
 
@@ -112,14 +112,14 @@ class RouterAuxScoreBackward(RouterKernel):
     ):
         """Launch; score_sum is None for softmax."""
         tokens = scores.shape[0]
-        made = self.kernel(
+        kernel = self.kernel(
             scores.iterator,
             None if cutlass.const_expr(self.softmax) else score_sum.iterator,
             grad_scores.iterator,
             grad_logits.iterator,
             tokens,
         )
-        self.launch(made, tokens, stream)
+        self.launch(kernel, tokens, stream)
 
     @cute.kernel
     def kernel(

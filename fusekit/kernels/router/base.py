@@ -13,7 +13,7 @@ from fusekit.kernels.router.config import RouterConfig, Row, vector_elements
 from fusekit.kernels.router.select import key_of, value_of
 
 REGISTERS = 65536  # of an SM
-SPARE_REGISTERS = 40  # of a thread, beside those that hold its share of a row
+SPARE_REGISTERS = 40  # of a thread, without those that hold its share of a row
 
 
 def negative_infinity(dtype: str) -> int:
@@ -30,14 +30,14 @@ class RouterKernel:
 
     @classmethod
     def of(cls, spec):
-        """That of a spec."""
+        """The kernel of a spec."""
         return cls(RouterConfig(**{key.name: getattr(spec, key.name) for key in fields(RouterConfig)}))
 
     def __init__(self, config: RouterConfig, row_lanes: int = WARP, rows: int = 1) -> None:
         self.config = config
         self.threads = config.warps * WARP
         self.row_lanes = row_lanes
-        widest = max(DTYPES[each].bytes for each in (config.dtype, config.out_dtype, config.grad_dtype))
+        widest = max(DTYPES[dtype].bytes for dtype in (config.dtype, config.out_dtype, config.grad_dtype))
         self.row = Row(config.experts, vector_elements(config.experts, widest), row_lanes)
         self.tokens_per_block = self.threads // row_lanes
         # Left alone, the compiler spends registers on computing ahead what a long row needs; warps are worth more.

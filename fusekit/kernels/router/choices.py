@@ -30,13 +30,13 @@ class Choices:
             valid = lane + first < self.count if cutlass.const_expr(first + WARP > self.count) else None
             words = lanes.load(start, self.width, valid, 0, first * self.width)
             masks.append(self.mask(words, lane + first))
-        mine = Int32(0)
+        count = Int32(0)
         for mask in masks:
-            mine += cute.arch.popc(Int32(mask))
-        position = lanes.before(mine, lane)
+            count += cute.arch.popc(Int32(mask))
+        position = lanes.before(count, lane)
         for index in cutlass.range_constexpr(len(masks)):
             position = self.append(masks[index], (lane + index * WARP) * self.step, position, shared)
-        total = Int32(lanes.redux(Uint32(mine), "add"))
+        total = Int32(lanes.redux(Uint32(count), "add"))
         cute.arch.sync_warp()
         return cutlass.min(total, self.most)
 

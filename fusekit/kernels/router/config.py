@@ -7,7 +7,7 @@ from fusekit.kernels.lanes import WARP
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """The keys of a router spec that decide the device code; `fusekit.spec.router` says what each means."""
+    """The keys of a router spec that decide the device code; `fusekit.spec.router` documents each."""
 
     experts: int
     topk: int

@@ -48,11 +48,11 @@ class GroupLimit:
         ranks = cute.make_rmem_tensor((-(-self.groups // WARP),), Int32)
         for slot in cutlass.range_constexpr(-(-self.groups // WARP)):
             group = lane + slot * WARP
-            own = lanes.shared_load_u32(shared + self.scores + cutlass.min(group, self.groups - 1) * 4)
+            group_score = lanes.shared_load_u32(shared + self.scores + cutlass.min(group, self.groups - 1) * 4)
             rank = Int32(0)
             for index in cutlass.range(self.groups):
                 other = lanes.shared_load_u32(shared + self.scores + index * 4)
-                rank += Int32((other > own) | ((other == own) & (index < group)))
+                rank += Int32((other > group_score) | ((other == group_score) & (index < group)))
             ranks[slot] = rank
         cute.arch.sync_warp()
         for slot in cutlass.range_constexpr(-(-self.groups // WARP)):
@@ -88,13 +88,13 @@ class GroupLimit:
         below = ((Int32(1) << (lane & (self.share - 1))) - 1) << (lane & -self.share)  # of the group's lanes
         total = Float32(0.0)
         for _ in cutlass.range(self.members):
-            own = greatest([keys[index] for index in range(self.per_lane)])
-            best = own
+            lane_best = greatest([keys[index] for index in range(self.per_lane)])
+            best = lane_best
             for step in cutlass.range_constexpr(5):
                 if cutlass.const_expr(1 << step < self.share):
                     best = lanes.extreme("max", best, cute.arch.shuffle_sync_bfly(best, 1 << step))
             # One of several equal keys is taken: the first of the first lane that has it.
-            left = Int32(own == best) & Int32((cute.arch.vote_ballot_sync(own == best) & below) == 0)
+            left = Int32(lane_best == best) & Int32((cute.arch.vote_ballot_sync(lane_best == best) & below) == 0)
             for index in cutlass.range_constexpr(self.per_lane):
                 hit = left & Int32(keys[index] == best)
                 keys[index] = cutlass.select_(hit != 0, Uint32(0), keys[index])

@@ -86,8 +86,8 @@ class TopK:
         per_group = -(-self.row.size // self.groups)
         maxima = [greatest(keys[start : start + per_group]) for start in range(0, self.row.size, per_group)]
         low, high, largest = self.bound(maxima)
-        mine = count_keys(keys, low)
-        total = lanes.redux(Uint32(mine), "add")
+        count = count_keys(keys, low)
+        total = lanes.redux(Uint32(count), "add")
         if total > self.capacity:
             while low < high and total > self.capacity:
                 middle = low + ((high - low + 1) >> 1)
@@ -97,13 +97,13 @@ class TopK:
                     total = reached
                 else:
                     high = middle - 1
-            mine = count_keys(keys, low)
+            count = count_keys(keys, low)
         crowded = Boolean(total > self.capacity)
         if crowded:
             total = Uint32(self.topk)
             self.list_with_ties(keys, low, shared, lane)
         else:
-            self.list_all(keys, low, mine, shared, lane)
+            self.list_all(keys, low, count, shared, lane)
         cute.arch.sync_warp()
         self.sort(Int32(total), shared, lane)
         return largest
@@ -137,11 +137,11 @@ class TopK:
         return chunk * self.row.lanes * self.row.vector + place
 
     @cute.jit
-    def list_all(self, keys, low: Uint32, mine: Int32, shared: Int32, lane: Int32):
+    def list_all(self, keys, low: Uint32, count: Int32, shared: Int32, lane: Int32):
         """Lists every key from `low` up."""
-        address = shared + lanes.before(mine, lane) * ENTRY_BYTES
+        address = shared + lanes.before(count, lane) * ENTRY_BYTES
         inverted = Uint32(0xFFFFFFFF) - Uint32(lane * self.row.vector)
-        if mine > 0:
+        if count > 0:
             self.put(address, keys, inverted, low)
 
     @cute.jit
@@ -157,10 +157,10 @@ class TopK:
                 last = middle
             else:
                 first = middle + 1
-        mine = count_keys(keys, low, "gt") + self.ties(keys, low, last, lane)
+        count = count_keys(keys, low, "gt") + self.ties(keys, low, last, lane)
         first = lane * self.row.vector
         inverted, room = Uint32(0xFFFFFFFF) - Uint32(first), last - first
-        address = shared + lanes.before(mine, lane) * ENTRY_BYTES
+        address = shared + lanes.before(count, lane) * ENTRY_BYTES
         self.put(address, keys, inverted, low, room)
 
     def ties(self, keys, low: Uint32, last: Int32, lane: Int32) -> Int32:
@@ -194,7 +194,7 @@ class TopK:
             arguments.append(room)
         text = (
             f"{{ .reg .pred p_, q_; .reg .b32 low_; sub.u32 low_, {{$r2}}, {offset}; {tests}"
-            # Two stores: one of a pair would tie up the register beside every key, all the time.
+            # Two stores: one of a pair would tie up the register next to every key, all the time.
             " @p_ st.volatile.shared.b32 [{$r0}], low_; @p_ st.volatile.shared.b32 [{$r0} + 4], {$r1};"
             " add.s32 {$w0}, {$r0}, 0; @p_ add.s32 {$w0}, {$w0}, 8; }"
         )
@@ -204,17 +204,17 @@ class TopK:
     def sort(self, total: Int32, shared: Int32, lane: Int32):
         """Orders the first `total` entries, best first, and keeps K of them."""
         slots = self.capacity // WARP
-        own = [lanes.shared_load_u64(shared + (lane + slot * WARP) * ENTRY_BYTES) for slot in range(slots)]
+        entries = [lanes.shared_load_u64(shared + (lane + slot * WARP) * ENTRY_BYTES) for slot in range(slots)]
         ranks = cute.make_rmem_tensor((slots,), Int32)
         ranks.fill(0)
         for index in cutlass.range(total, unroll=4):
             other = lanes.shared_load_u64(shared + index * ENTRY_BYTES)
             for slot in cutlass.range_constexpr(slots):
-                ranks[slot] = ranks[slot] + Int32(other > own[slot])
+                ranks[slot] = ranks[slot] + Int32(other > entries[slot])
         cute.arch.sync_warp()
         for slot in cutlass.range_constexpr(slots):
             if lane + slot * WARP < total and ranks[slot] < self.topk:
-                lanes.shared_store_u64(shared + ranks[slot] * ENTRY_BYTES, own[slot])
+                lanes.shared_store_u64(shared + ranks[slot] * ENTRY_BYTES, entries[slot])
         cute.arch.sync_warp()
 
     def entry(self, shared: Int32, rank: Int32) -> tuple:

@@ -29,7 +29,7 @@ class RouterSplit:
 
     @classmethod
     def of(cls, spec) -> "RouterSplit":
-        """That of a spec."""
+        """The kernel of a spec."""
         return cls(spec.terms, spec.warps)
 
     @cute.jit
@@ -67,8 +67,8 @@ class RouterSplit:
 
 def left(value: Float32, taken: Float32) -> Float32:
     """value - taken, which has no rounding; 0 where that is no number."""
-    found = add(value, -taken)
-    return choose(found == found, found, Float32(0.0))
+    rest = add(value, -taken)
+    return choose(rest == rest, rest, Float32(0.0))
 
 
 class RouterSum:
@@ -82,7 +82,7 @@ class RouterSum:
 
     @classmethod
     def of(cls, spec) -> "RouterSum":
-        """That of a spec."""
+        """The kernel of a spec."""
         return cls(spec.experts, spec.terms, spec.bias, spec.warps)
 
     @cute.jit

@@ -52,7 +52,7 @@ class RouterTopK(RouterKernel):
         """Launch. Operands that the configuration lacks are None."""
         tokens = logits.shape[0]
         dense = self.config.dense
-        made = self.kernel(
+        kernel = self.kernel(
             logits.iterator,
             expert_bias.iterator if cutlass.const_expr(self.config.expert_bias) else None,
             probs.iterator if cutlass.const_expr(dense) else None,
@@ -62,7 +62,7 @@ class RouterTopK(RouterKernel):
             scaling_factor,
             tokens,
         )
-        self.launch(made, tokens, stream)
+        self.launch(kernel, tokens, stream)
 
     @cute.kernel
     def kernel(
@@ -117,28 +117,28 @@ class RouterTopK(RouterKernel):
                 largest = self.maximum_of(
                     [choose(use, x, Float32(-float("inf"))) for x, use in zip(chosen, valid, strict=True)]
                 )
-            made = [exp_nonpositive(x - largest) for x in chosen]
+            scores = [exp_nonpositive(x - largest) for x in chosen]
         else:
-            made = [score(x, config.score_function) for x in chosen]
-        made = [choose(use, x, Float32(0.0)) for x, use in zip(made, valid, strict=True)]
+            scores = [score(x, config.score_function) for x in chosen]
+        scores = [choose(use, x, Float32(0.0)) for x, use in zip(scores, valid, strict=True)]
         if cutlass.const_expr(config.score_function == "softmax" and not config.pre_softmax):
-            normaliser = lanes.warp_sum(self.add_up(made))
+            normaliser = lanes.warp_sum(self.add_up(scores))
         elif cutlass.const_expr(config.normalised):
-            normaliser = lanes.warp_sum(self.add_up(made)) + Float32(EPSILON)
+            normaliser = lanes.warp_sum(self.add_up(scores)) + Float32(EPSILON)
         if cutlass.const_expr(normaliser is not None):
-            made = [x * reciprocal_approx(normaliser) for x in made]
-        made = [x * scaling for x in made]
+            scores = [x * reciprocal_approx(normaliser) for x in scores]
+        scores = [x * scaling for x in scores]
 
         for slot in cutlass.range_constexpr(len(entries)):
             rank = lane + slot * WARP
             if cutlass.const_expr(config.dense):
-                self.put_element(probs_row, experts[slot], made[slot], config.out_dtype, valid[slot])
+                self.put_element(probs_row, experts[slot], scores[slot], config.out_dtype, valid[slot])
                 self.map.put(map_row, words, experts[slot], valid[slot])
             else:
                 indices_row = self.address(indices, token, config.topk, 4)
                 weights_row = self.address(weights, token, config.topk, 4)
                 lanes.store(indices_row + rank * 4, [Uint32(experts[slot])], 4, valid[slot])
-                self.put_element(weights_row, rank, made[slot], "f32", valid[slot])
+                self.put_element(weights_row, rank, scores[slot], "f32", valid[slot])
         if cutlass.const_expr(config.dense):
             self.map.finish(map_row, words, lane)
 

@@ -53,7 +53,7 @@ class RouterTopKBackward(RouterKernel):
         """Launch. Operands that the configuration lacks are None."""
         tokens = logits.shape[0]
         dense = self.config.dense
-        made = self.kernel(
+        kernel = self.kernel(
             logits.iterator,
             routing_map.iterator if cutlass.const_expr(dense) else None,
             grad_probs.iterator if cutlass.const_expr(dense) else None,
@@ -63,7 +63,7 @@ class RouterTopKBackward(RouterKernel):
             scaling_factor,
             tokens,
         )
-        self.launch(made, tokens, stream)
+        self.launch(kernel, tokens, stream)
 
     @cute.kernel
     def kernel(
@@ -86,8 +86,8 @@ class RouterTopKBackward(RouterKernel):
         token, lane, place = self.token()
         if token < tokens:
             gradients = (routing_map, grad_probs, indices, grad_weights)
-            own = shared + place * self.warp_bytes
-            self.differentiate(logits, gradients, grad_logits, addend, scaling, token, lane, own)
+            row_shared = shared + place * self.warp_bytes
+            self.differentiate(logits, gradients, grad_logits, addend, scaling, token, lane, row_shared)
 
     def with_addend(self, grad_weights, addend):
         """One parameter for both: a kernel without an addend has the parameters that it had before there were any."""
@@ -122,34 +122,34 @@ class RouterTopKBackward(RouterKernel):
             largest = self.maximum_of(values)
             powers = [exp_nonpositive(value - largest) for value in values]
             inverse = reciprocal_approx(lanes.warp_sum(self.add_up(powers)))
-            made = [exp_nonpositive(value - largest) * inverse for value in x]
-            dot = self.dot(made, scaled, valid)
+            scores = [exp_nonpositive(value - largest) * inverse for value in x]
+            dot = self.dot(scores, scaled, valid)
             row = [power * inverse * (dot * Float32(-1.0)) for power in powers]
             if cutlass.const_expr(config.addend):
                 row = [value + more for value, more in zip(row, added, strict=True)]
             lanes.store_row(result_row, self.row, lane, row, config.grad_dtype)
-            result = [p * (g - dot) for p, g in zip(made, scaled, strict=True)]
+            result = [p * (g - dot) for p, g in zip(scores, scaled, strict=True)]
         elif cutlass.const_expr(config.score_function == "softmax"):
             largest = self.maximum_of(self.where(valid, x, -float("inf")))
             powers = self.where(valid, [exp_nonpositive(value - largest) for value in x], 0.0)
             inverse = reciprocal_approx(lanes.warp_sum(self.add_up(powers)))
-            made = [power * inverse for power in powers]
-            dot = self.dot(made, scaled, valid)
-            result = [p * (g - dot) for p, g in zip(made, scaled, strict=True)]
+            scores = [power * inverse for power in powers]
+            dot = self.dot(scores, scaled, valid)
+            result = [p * (g - dot) for p, g in zip(scores, scaled, strict=True)]
         else:
-            made = self.where(valid, [score(value, config.score_function) for value in x], 0.0)
+            scores = self.where(valid, [score(value, config.score_function) for value in x], 0.0)
             if cutlass.const_expr(config.normalised):
-                inverse = reciprocal_approx(lanes.warp_sum(self.add_up(made)) + Float32(EPSILON))
-                dot = self.dot([s * inverse for s in made], scaled, valid)
+                inverse = reciprocal_approx(lanes.warp_sum(self.add_up(scores)) + Float32(EPSILON))
+                dot = self.dot([s * inverse for s in scores], scaled, valid)
                 scaled = [(g - dot) * inverse for g in scaled]
             if cutlass.const_expr(config.score_function == "sigmoid"):
                 slopes = [sigmoid_slope(value) for value in x]
             else:
-                slopes = [sqrtsoftplus_slope(s) for s in made]
+                slopes = [sqrtsoftplus_slope(s) for s in scores]
             result = [g * slope for g, slope in zip(scaled, slopes, strict=True)]
         if cutlass.const_expr(config.addend):
             more = [self.element(addend_row, e, "f32", use) for e, use in zip(experts, valid, strict=True)]
-            result = [value + each for value, each in zip(result, more, strict=True)]
+            result = [value + other for value, other in zip(result, more, strict=True)]
         cute.arch.sync_warp()  # the row's other stores come first
         for slot in cutlass.range_constexpr(self.slots):
             self.put_element(result_row, experts[slot], result[slot], config.grad_dtype, valid[slot])
@@ -158,9 +158,9 @@ class RouterTopKBackward(RouterKernel):
         """The values of the choices that there are."""
         return [choose(use, value, Float32(otherwise)) for use, value in zip(valid, values, strict=True)]
 
-    def dot(self, made: list, scaled: list, valid: list) -> Float32:
-        """The sum of made * scaled over the choices."""
-        return lanes.warp_sum(self.add_up(self.where(valid, [a * b for a, b in zip(made, scaled, strict=True)], 0.0)))
+    def dot(self, scores: list, scaled: list, valid: list) -> Float32:
+        """The sum of scores * scaled over the choices."""
+        return lanes.warp_sum(self.add_up(self.where(valid, [a * b for a, b in zip(scores, scaled, strict=True)], 0.0)))
 
     @cute.jit
     def chosen(self, gradients, token: Int32, lane: Int32, shared: Int32):

@@ -14,7 +14,7 @@ def value(plain, m, gate, up, scalars):
 
 
 def derivative(plain, m, gate, up, scalars):
-    """Of plain(g) (u + up_offset); plain: the derivative of the gate's function."""
+    """Partial derivatives of plain(g) (u + up_offset); plain: the derivative of the gate's function."""
     return m.gated_derivative(partial(plain, m), gate, up, scalars)
 
 

@@ -12,5 +12,5 @@ def value(m, gate, up, scalars):
 
 
 def derivative(m, gate, up, scalars):
-    """Of max(g, 0) (u + up_offset)."""
+    """Value and partial derivatives of max(g, 0) (u + up_offset)."""
     return m.gated_derivative(lambda g: relu.derivative(m, g), gate, up, scalars)

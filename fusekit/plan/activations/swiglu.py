@@ -10,7 +10,7 @@ def value(m, gate, up, scalars):
 
 
 def derivative(m, gate, up, scalars):
-    """Of g s(alpha g) (u + up_offset)."""
+    """Value and partial derivatives of g s(alpha g) (u + up_offset)."""
     g, u = m.clamp(gate, up, scalars)
     s = m.sigmoid(g, scalars.exponent)
     value, shifted = g * s, u + scalars.up_offset

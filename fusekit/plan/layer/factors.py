@@ -1,4 +1,4 @@
-"""What the products of a layer read: tensors as they are, or by the recipe "fp8-block" codes and their scales.
+"""What the products of a layer read: tensors as they are, or by the recipe "fp8-block" FP8 values and their scales.
 
     product       reads                          product      reads, along the tokens
     fc1           rows of x, w1                  fc2-wgrad    dy, activation
@@ -6,9 +6,9 @@
     fc2-dgrad     rows of dy, w2 turned
     fc1-dgrad     rows of dz, w1 turned
 
-Codes of rows are made from rows in the order of the experts, so a product gathers nothing. The products make those of
-the activation, which then is stored as nothing else, and where `Blocks.turns` those of dz, and of the activation along
-the tokens. Those of weights are the caller's: `QUANTISE` makes them of w, in both orientations.
+FP8 values of rows are made from rows in the order of the experts, so a product gathers nothing. The products make those
+of the activation, which then is stored as nothing else, and where `Blocks.turns` those of dz, and of the activation
+along the tokens. Those of weights are the caller's: `QUANTISE` makes them of w, in both orientations.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Given:
 class Rows:
     """A tensor whose rows products read or make. extent: "M", rows of experts, or "T", tokens, where its rows are of
     neither expert. index: what chooses M rows of a tensor of tokens, "" for those of the tensor itself. inverse: what
-    says which of them each token's are, "" if nothing does. codes: begins the names of its codes; default: its own
-    name. arrivals: where a window says which rows have come, while products run that read them by index; "": all have.
-    squares: 128 tokens of 128 columns have one scale, not 128 of a column.
+    says which of them each token's are, "" if nothing does. codes: begins the names of its FP8 values; default:
+    its own name. arrivals: where a window says which rows have come, while products run that read them by index; "":
+    all have. squares: 128 tokens of 128 columns have one scale, not 128 of a column.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Factors(Protocol):
         """
 
     def tokens(self, argument: str, rows: Rows) -> Given:
-        """The factor `argument` of a weight gradient, "dy" or "x", behind the products that read the same rows."""
+        """The factor `argument` of a weight gradient, "dy" or "x", after the products that read the same rows."""
 
     def activation(self, rows: Rows) -> Given:
         """What a product through the activation stores; its keys overrule those of `product`."""
@@ -85,7 +85,7 @@ class Factors(Protocol):
 
 
 def factors(passes: Passes) -> Factors:
-    """Those of the layer's recipe."""
+    """The operands of the layer's recipe."""
     return Plain(passes) if passes.options.recipe == NONE else Blocks(passes)
 
 
@@ -116,15 +116,16 @@ class Plain:
 
 
 class Blocks:
-    """Codes: NAME_q of rows, with the scales NAME_s; NAME_t and NAME_ts along the tokens, or of a weight turned."""
+    """FP8 values: NAME_q of rows, with the scales NAME_s; NAME_t and NAME_ts along the tokens, or of a weight turned.
+    """
 
     def __init__(self, passes: Passes) -> None:
         self.passes, self.options = passes, passes.options
         self.plain = Plain(passes)
 
     def weight(self, name: str, major: str, *shape: int) -> None:
-        """As in `Factors`: codes in both orientations, by a pass of their own; without those that only gradients read
-        where there are none.
+        """As in `Factors`: FP8 values in both orientations, by a pass of their own; without those that only gradients
+        read where there are none.
         """
         *experts, rows, columns = shape
         blocks = [-(-size // SIDE) for size in (rows, columns)]
@@ -138,7 +139,7 @@ class Blocks:
         self._step(QUANTISE, name, keys, {"w": name}, made)
 
     def product(self, which: Which, rows: Rows, weight: str, major: str, *, backward: bool = False) -> Given:
-        """As in `Factors`. A pass over a gradient also makes its codes along the tokens."""
+        """As in `Factors`. A pass over a gradient also makes its FP8 values along the tokens."""
         self.codes(which, rows, turned=backward)
         codes, scales = ("q", "s") if (major == "k") is not backward else ("t", "ts")
         reads = {"x": f"{rows.base}_q", "x_s": f"{rows.base}_s"}
@@ -150,11 +151,11 @@ class Blocks:
         return Given({"quant": {"in": BLOCK} | ({"x_blocks": SQUARE} if rows.squares else {})}, reads)
 
     def activation(self, rows: Rows) -> Given:
-        """As in `Factors`: codes of rows alone."""
+        """As in `Factors`: FP8 values of rows alone."""
         return Given({"quant": {"in": BLOCK, "out": BLOCK}}, {}, self.of_rows("y", rows))
 
     def gradient(self, dz: Rows, rows: Rows) -> Given:
-        """As in `Factors`: codes, where it `turns`."""
+        """As in `Factors`: FP8 values, where it `turns`."""
         if not self.turns(dz):
             return self.plain.gradient(dz, rows)
         made = self.of_rows("dz", dz) | self._turned("dz", dz) | self._turned("y", rows)
@@ -162,7 +163,7 @@ class Blocks:
         return Given({"quant": {"in": BLOCK, "out": BLOCK, "transpose": True, **squares}}, {}, made)
 
     def turns(self, dz: Rows) -> bool:
-        """Whether the product that makes dz makes all codes of it.
+        """Whether the product that makes dz makes all FP8 values of it.
 
         A block of its columns has no gates beside ups. Without rows it writes nothing, where a dense weight gradient
         reads a block of zeros.
@@ -196,12 +197,12 @@ class Blocks:
         self._step(which, base if by_row else f"{base}-turned", {**keys, "problem": problem}, reads, made)
 
     def of_rows(self, argument: str, rows: Rows) -> dict[str, str]:
-        """Codes of rows, and their scales, by the arguments of a kernel."""
+        """FP8 values of rows, and their scales, by the arguments of a kernel."""
         shape = rows.extent, rows.columns
         return self._buffers(argument, rows.base, "q", shape, (-(-rows.columns // SIDE), rows.extent))
 
     def _turned(self, argument: str, rows: Rows) -> dict[str, str]:
-        """Codes along the tokens, likewise."""
+        """FP8 values along the tokens, likewise."""
         padded, blocks = f"{rows.extent}_padded", f"{rows.extent}_blocks"
         scaled = -(-rows.columns // SIDE) if rows.squares else rows.columns
         return self._buffers(argument, rows.base, "t", (rows.columns, padded), (blocks, scaled))
@@ -215,7 +216,7 @@ class Blocks:
         scales: tuple[int | str, ...],
         **place: str,
     ) -> dict[str, str]:
-        """The codes NAME_q or NAME_t, and their scales, by the arguments of a kernel."""
+        """The FP8 values NAME_q or NAME_t, and their scales, by the arguments of a kernel."""
         scaled = "s" if end == "q" else "ts"
         return {
             f"{argument}_{end}": self.passes.buffer(f"{name}_{end}", *codes, dtype=CODES, **place),

@@ -140,10 +140,11 @@ def layer_fields(activation: tuple[Field, ...], dtypes: tuple[str, ...]) -> tupl
             "Type of the weights' gradients; default: weight_dtype.", choices=(*dtypes, "f32")),
         Field("accumulate", "bool", "Weights' gradients are added to what is there.", default=False),
         Field("weight_dtype", "choice", 'Type of w1, w2 and the shared expert\'s weights; default: dtype. "f32" with a '
-            "recipe, which reads their codes alone.", choices=(*dtypes, F32)),
+            "recipe, which reads their FP8 values alone.", choices=(*dtypes, F32)),
         Field("recipe", "choice",
             'What the products of the projections read: "none", tensors of dtype; or "fp8-block", '
-            "e4m3 codes with a scale for 128 elements, of weights for 128 x 128.", choices=(NONE, BLOCK), default=NONE),
+            "e4m3 values with a scale for 128 elements, of weights for 128 x 128.",
+            choices=(NONE, BLOCK), default=NONE),
         Field("x_blocks", "choice", 'With a recipe: "128x128", one scale for 128 tokens of 128 columns of what the '
             'gradients of w1 and w2 read as x, which then take less time: x and the activation (b_major = "n": dz and '
             "dy).",
@@ -225,7 +226,7 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
             if getattr(options, field) != unsaid:
                 yield field, getattr(options, field), 'of kind = "moe" alone; leave it out'
     if options.overlap and options.recipe != NONE:
-        yield "overlap", True, "codes are made of rows that are all there; leave recipe or overlap out"
+        yield "overlap", True, "FP8 operands are quantised from rows that are all there; leave recipe or overlap out"
     if options.overlap and options.ranks == 1:
         yield "overlap", True, "rows of one GPU come from nowhere; say ranks, or leave overlap out"
     kind = options.activation["kind"]
@@ -244,29 +245,29 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
         elif field != "hidden" and options.glu_layout == "interleaved-32" and size % 32:
             yield field, size, "interleaved-32 alternates 32 gate and 32 up columns; say a multiple of 32"
     if options.weight_dtype and (options.weight_dtype != F32 or options.recipe == NONE):
-        rule = f'products read weights of dtype = "{options.dtype}"; "f32" weights need codes'
+        rule = f'products read weights of dtype = "{options.dtype}"; "f32" weights need FP8 operands'
         codes = f'recipe = "{BLOCK}"' + (' and dtype = "bf16"' if options.dtype != "bf16" else "")
         yield "weight_dtype", options.weight_dtype, f"{rule}: say {codes}, or leave it out"
     if options.recipe != NONE:
         yield from _broken_recipe(options)
     if options.x_blocks != ROWS and (options.recipe == NONE or not options.trained):
-        rule = "is about codes that a backward pass reads, and there are none"
+        rule = "is about FP8 values that a backward pass reads, and there are none"
         yield "x_blocks", options.x_blocks, f'{rule}; say recipe = "{BLOCK}" and keep something, or leave it out'
     if options.accumulate and options.grad_dtype != "f32":
         yield "accumulate", True, 'sums of many steps want float32; say grad_dtype = "f32"'
 
 
 def _broken_recipe(options: Options) -> Iterator[tuple[str, Any, str]]:
-    """What codes ask for."""
+    """Rules of a layer with FP8 operands."""
     if options.dtype != "bf16" and options.kind != MOE:
-        yield "dtype", options.dtype, 'codes are made of bf16; say dtype = "bf16", or leave recipe out'
+        yield "dtype", options.dtype, 'FP8 operands are quantised from bf16; say dtype = "bf16", or leave recipe out'
     if options.kind == MLP and options.bias:
-        rule = "b2's gradient is the sum of dy, which no weight gradient of codes has"
+        rule = "b2's gradient is the sum of dy, which a weight gradient with FP8 operands does not read"
         yield "bias", True, f"{rule}; leave bias or recipe out"
     for field in ("hidden", "intermediate", "shared"):
         size = getattr(options, field)
         if size % CODES:
-            yield field, size, f"a row of codes must be a multiple of {CODES} bytes; say a multiple of {CODES}"
+            yield field, size, f"a row of FP8 values must be a multiple of {CODES} bytes; say a multiple of {CODES}"
         elif field != "hidden" and options.glu_layout == "concat" and size % SEGMENT:
             rule = f"{SEGMENT} columns of gate or up have one scale of w1"
             yield field, size, f"{rule}; say a multiple of {SEGMENT}, or another layout"

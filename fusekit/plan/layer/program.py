@@ -21,7 +21,7 @@ ARGUMENT, KEPT, SCRATCH, CHECKED = "argument", "kept", "scratch", "checked"
 FORWARD, INFERENCE, BACKWARD = "forward", "inference", "backward"
 BOTH = (FORWARD, INFERENCE)
 RECOMPUTE, DGRAD, WGRAD = "recompute", "dgrad", "wgrad"  # what a backward pass does, in this order
-QUANTISE = "quantise"  # makes codes of the weights, where the layer reads codes
+QUANTISE = "quantise"  # name of the step that quantises the weights, where the layer reads FP8 values
 ALIGNMENT = 256  # of a buffer within kept or scratch memory
 
 
@@ -50,7 +50,7 @@ class Step:
     """A launch of the kernel `part`; its arguments by name, as buffers that it reads and buffers that it writes.
 
     window: of a launch that all ranks make together, the one that they store into; what then is in a window is no
-    argument. aside: it is queued on another stream, behind what was queued there and before (`Program.late`). needs,
+    argument. aside: it is queued on another stream, after what was queued there and before (`Program.late`). needs,
     spared: outputs of which it is there only if the first is asked for, or only if the second is not.
     """
 
@@ -90,8 +90,8 @@ class Program:
     _arguments: dict[str, Arguments] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def dims(self, tokens: int) -> dict[str, int]:
-        """The dims of shapes for so many tokens: T, M, C; and of a layer that reads codes the room that those along T
-        or M take, also in blocks.
+        """The dims of shapes for so many tokens: T, M, C; and of a layer that reads FP8 values the room that those
+        along T or M take, also in blocks.
         """
         found = {"T": tokens, "M": tokens * self.topk, "C": tokens * self.topk, **self.room}
         if QUANTISE not in self.steps:
@@ -138,7 +138,7 @@ class Program:
         return tuple(self._soon(found) if in_place and which == BACKWARD else found)
 
     def _soon(self, steps: list[Step]) -> list[Step]:
-        """Steps in another order: the only reader of what lies in scratch memory stands right behind what it needs, so
+        """Steps in another order: the only reader of what lies in scratch memory stands right after what it needs, so
         that others can have that memory. So fc2's weight gradient comes before fc1's data gradient, and dx later. A
         layer over ranks keeps its order, in which launches run beside those of other ranks.
         """
@@ -154,7 +154,7 @@ class Program:
         return order
 
     def late(self, steps: Iterable[Step]) -> list[bool]:
-        """Of each step, whether it waits for what is queued aside before it: because it reads what that writes, or
+        """For each step, whether it waits for what is queued aside before it: because it reads what that writes, or
         because a step before it has awaited the rows anyway. What must run beside it never waits.
         """
         found, aside, awaited = [], set[str](), False
@@ -227,7 +227,7 @@ class Program:
         return places, max((high for _, high, _ in rest.taken), default=0)
 
     def _read_out(self, steps: Sequence[Step], dims: Mapping[str, int]) -> dict[str, _Home]:
-        """The memory of each kept buffer, free from the step on behind the last one that reads it."""
+        """The memory of each kept buffer, free from the step on after the last one that reads it."""
         begins, _ = self.kept(dims)
         read = {name: index for index, step in enumerate(steps) for name in step.reads.values()}
         return {
@@ -236,7 +236,7 @@ class Program:
         }
 
     def _unwritten(self, steps: Sequence[Step], dims: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-        """Of each output that is not added to: its bytes, and the step that is the first to have it."""
+        """For each output that is not added to: its bytes, and the first step that writes it."""
         found: dict[str, tuple[int, int]] = {}
         for index, step in reversed(list(enumerate(steps))):
             for name in {*step.reads.values(), *step.writes.values()}:

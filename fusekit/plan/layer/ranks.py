@@ -11,9 +11,9 @@ Backward, a dispatch of dy takes the place of that of x, and a combine of dx tha
 with dx; or before, where the router's part of dx is made of them, or nobody asks for dx. x is sent again where a step
 needs it: to keep what came would take as much memory as a window for each layer.
 
-By a recipe, the forward pass sends codes of x and their scales, which every rank would make of the same rows. The
-backward pass sends x and dy in bf16: it also reads codes along the tokens, whose scales are of 128 rows of an expert,
-and these rows come together only at the experts' rank. Codes of codes would be others.
+By a recipe, the forward pass sends FP8 values of x and their scales, which every rank would make of the same rows. The
+backward pass sends x and dy in bf16: it also reads FP8 values along the tokens, whose scales are of 128 rows of an
+expert, and these rows come together only at the experts' rank. Quantising FP8 values again would give others.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from fusekit.plan.layer.program import BOTH, CHECKED, DGRAD, KEPT, RECOMPUTE, WG
 from fusekit.plan.quant import NONE
 from fusekit.plan.quantise import SIDE
 
-# Windows: of codes of x, of x, of dy, of sums of rows, and of gradients of weights.
+# Windows (IPC buffers): of FP8 values of x, of x, of dy, of sums of rows, and of gradients of weights.
 WINDOWS = CODES, SENT, GRADS, SUMS, RETURNED = "codes", "sent", "grads", "sums", "returned"
 BLOCKS = 16  # that send rows while products run, each on a multiprocessor that these lack
 
 
 def arrives(options: Options) -> str:
-    """The window that the forward pass sends x into: codes of it, unless experts read rows that weights multiply."""
+    """The window that the forward pass sends x into: FP8 values of it, unless experts read rows that weights multiply.
+    """
     return CODES if options.recipe != NONE and options.router["scale"] != "input" else SENT
 
 
@@ -127,7 +128,7 @@ class RankedExperts(Experts):
         self.passes.step(which, "dispatch-choices", {**keys, "sends": CHOICES}, choices | rows, made, window)
 
     def dispatch_codes(self) -> None:
-        """Codes of this rank's rows, which a shared expert reads, too, to the ranks of their experts."""
+        """FP8 values of this rank's rows, which a shared expert reads, too, to the ranks of their experts."""
         p, o = self.passes, self.o
         own = Rows("x", o.hidden, "T", codes="shared_x" if o.shared else "own_x")
         assert isinstance(self.factors, Blocks)

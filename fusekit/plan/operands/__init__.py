@@ -7,7 +7,7 @@ device half has the same name, in fusekit/kernels/gemm/operands; its NumPy twin 
 An operand of another package is such an object, which an entry point of the group `fusekit.operands` leads to; its name
 is the operand's, and that of its field. `device_module` and `twin` there say where its other two files are.
 
-`words`, `refused`, `rules` and `field` are for people and for the parser: what comes of them stands in a spec. So they
+`words`, `refused`, `rules` and `field` are for people and for the parser: what comes of them is in a spec. So they
 are no part of a kernel's key, and neither is the file of an operand that the kernel does not have.
 """
 

@@ -9,7 +9,7 @@ SCALARS = ("act_alpha", "act_limit", "act_up_offset")
 
 
 class Activation(Operand):
-    """Of the gated activations; every kernel with an activation has the device half."""
+    """The scalars of gated activations; every kernel with an activation has the device half."""
 
     name, order, parameter, epilogues = "activation", 130, 105, (FORWARD, BACKWARD)
     words = {

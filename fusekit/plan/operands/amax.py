@@ -1,6 +1,6 @@
 """The largest number of each group of y or dz, beside it: what scales of NVFP4 and of tensors are made from.
 
-They are those of what is stored, bf16; a NaN does not count. With `rht_amax` also those behind a rotation of 16 tokens
+They are those of what is stored, bf16; a NaN does not count. With `rht_amax` also those after a rotation of 16 tokens
 of a column, counted from the group's first row; see fusekit/plan/quantise.py. Of dz, gates and ups have one each. A
 launch before the kernel's sets them to 0.
 """
@@ -26,7 +26,7 @@ class YAmax(Amax):
     name, order, epilogues = "y_amax", 35, (FORWARD,)
     words = {
         "y_amax": "The largest abs(y) of each group; NaN does not count.",
-        "y_rht_amax": "The same of y behind the rotation of 16 tokens, rounded to bf16.",
+        "y_rht_amax": "The same of y after the rotation of 16 tokens, rounded to bf16.",
     }
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
@@ -38,7 +38,7 @@ class DzAmax(Amax):
     blocks_in_turn = True
     words = {
         "dz_amax": "The largest abs(dz) of each group, of gates and of ups where the activation is gated.",
-        "dz_rht_amax": "The same of dz behind the rotation of 16 tokens, rounded to bf16.",
+        "dz_rht_amax": "The same of dz after the rotation of 16 tokens, rounded to bf16.",
     }
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
@@ -46,7 +46,7 @@ class DzAmax(Amax):
 
 
 def names(result: str, plan: GemmPlan) -> tuple[str, ...]:
-    """Of its arguments."""
+    """Names of the operand's arguments."""
     return f"{result}_amax", *([f"{result}_rht_amax"] if plan.quant.rht_amax else [])
 
 

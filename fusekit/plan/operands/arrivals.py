@@ -13,7 +13,7 @@ from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Broke
 
 class Arrivals(Operand):
     name, order, epilogues = "arrivals", 145, (FORWARD, BACKWARD)
-    own_rows_first = True
+    local_rows_first = True
     field = Field(
         "awaits",
         "bool",

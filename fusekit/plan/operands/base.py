@@ -45,7 +45,7 @@ class Operand:
     needs_registers: ClassVar[bool] = False
     blocks_in_turn: ClassVar[bool] = False  # its code for a block of rows is long enough to be worth fetching once
     named_barriers: ClassVar[tuple[str, ...]] = ()  # the sets that it uses; see GemmPlan.named_barrier
-    own_rows_first: ClassVar[bool] = False  # tiles whose rows are the rank's own come first
+    local_rows_first: ClassVar[bool] = False  # tiles whose rows are the rank's own come first
     in_parts: ClassVar[bool] = False  # the rows are summed in parts, which a second launch adds up
 
     # For people; none of it reaches a kernel or its key.

@@ -1,4 +1,4 @@
-"""dbias [E, columns of dz] where a fourth warpgroup makes codes of the transpose of dz.
+"""dbias [E, columns of dz] where a fourth warpgroup quantises the transpose of dz.
 
 It reads every column of a tile, 128 tokens of a group, and adds them up as they were stored, rounded. The sums of the
 blocks go to scratch memory, [blocks, columns of dz]. A second launch adds those of each group up in their order, so

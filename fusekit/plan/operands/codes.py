@@ -1,4 +1,4 @@
-"""Codes of the rows of y or dz in blocks of 128 columns, with their scales, stored in its place or beside it.
+"""FP8 values of the rows of y or dz in blocks of 128 columns, with their scales, stored instead of it or next to it.
 
 What is quantised is what would be stored, rounded to bf16; see fusekit/plan/quantise.py. The scales lie M-major,
 [ceil(N / 128), M], as those of the x that the next product reads. MXFP8 is in mx_codes.py.
@@ -23,7 +23,11 @@ class Quantised(Operand):
             rule = "dw is added up in its own dtype; leave it out, and take the operation quantise"
             yield "quant.out", out, rule
         if spec.epilogue in self.epilogues and (spec.dtype, spec.out_dtype) != ("bf16", "bf16"):
-            yield "quant.out", out, f'the codes are those of bf16, and out_dtype is "{spec.out_dtype}"; say "bf16"'
+            yield (
+                "quant.out",
+                out,
+                f'FP8 output is quantised from bf16, and out_dtype is "{spec.out_dtype}"; say "bf16"',
+            )
 
 
 class Codes(Quantised):
@@ -41,7 +45,7 @@ class Codes(Quantised):
             yield (
                 "gather",
                 spec.operands["gather"],
-                "gathered rows have codes along their columns alone; leave it or transpose out",
+                "gathered rows have FP8 values along their columns alone; leave it or transpose out",
             )
         yield from whole_blocks(spec)
 
@@ -49,8 +53,8 @@ class Codes(Quantised):
 class YCodes(Codes):
     name, order, epilogues = "y_codes", 31, (FORWARD,)
     words = {
-        "y_q": "Codes of y, along its rows.",
-        "y_s": "Scales of those codes: of 128 columns of a row, the rows side by side; mxfp8: of 32, row by row.",
+        "y_q": "FP8 values of y, along its rows.",
+        "y_s": "Scales of those FP8 values: of 128 columns of a row, the rows side by side; mxfp8: of 32, row by row.",
     }
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
@@ -60,8 +64,8 @@ class YCodes(Codes):
 class DzCodes(Codes):
     name, order, epilogues = "dz_codes", 51, (BACKWARD,)
     words = {
-        "dz_q": "Codes of dz, along its rows.",
-        "dz_s": "Scales of those codes: of 128 columns of a row, the rows side by side; mxfp8: of 32, row by row.",
+        "dz_q": "FP8 values of dz, along its rows.",
+        "dz_s": "Scales of those FP8 values: of 128 columns of a row, the rows side by side; mxfp8: of 32, row by row.",
     }
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
@@ -84,7 +88,7 @@ def whole_blocks(spec: Any) -> Iterator[Broken]:
 
 
 def coded_rows(name: str, columns: Expr) -> tuple[Argument, ...]:
-    """Codes [M, columns] and scales [ceil(columns / 128), M] of the rows of a result."""
+    """FP8 values [M, columns] and scales [ceil(columns / 128), M] of the rows of a result."""
     scales = tensor(f"{name}_s", "output", "f32", (["ceildiv", columns, SIDE], "M"), (f"{name}_s.stride0", 1), 1, 4)
     return rows(f"{name}_q", "output", CODES, columns), scales
 

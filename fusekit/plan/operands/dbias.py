@@ -1,4 +1,4 @@
-"""dbias [E, columns of z] behind a backward activation: each group's sum of the rows of dz.
+"""dbias [E, columns of z] after a backward activation: each group's sum of the rows of dz.
 
 Consumer warps leave sums over their rows of a tile in shared memory, in the staging boxes of y, and which tile it is in
 a note; an idle warp adds those of a warpgroup's four warps up and takes them to scratch memory, [pieces, columns of

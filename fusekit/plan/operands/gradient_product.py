@@ -19,8 +19,8 @@ class TokenRows(Operand):
     words = {
         "dy": "The gradient of what the layer gave.",
         "x": "What the layer was given in the forward pass.",
-        "dy_t": "The transpose of dy as codes, tokens contiguous, each group from a multiple of 128 on.",
-        "x_t": "The transpose of x as codes, tokens contiguous, each group from a multiple of 128 on.",
+        "dy_t": "The transpose of dy as FP8 values, tokens contiguous, each group from a multiple of 128 on.",
+        "x_t": "The transpose of x as FP8 values, tokens contiguous, each group from a multiple of 128 on.",
     }
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:

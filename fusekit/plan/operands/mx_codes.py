@@ -1,4 +1,4 @@
-"""y or dz as MXFP8: codes of rows, with a byte of scale for 32 columns. Those of 32 tokens are in mx_turned.py.
+"""y or dz as MXFP8: FP8 values of rows, with a byte of scale for 32 columns. Those of 32 tokens are in mx_turned.py.
 
 What is quantised is what would be stored, rounded to bf16; see fusekit/plan/quantise.py, which also says how swizzled
 scales lie. No kernel of fusekit multiplies MXFP8: what is made here is for others.
@@ -53,7 +53,7 @@ class DzMxCodes(MxCodes):
 
 
 def mx_rows(name: str, columns: Expr) -> tuple[Argument, ...]:
-    """Codes [M, columns], and their scales."""
+    """FP8 values [M, columns], and their scales."""
     return rows(f"{name}_q", "output", CODES, columns), scales(f"{name}_s", whole("M"), blocks(columns))
 
 

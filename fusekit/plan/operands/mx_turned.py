@@ -1,4 +1,5 @@
-"""Codes of y or dz along the tokens as MXFP8: a byte of scale for 32 tokens of a column. The codes lie as y does.
+"""FP8 values of y or dz along the tokens as MXFP8: a byte of scale for 32 tokens of a column. The FP8 values lie as y
+does.
 
 Idle warps make them from a tile in shared memory, as those of turned.py do; groups begin at multiples of 128.
 """
@@ -15,7 +16,7 @@ from fusekit.plan.quant import CODES
 
 
 class MxTurned(Operand):
-    """What differs from codes of 128 tokens: they lie as the result does, and no group is padded."""
+    """What differs from FP8 values of 128 tokens: they lie as the result does, and no group is padded."""
 
     words = {}
 
@@ -46,7 +47,7 @@ class DzMxTurned(MxTurned, DzTurned):
 
 
 def mx_columns(name: str, columns: Expr, plan: GemmPlan) -> tuple[Argument, ...]:
-    """Codes [M, columns], and their scales: of columns in atoms, or of a block of tokens in a row."""
+    """FP8 values [M, columns], and their scales: of columns in atoms, or of a block of tokens in a row."""
     turned = (whole(columns), blocks("M")) if plan.quant.swizzled else (blocks("M"), whole(columns))
     return rows(f"{name}_t", "output", CODES, columns), scales(f"{name}_ts", *turned)
 

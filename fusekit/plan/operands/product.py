@@ -46,7 +46,7 @@ class W(Operand):
 
 
 class Y(Operand):
-    """y [M, N], or [M, N/2] behind a gated activation."""
+    """y [M, N], or [M, N/2] after a gated activation."""
 
     name, order, epilogues = "y", 30, (FORWARD,)
     words = {

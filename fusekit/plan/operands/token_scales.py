@@ -16,7 +16,7 @@ from fusekit.plan.shared import Region
 
 
 class TokenScales(Operand):
-    """What codes of dy and x are multiplied by."""
+    """What FP8 values of dy and x are multiplied by."""
 
     name, order, epilogues = "token_scales", 20, (WGRAD,)
     words = {

@@ -1,10 +1,10 @@
-"""Codes of the transpose of y or dz in blocks of 128 tokens, with their scales: factors of weight gradients.
+"""FP8 values of the transpose of y or dz in blocks of 128 tokens, with their scales: factors of weight gradients.
 
 A tile has the 128 tokens of one block: tiles begin at the first row of their group, and group e of the transpose at
-the next multiple of 128 behind group e - 1. Consumer warps leave the result in shared memory, bf16 and already
-transposed; idle warps make the codes from it, while the next tile is multiplied. Tokens behind a group's last row have
-code 0. Forward, one warp of the load warpgroup does it. Backward there are three times as many columns, and a fourth
-warpgroup does it: in the boxes of z, which it then fills with the next tile's.
+the next multiple of 128 after group e - 1. Consumer warps leave the result in shared memory, bf16 and already
+transposed; idle warps make the FP8 values from it, while the next tile is multiplied. Tokens after a group's last row
+have code 0. Forward, one warp of the load warpgroup does it. Backward there are three times as many columns, and a
+fourth warpgroup does it: in the boxes of z, which it then fills with the next tile's.
 
 In a block a column has one scale, or 128 columns have, which `x_blocks` of a weight gradient asks for.
 """
@@ -28,9 +28,9 @@ class YTurned(Operand):
     name, order, epilogues = "y_turned", 61, (FORWARD, BACKWARD)
     needs_registers = True
     words = {
-        "y_t": "Codes of the transpose of y, along the tokens; each group begins at a multiple of 128. mxfp8: as y "
-        "lies.",
-        "y_ts": "Scales of those codes: of 128 tokens of a column, or of 128 columns; mxfp8: of 32 tokens.",
+        "y_t": "FP8 values of the transpose of y, along the tokens; each group begins at a multiple of 128. mxfp8: "
+        "as y lies.",
+        "y_ts": "Scales of those FP8 values: of 128 tokens of a column, or of 128 columns; mxfp8: of 32 tokens.",
     }
 
     def asked(self, spec: Any) -> bool:
@@ -73,9 +73,9 @@ class DzTurned(Operand):
     name, order, epilogues = "dz_turned", 56, (BACKWARD,)
     named_barriers = (FOURTH,)
     words = {
-        "dz_t": "Codes of the transpose of dz, along the tokens; each group begins at a multiple of 128. mxfp8: as dz "
-        "lies.",
-        "dz_ts": "Scales of those codes: of 128 tokens of a column, or of 128 columns; mxfp8: of 32 tokens.",
+        "dz_t": "FP8 values of the transpose of dz, along the tokens; each group begins at a multiple of 128. mxfp8: "
+        "as dz lies.",
+        "dz_ts": "Scales of those FP8 values: of 128 tokens of a column, or of 128 columns; mxfp8: of 32 tokens.",
     }
 
     def asked(self, spec: Any) -> bool:
@@ -116,7 +116,7 @@ class DzTurned(Operand):
 
 
 def turned(name: str, columns: Expr, plan: GemmPlan) -> tuple[Argument, ...]:
-    """Codes [columns, P] and scales [P / 128, columns], or those of squares, of the transpose of a result."""
+    """FP8 values [columns, P] and scales [P / 128, columns], or those of squares, of the transpose of a result."""
     scaled: Expr = ["ceildiv", columns, SIDE] if plan.quant.turned_square(name) else columns
     scales: tuple[Expr, ...] = ["floordiv", "P", SIDE], scaled
     return (

@@ -1,6 +1,6 @@
 """Scales of x: one number (fp8-tensor), one for each row (fp8-row), or one for 128 columns of a row (fp8-block).
 
-Those of blocks lie M-major, [ceil(K / 128), M], and come with the stages: behind those of w, two or four, each stage
+Those of blocks lie M-major, [ceil(K / 128), M], and come with the stages: after those of w, two or four, each stage
 has one for each row of the tile. A warp of the load warpgroup fetches them.
 """
 
@@ -34,7 +34,11 @@ class XScale(Operand):
                 rule = f'the scales of rows are inside the sum of {spec.op}; say "{BLOCK}", or leave quant out'
                 yield "quant.in", told.inputs, rule
             if spec.operands["dbias"]:
-                yield "dbias", True, "codes of dy are scaled by blocks, and their sum is none of dy; leave it out"
+                yield (
+                    "dbias",
+                    True,
+                    "FP8 values of dy are scaled by blocks, so their sum is not that of dy; leave it out",
+                )
         elif told.square:
             yield (
                 "quant.x_blocks",
@@ -47,7 +51,7 @@ class XScale(Operand):
             yield (
                 "gather",
                 spec.operands["gather"],
-                "codes come by TMA alone, with their scales row by row; leave it out",
+                "FP8 values come by TMA alone, with their scales row by row; leave it out",
             )
         if told.x_format != X_FORMATS[0] and told.inputs != TENSOR:
             yield "quant.x_format", told.x_format, f'only in = "{TENSOR}" has it, not {told.inputs}; leave it out'

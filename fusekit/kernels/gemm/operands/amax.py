@@ -1,6 +1,6 @@
-"""The largest number of each group: a warp finds that of its 16 rows, and raises the group's in memory.
+"""Amax of each group: a warp finds the maximum of its 16 rows, and raises the group's in memory.
 
-Behind the rotation: a lane has two of a column's 16 tokens, so three steps of Sylvester's matrix are exchanges between
+After the rotation: a lane has two of a column's 16 tokens, so three steps of Sylvester's matrix are exchanges between
 lanes, and the last one is its own. They come in the order of `fusekit.kernels.quantise.amax`, so bits are the same.
 """
 
@@ -19,12 +19,12 @@ NEGATIVE = sum((sign < 0) << token for token, sign in enumerate(SIGNS))
 
 
 class Most:
-    """The largest numbers of a warp's 16 rows so far: of each side, then of each side behind the rotation."""
+    """Maxima of a warp's 16 rows so far: of each side, then of each side after the rotation."""
 
     def __init__(self, sides: int, rotated: bool, rows) -> None:
         self.sides, self.rotated = sides, rotated
-        self.found = cute.make_rmem_tensor((sides * (1 + rotated),), Float32)
-        self.found.fill(0.0)
+        self.largest = cute.make_rmem_tensor((sides * (1 + rotated),), Float32)
+        self.largest.fill(0.0)
         lane = cute.arch.lane_idx()
         self.there = [ptx.flag(rows.row + (lane >> 2) + r * 8 < rows.end) for r in range(2)]
         self.columns = 0  # of da that have been taken
@@ -48,28 +48,28 @@ class Most:
         self.waiting = []
 
     def raise_to(self, place: int, value) -> None:
-        self.found[place] = codes.larger(self.found[place], value)
+        self.largest[place] = codes.larger(self.largest[place], value)
 
 
 class Amax(DeviceOperand):
-    """step: behind whatever changes the result."""
+    """step: after whatever changes the result."""
 
     step = 9
 
     def parameter(self, given):
-        made = names(self.told.name.partition("_")[0], self.plan)
-        return struct("Largest", [(f"of_{index}", getattr(given, name).iterator) for index, name in enumerate(made)])
+        outputs = names(self.operand.name.partition("_")[0], self.plan)
+        return struct("Largest", [(f"of_{index}", getattr(given, name).iterator) for index, name in enumerate(outputs)])
 
     def precede(self, given, groups, stream) -> None:
-        found = self.parameter(given)
+        outputs = self.parameter(given)
         count = (Int32(1) if groups is None else groups) * self.sides
-        self.clear(found, count).launch(
+        self.clear(outputs, count).launch(
             grid=[(count + (THREADS - 1)) // THREADS, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
     def clear(self, found, count: Int32):
-        """Zeros."""
+        """Sets the numbers of all groups to zero."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         index = block * THREADS + thread
@@ -77,7 +77,7 @@ class Amax(DeviceOperand):
             for each in found:
                 each[index] = Float32(0.0)
 
-    def start(self, tile, work, own):
+    def start(self, tile, work, warp_state):
         return tile.group
 
     def most(self, rows) -> Most:
@@ -88,12 +88,12 @@ class Amax(DeviceOperand):
         """Numbers of a group."""
         return self.plan.sides if self.plan.backward else 1
 
-    def store(self, most: Most, group: Int32, found) -> None:
-        """All lanes of a warp."""
+    def store(self, most: Most, group: Int32, outputs) -> None:
+        """Raises the group's numbers in memory; all lanes of a warp."""
         most.rotate()
-        for kind, pointer in enumerate(found):
+        for kind, pointer in enumerate(outputs):
             for side in range(self.sides):
-                a = most.found[kind * self.sides + side]
+                a = most.largest[kind * self.sides + side]
                 if kind:
                     a = codes.rounded(codes.multiply(a, Float32(0.25)))
                 bits = lanes.redux(lanes.bits_of(a), "max")
@@ -114,9 +114,9 @@ class DzAmax(Amax):
     def rows(self, rows, work, state, acc):
         return self.most(rows), rows.n_tile * self.plan.tile[1], work.extents.n, state
 
-    def take(self, mine, first, second) -> None:
-        """Of a lane's two columns: (gate, up) of one and of the other, or the two."""
-        most, column, n, _ = mine
+    def take(self, row_state, first, second) -> None:
+        """Takes a lane's two columns: (gate, up) of one and of the other, or the two."""
+        most, column, n, _ = row_state
         there = ptx.flag(column + most.columns < n)
         most.columns += 8
         for side in range(self.sides):
@@ -124,13 +124,15 @@ class DzAmax(Amax):
             words = [ptx.pack_pair(row[low], row[high], self.dtype) for row in (first, second)]
             most.take(words, there, side)
 
-    def rows_end(self, rows, mine, work) -> None:
-        most, _, _, group = mine
+    def rows_end(self, rows, row_state, work) -> None:
+        most, _, _, group = row_state
         self.store(most, group, work.operands.dz_amax)
 
 
 def rotated(columns: list) -> list:
-    """The largest of |R v|, four times too large, that a lane has of each column, from tokens lane / 4 and 8 behind."""
+    """The largest of |R v|, four times too large, that a lane has of each column, from tokens lane / 4 and lane / 4 +
+    8.
+    """
     token = cute.arch.lane_idx() >> 2
     values = [negated(value, Int32(NEGATIVE) >> (token + 8 * r)) for two in columns for r, value in enumerate(two)]
     for step in range(3):

@@ -16,7 +16,7 @@ from fusekit.kernels import ptx
 from fusekit.kernels.exchange import signals
 from fusekit.kernels.gemm.operands.base import DeviceOperand
 from fusekit.kernels.inline import inline
-from fusekit.plan.exchange import CAME, CHUNK, EPOCH, HEADER, OWN, SENDING, STATUS, WAIT
+from fusekit.plan.exchange import CAME, CHUNK, EPOCH, HEADER, LOCAL_TOKENS, SENDING, STATUS, WAIT
 
 # $0: 1 once the word at $1 is $2 or later, 0 if it is neither in $4 milliseconds, or the word at $3 says that a wait
 # failed. Few are late, so only they read the clock.
@@ -49,7 +49,9 @@ out_:
 @dsl_user_op
 def arrived(flag: Int64, epoch: Int32, status: Int64, milliseconds: Int32, *, loc=None, ip=None) -> Int32:
     """1 once the flag is up, 0 if it is not in time; what was released is then seen."""
-    given = [each.ir_value(loc=loc, ip=ip) for each in (Int64(flag), Int32(epoch), Int64(status), Int32(milliseconds))]
+    given = [
+        operand.ir_value(loc=loc, ip=ip) for operand in (Int64(flag), Int32(epoch), Int64(status), Int32(milliseconds))
+    ]
     result = llvm.inline_asm(
         ir.IntegerType.get_signless(32), given, ARRIVED, "=r,l,r,l,r,~{memory}", has_side_effects=True, loc=loc, ip=ip
     )
@@ -68,7 +70,7 @@ class Arrivals(DeviceOperand):
         return given.arrivals.iterator
 
     def source(self, source, operands):
-        return self.kit.OwnRows(source, operands.gather.index, operands.arrivals)
+        return self.kit.LocalRows(source, operands.gather.index, operands.arrivals)
 
     @cute.jit
     def wait(self, arrivals, places: tuple, count: Int32, here: Int32):
@@ -81,7 +83,7 @@ class Arrivals(DeviceOperand):
             epoch = Int32(signals.load(window + EPOCH))
             here = Int32(cute.arch.vote_all_sync(acquire(window + CAME) == epoch))
             if here == 0:
-                places = tuple(self.place(window, each, count, epoch) for each in places)
+                places = tuple(self.place(window, place, count, epoch) for place in places)
                 cute.arch.sync_warp()
         return places, here
 
@@ -91,7 +93,7 @@ class Arrivals(DeviceOperand):
         if (place >= 0) & (place < count):
             flag = window + HEADER + Int64(ptx.divide(place, CHUNK)) * 4
             if arrived(flag, epoch, window + STATUS, Int32(signals.load(window + WAIT))) == 0:
-                room = Int32(signals.load(window + (OWN + 4))) - Int32(signals.load(window + OWN))
+                room = Int32(signals.load(window + (LOCAL_TOKENS + 4))) - Int32(signals.load(window + LOCAL_TOKENS))
                 signals.fail(window + STATUS, ptx.divide(place, room), SENDING, epoch, 1)
                 place = Int32(-1)
         return place

@@ -19,7 +19,7 @@
     idle warps            assist
     fourth warpgroup      fourth
 
-A hook does nothing unless an operand says so; operands are called in the order of their `step`. A main loop or an
+A hook does nothing unless an operand overrides it; operands are called in the order of their `step`. A main loop or an
 epilogue that reads one operand asks for the one of a role: LEFT and RIGHT, the factors, or BOTH in one where rows are
 the reduction; and STREAMED, z of a backward epilogue.
 
@@ -100,7 +100,7 @@ LEFT, RIGHT, BOTH, STREAMED = "left", "right", "both", "streamed"  # roles
 
 
 class DeviceOperand:
-    """The device half of an operand in one kernel. told: its other half. kit: what its architecture has for operands.
+    """The device half of an operand in one kernel. operand: its plan half. kit: what its architecture has for operands.
 
     role: what a driver asks for it as, where it does.
     """
@@ -108,8 +108,8 @@ class DeviceOperand:
     step = 0  # its place among the hooks of one kind
     role = ""
 
-    def __init__(self, plan: GemmPlan, told, kit) -> None:
-        self.plan, self.told, self.kit = plan, told, kit
+    def __init__(self, plan: GemmPlan, operand, kit) -> None:
+        self.plan, self.operand, self.kit = plan, operand, kit
         self.dtype, self.out_dtype = dtype_of(plan.dtype), dtype_of(plan.out_dtype)
 
     def bind(self, halves) -> None:
@@ -124,7 +124,7 @@ class DeviceOperand:
         return
 
     def source(self, source, operands):
-        """What the scheduler reads the groups' rows from; source: what the operands before say."""
+        """What the scheduler reads the groups' rows from; source: what earlier operands gave."""
         return source
 
     def scalars(self, operands) -> tuple:
@@ -135,32 +135,33 @@ class DeviceOperand:
         """On the host: launches that go before the kernel's. groups: of the kernel, None for one."""
 
     def then(self, given, groups, stream) -> None:
-        """On the host, behind the kernel's launch: launches that follow it. groups: of the kernel, None for one."""
+        """On the host, after the kernel's launch: launches that follow it. groups: of the kernel, None for one."""
 
     def view(self, parameter):
         """What consumer warps have of the parameter."""
         return parameter
 
     def begin(self, shared, warpgroup: Int32) -> Any:
-        """Once a consumer warp; handed to the hooks of a tile as `own`."""
+        """Runs once per consumer warp; the result is the `warp_state` of the hooks of a tile."""
 
-    def prepare(self, tile: Tile, work: Work, own) -> None:
-        """Before a tile's main loop; all threads of a warpgroup."""
+    def prepare(self, tile: Tile, work: Work, warp_state) -> None:
+        """Runs before a tile's main loop; all threads of a warpgroup."""
 
     def ahead(self, tile: Tile, work: Work) -> None:
-        """Before the main loop of a backward epilogue, when the warp's boxes are free; one lane."""
+        """Runs before the main loop of a backward epilogue, when the warp's boxes are free; one lane."""
 
-    def start(self, tile: Tile, work: Work, own) -> Any:
-        """Before a tile's epilogue; handed to the hooks below as `state`."""
-        return own
+    def start(self, tile: Tile, work: Work, warp_state) -> Any:
+        """Runs before a tile's epilogue; the result is the `state` of the hooks below."""
+        return warp_state
 
     def rows(self, rows: Rows, work: Work, state, acc) -> Any:
-        """Before 16 rows, whose accumulators are `acc`; handed to the hooks of an element as `mine`."""
+        """Runs before 16 rows, whose accumulators are `acc`; the result is the `row_state` of the hooks of an element.
+        """
 
     def chunk(self, chunk: int, state) -> Any:
-        """Before chunk `chunk` of 8 columns; handed to `accumulate`."""
+        """Runs before chunk `chunk` of 8 columns; the result is handed to `accumulate`."""
 
-    def scale(self, value, mine, r: int):
+    def scale(self, value, row_state, r: int):
         """The accumulator, in the lane's row `r` of two."""
         return value
 
@@ -182,26 +183,26 @@ class DeviceOperand:
         """
         return 0
 
-    def output(self, value, mine, r: int):
+    def output(self, value, row_state, r: int):
         """An output, in the lane's row `r` of two."""
         return value
 
     def outputs(self, words, rows: Rows, work: Work, state) -> None:
         """The outputs of 16 rows, packed, (chunk, r) in order: two columns of chunk `chunk` in the lane's row `r`."""
 
-    def gradient(self, da, value, mine, r: int):
-        """(da, value of the activation), in the lane's row `r` of two."""
+    def gradient(self, da, value, row_state, r: int):
+        """(da, value of the activation) in the lane's row `r` of two."""
         return da, value
 
-    def take(self, mine, first, second) -> None:
+    def take(self, row_state, first, second) -> None:
         """dz of the lane's two rows in the next columns."""
 
     def pack(self, values):
-        """Two columns of the activation's value, packed; None where nobody stores them."""
+        """Two columns of the activation's value, packed; None where they are not stored."""
 
-    def gradients(self, made, rows: Rows, work: Work) -> None:
+    def gradients(self, packed, rows: Rows, work: Work) -> None:
         """dz and y of 16 rows, packed. dz by unit, step and side: (chunk, r) in order; (chunk, r, c) where gate and up
-        stand side by side, and make one side. y (chunk, r) in order, where an operand packs it.
+        lie side by side, and make one side. y (chunk, r) in order, where an operand packs it.
         """
 
     def stage(self, number, outputs, work: Work) -> Any:
@@ -213,17 +214,17 @@ class DeviceOperand:
     def send(self, staged, unit: int, rows: Rows, work: Work) -> None:
         """Starts the store of what was staged; one lane."""
 
-    def unit(self, state, mine, unit: int) -> None:
-        """Behind a unit."""
+    def unit(self, state, row_state, unit: int) -> None:
+        """Runs after a unit."""
 
-    def rows_end(self, rows: Rows, mine, work: Work) -> None:
-        """Behind the units of 16 rows."""
+    def rows_end(self, rows: Rows, row_state, work: Work) -> None:
+        """Runs after the units of 16 rows."""
 
     def finish_tile(self, state, work: Work) -> None:
-        """Behind a tile."""
+        """Runs after a tile."""
 
     def finish(self, count: Int32, work: Work) -> None:
-        """Behind the last tile; there is no `count`-th one."""
+        """Runs after the last tile; there is no `count`-th one."""
 
     def assist(self, idle: Idle) -> None:
         """What idle warps do; all warps of the load warpgroup."""

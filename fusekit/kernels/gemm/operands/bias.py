@@ -19,7 +19,7 @@ class Columns(DeviceOperand):
         return cute.make_tensor(memory + warpgroup * tile_n, cute.make_layout(tile_n))
 
     @cute.jit
-    def fetch(self, tile, work, own):
+    def fetch(self, tile, work, warp_state):
         """The tile's numbers into shared memory, zero beyond N."""
         tile_n, threads = self.plan.tile[1], self.plan.arch.warpgroup
         numbers, n = getattr(work.operands, self.name), work.extents.n
@@ -32,7 +32,7 @@ class Columns(DeviceOperand):
                 value = Float32(0.0)
                 if source < n:
                     value = Float32(numbers[cutlass.Int64(tile.group) * n + source])
-                own[column] = value
+                warp_state[column] = value
         cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
 
     def column_of(self, column: Int32, n_tile: Int32, half_n: Int32) -> Int32:
@@ -55,8 +55,8 @@ class Bias(Columns):
     def parameter(self, given):
         return given.bias.iterator
 
-    def prepare(self, tile, work, own) -> None:
-        self.fetch(tile, work, own)
+    def prepare(self, tile, work, warp_state) -> None:
+        self.fetch(tile, work, warp_state)
 
     def accumulate(self, value, state, chunk, c: int):
         return value + chunk[c]

@@ -1,4 +1,6 @@
-"""Codes of the rows of y or dz: each warp finds the largest of 128 columns of its 16 rows and stores them by itself."""
+"""FP8 values of the rows of y or dz: each warp finds the largest of 128 columns of its 16 rows and stores them by
+itself.
+"""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ WORDS = 2 * CHUNKS  # of a lane: two columns of two rows of each chunk
 
 
 class CodedRows(NamedTuple):
-    """Tensor map of codes [M, N]; scales [ceil(N / 128), M], `stride` elements from row to row."""
+    """Tensor map of FP8 values [M, N]; scales [ceil(N / 128), M], `stride` elements from row to row."""
 
     codes: Any
     scales: cute.Pointer
@@ -25,12 +27,12 @@ class CodedRows(NamedTuple):
 
 
 class Codes(DeviceOperand):
-    """Of a result whose rows a warp has whole, 128 columns at a time."""
+    """FP8 output of a result of which a warp has whole rows, 128 columns at a time."""
 
     step = 7
 
-    def __init__(self, plan, told, kit) -> None:
-        super().__init__(plan, told, kit)
+    def __init__(self, plan, operand, kit) -> None:
+        super().__init__(plan, operand, kit)
         self.staging = kit.StagingBoxes(plan)
 
     def view(self, parameter):
@@ -46,11 +48,11 @@ class Codes(DeviceOperand):
         words: (chunk, r) in order, two columns each; with `four`, of chunks of 16 columns, (chunk, r, c), four columns.
         """
         column, width = extent
-        each = 4 if four else 2
+        per_row = 4 if four else 2
         if cutlass.const_expr(not whole):
-            there = [ptx.flag(column + chunk * (4 * each) < width) for chunk in range(len(words) // each)]
-            words = [ptx.word_where(there[number // each], word) for number, word in enumerate(words)]
-        pairs = [[word for number, word in enumerate(words) if number // (each // 2) % 2 == r] for r in range(2)]
+            there = [ptx.flag(column + chunk * (4 * per_row) < width) for chunk in range(len(words) // per_row)]
+            words = [ptx.word_where(there[number // per_row], word) for number, word in enumerate(words)]
+        pairs = [[word for number, word in enumerate(words) if number // (per_row // 2) % 2 == r] for r in range(2)]
         scales, inverses = self.scales_of(pairs)
         self.store_scales(scales, column, width, rows, target)
         if cutlass.const_expr(first):  # the boxes before have left
@@ -60,7 +62,7 @@ class Codes(DeviceOperand):
         self.staging.send(box, target.codes, where, False)
 
     def scales_of(self, pairs):
-        """Of a lane's two rows: scales, and their reciprocals."""
+        """Scales of a lane's two rows, and their reciprocals."""
         return row_scales(pairs, self.plan.quant.scales)
 
     def store_scales(self, scales, column: Int32, width: Int32, rows, target) -> None:
@@ -76,19 +78,19 @@ class YCodes(Codes):
         width = work.extents.half_n if self.plan.halved else work.extents.n
         for block in range(self.plan.out_tile_n // SIDE):
             column = rows.n_tile * self.plan.out_tile_n + block * SIDE
-            mine, box = words[block * WORDS : (block + 1) * WORDS], work.staging + block * (SIDE * WARP_ROWS)
-            self.block(mine, box, (column, width), rows, work.operands.y_codes, block == 0)
+            part, box = words[block * WORDS : (block + 1) * WORDS], work.staging + block * (SIDE * WARP_ROWS)
+            self.block(part, box, (column, width), rows, work.operands.y_codes, block == 0)
 
 
 class DzCodes(Codes):
-    """Of both halves of dz, gates and ups, in the order in which they lie in it."""
+    """FP8 output of dz: both halves, gates and ups, in their order in memory."""
 
     def parameter(self, given):
         return coded_rows(self.kit, given.dz_q, given.dz_s)
 
-    def gradients(self, made, rows, work) -> None:
+    def gradients(self, packed, rows, work) -> None:
         layout, tile_n, n = self.plan.glu_layout, self.plan.tile[1], work.extents.n
-        words, count = in_order(made[0], layout), self.plan.sides * tile_n // SIDE
+        words, count = in_order(packed[0], layout), self.plan.sides * tile_n // SIDE
         begin = self.plan.z_bytes if self.plan.turning else self.plan.warp_bytes - self.plan.codes_bytes
         boxes = work.staging + begin
         for block in range(count):
@@ -96,9 +98,9 @@ class DzCodes(Codes):
             if layout == "concat":  # gates of the tile, then ups
                 side, inside = block // (count // 2), block % (count // 2) * SIDE
                 column = rows.n_tile * tile_n + inside + (n if side else 0)
-            mine, box = words[block * WORDS : (block + 1) * WORDS], boxes + block * (SIDE * WARP_ROWS)
+            part, box = words[block * WORDS : (block + 1) * WORDS], boxes + block * (SIDE * WARP_ROWS)
             extent, four, whole = (column, n * self.plan.sides), layout == "interleaved", layout == "concat"
-            self.block(mine, box, extent, rows, work.operands.dz_codes, block == 0, four, whole)
+            self.block(part, box, extent, rows, work.operands.dz_codes, block == 0, four, whole)
 
 
 def coded_rows(kit, codes_, scales) -> CodedRows:
@@ -109,17 +111,17 @@ def coded_rows(kit, codes_, scales) -> CodedRows:
 
 def row_scales(pairs, rule: str):
     """Scales of a lane's two rows, and their reciprocals. The four lanes of a row share its numbers."""
-    found = []
+    scales = []
     for words in pairs:
         a = codes.larger(*codes.numbers(codes.largest(words)))
         for distance in (1, 2):
             a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, distance))
-        found.append(codes.scale_of(a, rule))
-    return tuple(zip(*found, strict=True))
+        scales.append(codes.scale_of(a, rule))
+    return tuple(zip(*scales, strict=True))
 
 
 def store_scales(scales, column: Int32, width: Int32, rows, target) -> None:
-    """Of the two rows of four lanes: the first stores one, the second the other."""
+    """Scales of the two rows of four lanes: the first lane stores one, the second the other."""
     lane = cute.arch.lane_idx()
     row = rows.row + (lane >> 2) + (lane & 1) * 8
     scale = ptx.choose(lane & 1, scales[1], scales[0])
@@ -128,7 +130,7 @@ def store_scales(scales, column: Int32, width: Int32, rows, target) -> None:
 
 
 def write(pairs, inverses, box) -> None:
-    """Codes into a box of 16 rows of 128, whose 16-byte units are exchanged by the row, as tensor maps have it."""
+    """FP8 values into a box of 16 rows of 128, whose 16-byte units are exchanged by the row, as tensor maps have it."""
     lane = cute.arch.lane_idx()
     base = box.toint() + (lane & 3) * 2
     for chunk in range(CHUNKS):
@@ -156,13 +158,13 @@ def of_chunk(inverses, chunk: int, chunks: int):
 
 
 def pair_of(word, inverse):
-    """Two numbers as codes."""
+    """Two numbers as FP8 values."""
     low, high = codes.halves(word)
     return codes.two_codes(multiply(low, inverse), multiply(high, inverse))
 
 
 def unit_place(row, unit: int):
-    """Where 16 codes of a row are in a box, in bytes."""
+    """Where 16 FP8 values of a row are in a box, in bytes."""
     return row * SIDE + (row * 16 & 112 ^ unit * 16)
 
 

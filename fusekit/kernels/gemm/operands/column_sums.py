@@ -27,9 +27,9 @@ class ColumnSums(DeviceOperand):
 
     step = 1
 
-    def __init__(self, plan, told, kit) -> None:
-        super().__init__(plan, told, kit)
-        self.first, self.warps = told.warps(plan)[0], told.reading_warps(plan)
+    def __init__(self, plan, operand, kit) -> None:
+        super().__init__(plan, operand, kit)
+        self.first, self.warps = operand.warps(plan)[0], operand.reading_warps(plan)
         self.units = plan.tile[0] // UNIT // self.warps  # for each warp, if one tile has to sum them all
         self.stage_bytes = plan.tile[0] * plan.arch.swizzle_bytes
         self.box_bytes = plan.tile_k * TOKEN_BYTES
@@ -43,11 +43,11 @@ class ColumnSums(DeviceOperand):
 
     def sharers(self, tiles_n):
         """How many tiles along N share out the columns: a power of two, at most so many that a warp has one unit."""
-        found, most = 1, 2
+        count, most = 1, 2
         while most <= self.units:
-            found = found + ptx.flag(tiles_n >= most) * (most // 2)
+            count = count + ptx.flag(tiles_n >= most) * (most // 2)
             most *= 2
-        return found
+        return count
 
     @cute.jit
     def assist(self, idle: Idle):
@@ -91,7 +91,7 @@ class ColumnSums(DeviceOperand):
                     phase ^= 1
             if part < sharers:
                 column = m_tile * plan.tile[0] + unit * UNIT
-                if cutlass.const_expr(self.split is not None):  # dbias of a part lies behind its dw
+                if cutlass.const_expr(self.split is not None):  # dbias of a part lies after its dw
                     group = group * (n + 1)
                 if cutlass.const_expr(self.added):
                     if end > row:  # nothing is added for an empty group
@@ -116,8 +116,8 @@ class ColumnSums(DeviceOperand):
     def add_two(self, sums, box, token, lanes, unit) -> None:
         """A unit of two of a lane's tokens, `lanes` apart; both are loaded before the first is added."""
         loaded = []
-        for each in (token, token + lanes):
-            loaded += ptx.load_shared_v4(box + each * TOKEN_BYTES + (unit ^ (each & 7)) * 16)
+        for row in (token, token + lanes):
+            loaded += ptx.load_shared_v4(box + row * TOKEN_BYTES + (unit ^ (row & 7)) * 16)
         for number, word in enumerate(loaded):
             for half, value in enumerate(ptx.unpack_pair(Uint32(word), self.dtype)):
                 index = (2 * number + half) % UNIT

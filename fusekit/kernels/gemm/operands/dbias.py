@@ -22,7 +22,7 @@ from fusekit.plan.gemm import WARP_ROWS
 from fusekit.plan.operands.dbias import NOTE_BYTES
 
 ROW_BITS = (16, 8, 4)  # of the lane: they tell the eight rows of an accumulator fragment apart
-NO_TILE = -1  # in place of a group: there are no more
+NO_TILE = -1  # instead of a group: there are no more
 
 
 class Note(NamedTuple):
@@ -82,8 +82,8 @@ class Shares:
 class Dbias(GroupSums):
     step = 1
 
-    def __init__(self, plan, told, kit) -> None:
-        super().__init__(plan, told, kit)
+    def __init__(self, plan, operand, kit) -> None:
+        super().__init__(plan, operand, kit)
         self.block = plan.warpgroup_rows
         self.barrier = plan.first_barrier("dbias")
         self.columns_at = plan.z_bytes  # in a warp's staging: its sums of columns
@@ -103,7 +103,7 @@ class Dbias(GroupSums):
         return self.number(begin, group)
 
     def number(self, row: Int32, group: Int32) -> Int32:
-        """Of the piece that begins at a row of a group."""
+        """Number of the piece that begins at a row of a group."""
         return ptx.divide(row, self.block) + group
 
     # -- consumer warps -----------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Dbias(GroupSums):
     def empty(self, shared):
         return shared.barriers + (self.barrier + self.plan.arch.consumer_warpgroups)
 
-    def start(self, tile, work: Work, own):
+    def start(self, tile, work: Work, warp_state):
         """Where a warp keeps its sums over rows, at zero."""
         sums = cute.make_rmem_tensor((self.units * self.kept,), Float32)
         sums.fill(0.0)
@@ -138,18 +138,18 @@ class Dbias(GroupSums):
     def clear_rows(self, acc, left: Int32, lane: Int32):
         """Zero da in rows of others, which are not to be summed: the warp has `left` rows of a 64-row block's `acc`."""
         if left < WARP_ROWS:
-            mine = left - ptx.divide(lane, 4)  # from the lane's first row on
+            rows_left = left - ptx.divide(lane, 4)  # from the lane's first row on
             for r in cutlass.range_constexpr(2):
                 for element in cutlass.range_constexpr(2 * r, cute.size(acc), 4):
                     for c in cutlass.range_constexpr(2):
-                        acc[element + c] = ptx.where_above(mine, 8 * r, acc[element + c])
+                        acc[element + c] = ptx.where_above(rows_left, 8 * r, acc[element + c])
 
-    def take(self, mine: Shares, first, second) -> None:
-        mine.take(first, second)
+    def take(self, row_state: Shares, first, second) -> None:
+        row_state.take(first, second)
 
-    def unit(self, state, mine: Shares, unit: int) -> None:
+    def unit(self, state, row_state: Shares, unit: int) -> None:
         """Add the columns of a unit that has been worked on to the warp's sums."""
-        for kept, value in enumerate(mine.unit_ends()):
+        for kept, value in enumerate(row_state.unit_ends()):
             slot = unit * self.kept + kept
             state[slot] = state[slot] + value
 
@@ -197,7 +197,7 @@ class Dbias(GroupSums):
 
     def assist(self, idle: Idle) -> None:
         """All warps of the load warpgroup."""
-        self.add_pieces(idle, self.told.warps(self.plan)[0])
+        self.add_pieces(idle, self.operand.warps(self.plan)[0])
 
     @cute.jit
     def add_pieces(self, idle: Idle, warp: cutlass.Constexpr):

@@ -48,21 +48,21 @@ class Dprob(Parts):
     def rows(self, rows: Rows, work: Work, state, acc):
         return Dots(work.extents.rows, None if self.plan.kind.gated else AT_ONCE)
 
-    def gradient(self, da, value, mine, r: int):
+    def gradient(self, da, value, row_state, r: int):
         """Before any row_scale."""
-        mine.add(r, da * value)
+        row_state.add(r, da * value)
         return da, value
 
-    def unit(self, state, mine, unit: int) -> None:
-        mine.work_out()
+    def unit(self, state, row_state, unit: int) -> None:
+        row_state.work_out()
 
     @cute.jit
-    def rows_end(self, rows: Rows, mine, work: Work):
+    def rows_end(self, rows: Rows, row_state, work: Work):
         """Stores sums of the lane's columns, added over the four lanes of a row."""
         lane = cute.arch.lane_idx()
         if cutlass.const_expr(self.plan.turning):
             lane = ptx.fresh(lane)  # no register holds the address over a tile
-        dots = [mine.sums[0], mine.sums[1]]
+        dots = [row_state.sums[0], row_state.sums[1]]
         for r in cutlass.range_constexpr(2):
             for step in cutlass.range_constexpr(2):
                 dots[r] = dots[r] + cute.arch.shuffle_sync_bfly(dots[r], 1 << step)

@@ -18,7 +18,7 @@ A number outside [0, T) chooses nothing: the row is zeros. So is a row beyond it
 none of them is read.
 
 cp.async writes through the generic proxy and wgmma reads through the async one. An idle warp of the load warpgroup
-stands between: it waits until a stage has landed, fences and hands it on. Where an operand has all idle warps (dbias),
+does it: it waits until a stage has landed, fences and hands it on. Where an operand has all idle warps (dbias),
 the gathering threads arrive at full[s] and the consumers fence, which takes longer: their fence is between two wgmma.
 """
 
@@ -42,8 +42,8 @@ class Gather(DeviceOperand):
 
     step = 10  # its warp is idle when the others have what they need of it
 
-    def __init__(self, plan, told, kit) -> None:
-        super().__init__(plan, told, kit)
+    def __init__(self, plan, operand, kit) -> None:
+        super().__init__(plan, operand, kit)
         self.wgrad = plan.wgrad
         width = plan.tile[plan.gathered_side]
         self.height = plan.tile_k if self.wgrad else width  # rows of a stage
@@ -113,7 +113,7 @@ class Gather(DeviceOperand):
     def assist(self, idle: Idle):
         """The warp that hands stages on."""
         if cutlass.const_expr(self.plan.relays):  # noqa: SIM102
-            if idle.warp == self.told.warps(self.plan)[0]:
+            if idle.warp == self.operand.warps(self.plan)[0]:
                 self.relay(idle, idle.ring)
 
     @cute.jit
@@ -141,32 +141,32 @@ class Gather(DeviceOperand):
     # -- row numbers --------------------------------------------------------------------------------------------------
 
     def numbers(self, gathered, first, end, warp, lane) -> tuple:
-        """Those of the warp's rows of a stage, -1 from `end` on; a lane has every 32nd."""
+        """Numbers of the warp's rows of a stage, -1 from `end` on; a lane has every 32nd."""
         row = first + warp * self.share + (lane & (min(self.share, WARP) - 1))
         return tuple(ptx.load_below(gathered.index, row + start, end) for start in range(0, self.share, WARP))
 
     def first_numbers(self, gathered, row, end, warp, lane) -> tuple:
-        """Those of a tile, or of its first stages."""
+        """Row numbers of a tile, or of its first stages."""
         stages = (
             self.numbers(gathered, row + ahead * self.height, end, warp, lane) for ahead in range(self.read_ahead)
         )
-        return tuple(number for each in stages for number in each)
+        return tuple(number for stage in stages for number in stage)
 
     def lane_rows(self, gathered, numbers, lane) -> tuple:
         """What a lane brings: a set of flags, one for each copy that reads nothing; then where each copy's row begins,
         in units of 16 bytes.
         """
         units = [ptx.units_where_below(number, gathered.count, gathered.units) for number in numbers]
-        flags, found = Int32(0), []
+        flags, begins = Int32(0), []
         for number in range(self.share // ROWS_AT_ONCE):
             first = number * ROWS_AT_ONCE
-            mine = cute.arch.shuffle_sync(units[first // WARP], first % WARP + (lane >> 3))
-            flags = ptx.flag_none(flags, number, mine)
-            found.append(mine)
-        return (flags, *found)
+            begin = cute.arch.shuffle_sync(units[first // WARP], first % WARP + (lane >> 3))
+            flags = ptx.flag_none(flags, number, begin)
+            begins.append(begin)
+        return (flags, *begins)
 
     def addressed(self, gathered, rows, column) -> tuple:
-        """`rows` of `lane_rows` with their addresses in place of units. They have to be there before the first copy, in
+        """`rows` of `lane_rows` with their addresses instead of units. They have to be there before the first copy, in
         registers of their own: a copy reads its address late, and the next one would wait for the register.
         """
         source = gathered.rows.toint() + Int64(column) * 2
@@ -185,7 +185,7 @@ class Gather(DeviceOperand):
         return ptx.divide((end - row if self.wgrad else extents.k) + (self.plan.tile_k - 1), self.plan.tile_k)
 
     def first_column(self, n_tile, m_tile, lane):
-        """Of a lane in a tile."""
+        """First column of a lane in a tile."""
         start = (lane & (UNITS - 1)) * UNIT
         if not self.wgrad:
             return start
@@ -194,7 +194,7 @@ class Gather(DeviceOperand):
         )
 
     def columns(self, extents: Extents):
-        """Of the tensor; dw has as many rows as dy has columns, and as many columns as x."""
+        """Columns of the tensor; dw has as many rows as dy has columns, and as many columns as x."""
         return extents.n if self.plan.gathered_side else extents.k
 
     @cute.jit

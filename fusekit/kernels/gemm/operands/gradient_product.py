@@ -1,4 +1,4 @@
-"""The factors of a weight gradient, both with a row for each token, or (codes) with a column, and its result."""
+"""The factors of a weight gradient, both with a row for each token, or (FP8 values) with a column, and its result."""
 
 from typing import NamedTuple
 
@@ -51,14 +51,14 @@ class TokenRows(DeviceOperand):
         return None
 
     def boxes(self, descriptor, destination, barrier, column, width: int, rows):
-        """A stage of `width` columns from `column` on; rows: coordinates behind that of the column."""
+        """A stage of `width` columns from `column` on; rows: coordinates after that of the column."""
         starts = [column + first for first in range(0, width, BOX)]
         return self.kit.Boxes(
             descriptor, destination, barrier, starts, BOX * self.plan.tile_k, lambda start: (start, *rows)
         )
 
     def blocks(self, descriptor, destination, barrier, column, width: int, token):
-        """A stage of `width` columns from `column` on, of codes from token `token` on."""
+        """A stage of `width` columns from `column` on, of FP8 values from token `token` on."""
         height = width // self.plan.cluster_size
         starts = [column + first for first in range(0, width, height)]
         return self.kit.Boxes(
@@ -69,8 +69,8 @@ class TokenRows(DeviceOperand):
 class Dw(DeviceOperand):
     """Boxes of dw[group], or of dw; its parts are stored without a tensor map, whose address had to be known."""
 
-    def __init__(self, plan, told, kit) -> None:
-        super().__init__(plan, told, kit)
+    def __init__(self, plan, operand, kit) -> None:
+        super().__init__(plan, operand, kit)
         self.columns = plan.result_box(plan.tile[1])
 
     def parameter(self, given):

@@ -1,4 +1,6 @@
-"""Codes of the rows of y or dz as MXFP8: a warp finds the largest of 32 columns of its 16 rows, four times a block."""
+"""FP8 values of the rows of y or dz as MXFP8: a warp finds the largest of 32 columns of its 16 rows, four times a
+block.
+"""
 
 from cutlass import Int32, Int64, Uint32, cute
 
@@ -30,12 +32,12 @@ class MxCodes(blocks.Codes):
             lanes.store(at, [lanes.bits_of(scale)], 4, first & (row < rows.end))
             return
         lanes.store(place(base, row, across, step), [lanes.bits_of(scale)], 4, first)
-        # Rows of the atom behind the last one: by whoever has that.
+        # Rows of the atom after the last one: by whoever has that.
         last = (rows.end - rows.row <= WARP_ROWS) & (column < width)
         end = ptx.divide(rows.end + (SIDE - 1), SIDE) * SIDE
         for turn in range((SIDE - WARP_ROWS + WARP - 1) // WARP):
-            behind = rows.row + WARP_ROWS + turn * WARP + lane
-            lanes.store(place(base, behind, across, step), [Uint32(0)], 4, last & (behind < end))
+            beyond = rows.row + WARP_ROWS + turn * WARP + lane
+            lanes.store(place(base, beyond, across, step), [Uint32(0)], 4, last & (beyond < end))
 
 
 class YMxCodes(MxCodes, blocks.YCodes):
@@ -60,9 +62,9 @@ def place(scales: Int64, row: Int32, across: Int32, step: Int32) -> Int64:
 
 def row_scales(words: list):
     """The bytes of a row's four blocks as a word, and their reciprocals. The four lanes of a row share its numbers."""
-    packed, inverses, each = Uint32(0), [], len(words) // MX_BLOCKS
+    packed, inverses, per_block = Uint32(0), [], len(words) // MX_BLOCKS
     for block in range(MX_BLOCKS):
-        a = codes.larger(*codes.numbers(codes.largest(words[block * each : (block + 1) * each])))
+        a = codes.larger(*codes.numbers(codes.largest(words[block * per_block : (block + 1) * per_block])))
         for distance in (1, 2):
             a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, distance))
         byte, inverse = codes.mx_scale_of(a)

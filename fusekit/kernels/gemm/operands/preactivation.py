@@ -8,8 +8,8 @@ from fusekit.plan.gemm import GATED_UNIT, WARP_ROWS
 class Preactivation(DeviceOperand):
     step = 3
 
-    def __init__(self, plan, told, kit) -> None:
-        super().__init__(plan, told, kit)
+    def __init__(self, plan, operand, kit) -> None:
+        super().__init__(plan, operand, kit)
         self.concat = plan.halved and plan.glu_layout == "concat"
         final = plan.result_box(plan.out_tile_n)  # neighbours in y whose accumulators are final together
         if plan.glu_layout == "interleaved" or (plan.glu_layout == "interleaved-32" and final >= GATED_UNIT):

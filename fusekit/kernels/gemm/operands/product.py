@@ -12,8 +12,8 @@ class X(DeviceOperand):
 
     role = LEFT
 
-    def __init__(self, plan, told, kit) -> None:
-        super().__init__(plan, told, kit)
+    def __init__(self, plan, operand, kit) -> None:
+        super().__init__(plan, operand, kit)
         self.dtype = dtype_of(plan.factors[0])
         self.height = plan.tile[0] // plan.cluster_size  # of a box
 
@@ -43,12 +43,12 @@ class X(DeviceOperand):
 
 
 class W(DeviceOperand):
-    """Columns of w[group]; behind a gated activation's concatenated halves, of either half."""
+    """Columns of w[group]; after a gated activation's concatenated halves, of either half."""
 
     role = RIGHT
 
-    def __init__(self, plan, told, kit) -> None:
-        super().__init__(plan, told, kit)
+    def __init__(self, plan, operand, kit) -> None:
+        super().__init__(plan, operand, kit)
         self.dtype = dtype_of(plan.factors[1])
         self.n_major = plan.b_major == "n"
         self.concat = plan.halved and plan.glu_layout == "concat"
@@ -90,10 +90,10 @@ class W(DeviceOperand):
             starts = [side + n_tile * half + first for side in (0, half_n) for first in firsts]
         else:
             starts = [n_tile * tile_n + first for first in range(0, tile_n, self.width)]
-        behind = (group,) if self.plan.grouped else ()
+        group_place = (group,) if self.plan.grouped else ()
 
         def place(start):
-            return (start, k, *behind) if self.n_major else (k, start, *behind)
+            return (start, k, *group_place) if self.n_major else (k, start, *group_place)
 
         return self.kit.Boxes(descriptor, destination, barrier, starts, self.width * tile_k, place)
 
@@ -101,8 +101,8 @@ class W(DeviceOperand):
 class Y(DeviceOperand):
     """The result of a forward epilogue, in boxes of `columns`."""
 
-    def __init__(self, plan, told, kit) -> None:
-        super().__init__(plan, told, kit)
+    def __init__(self, plan, operand, kit) -> None:
+        super().__init__(plan, operand, kit)
         self.columns = plan.result_box(plan.out_tile_n)
 
     def parameter(self, given):

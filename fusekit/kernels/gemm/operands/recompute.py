@@ -8,8 +8,8 @@ from fusekit.plan.gemm import OUTPUT_BOXES, WARP_ROWS
 class Recompute(DeviceOperand):
     step = 6
 
-    def __init__(self, plan, told, kit) -> None:
-        super().__init__(plan, told, kit)
+    def __init__(self, plan, operand, kit) -> None:
+        super().__init__(plan, operand, kit)
         self.columns = plan.epilogue_box
         self.staging = kit.StagingBoxes(plan)
 

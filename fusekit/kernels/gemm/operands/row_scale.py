@@ -13,8 +13,8 @@ class RowScale(DeviceOperand):
         """The router weights of this lane's two rows."""
         return row_pair(work.operands.row_scale, rows)
 
-    def output(self, value, mine, r: int):
-        return value * mine[r]
+    def output(self, value, row_state, r: int):
+        return value * row_state[r]
 
-    def gradient(self, da, value, mine, r: int):
-        return da * mine[r], value * mine[r]
+    def gradient(self, da, value, row_state, r: int):
+        return da * row_state[r], value * row_state[r]

@@ -7,9 +7,9 @@ from fusekit.kernels.gemm.operands.base import STREAMED, DeviceOperand
 class SavedPreactivation(DeviceOperand):
     role = STREAMED
 
-    def __init__(self, plan, told, kit) -> None:
-        super().__init__(plan, told, kit)
-        self.first = plan.first_barrier(told.name)
+    def __init__(self, plan, operand, kit) -> None:
+        super().__init__(plan, operand, kit)
+        self.first = plan.first_barrier(operand.name)
 
     def parameter(self, given):
         return self.kit.z_map(self.kit.load_op(), given.preactivation, self.plan)
@@ -18,7 +18,7 @@ class SavedPreactivation(DeviceOperand):
         return ptx.descriptor_address(parameter)
 
     def barrier(self, shared, warp, slot):
-        """That of box `slot` of a consumer warp."""
+        """The barrier of box `slot` of a consumer warp."""
         place = warp * self.plan.z_boxes + slot
         return shared.barriers + (self.first + place if self.first else place)
 

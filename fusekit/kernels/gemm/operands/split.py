@@ -1,6 +1,6 @@
 """The parts of a dense weight gradient: where the first launch leaves them, and the launch that adds them up.
 
-A part is dw [N, K] and dbias [N] behind it, in float32, or room for it. A thread of the second launch has four columns
+A part is dw [N, K] and dbias [N] after it, in float32, or room for it. A thread of the second launch has four columns
 of a row, or of dbias.
 """
 

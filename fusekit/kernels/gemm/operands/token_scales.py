@@ -32,7 +32,7 @@ class TokenScales(DeviceOperand):
     def assist(self, idle: Idle):
         """One warp fetches the scales of each stage, as the load thread fetches the factors."""
         plan, lane = self.plan, cute.arch.lane_idx()
-        if idle.warp == self.told.warps(plan)[0]:
+        if idle.warp == self.operand.warps(plan)[0]:
             count = Int32(0)
             stage = Int32(0)
             phase = Int32(1)
@@ -74,7 +74,7 @@ class TokenScales(DeviceOperand):
 
     @cute.jit
     def fetch_columns(self, idle: Idle, block: Int32, column: Int32, target: Int32):
-        """Those of x lie in the order in which a lane of the accumulators reads them, four at once: of each 16 columns
+        """The scales of x in the order in which a lane of the accumulators reads them, four at once: of each 16 columns
         those of columns 0, 1, 8, 9, then 2, 3, 10, 11, and so on.
         """
         plan, lane, extents = self.plan, cute.arch.lane_idx(), idle.extents
@@ -88,13 +88,13 @@ class TokenScales(DeviceOperand):
 
     @cute.jit
     def fetch_blocks(self, idle: Idle, block: Int32, column: Int32, target: Int32):
-        """That of x for each segment of the tile's columns, from `column` on."""
+        """The scale of x for each segment of the tile's columns, from `column` on."""
         lane, extents = cute.arch.lane_idx(), idle.extents
         if lane < self.plan.tile[1] // SEGMENT:
-            own = column + lane * SEGMENT
+            lane_column = column + lane * SEGMENT
             blocks = ptx.divide(extents.n + (SIDE - 1), SIDE)
-            x = row_of(idle.operands.token_scales.x, block, blocks, ptx.divide(own, SIDE))
-            copy_async(target + lane * 4, x, ptx.flag(own < extents.n))
+            x = row_of(idle.operands.token_scales.x, block, blocks, ptx.divide(lane_column, SIDE))
+            copy_async(target + lane * 4, x, ptx.flag(lane_column < extents.n))
 
 
 def row_of(scales: cute.Pointer, block: Int32, extent: Int32, column: Int32) -> Int64:

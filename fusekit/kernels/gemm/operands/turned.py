@@ -1,12 +1,12 @@
-"""Codes of the transpose of y: consumer warps leave a tile in shared memory, an idle warp quantises its columns.
+"""FP8 values of the transpose of y: consumer warps leave a tile in shared memory, an idle warp quantises its columns.
 
 Column c of the tile has 256 bytes there, 128 tokens of bf16, in units of eight that are exchanged by c: neither a
 consumer's stmatrix nor the idle warp, whose lanes read a unit of neighbouring columns, meets itself in a bank.
 
 Backward (DzTurned) a fourth warpgroup does it, each of its warps 32 columns at a time. A consumer warp's 16 tokens of
-all columns of dz lie where its boxes of z were, those of y behind them: 32 bytes of each column, in whose place then
-lie the codes of 32 tokens. When those have left, the warpgroup sends for z of its next tile. Where 128 columns have one
-scale, its warps tell each other the largest of their numbers.
+all columns of dz lie where its boxes of z were, those of y after them: 32 bytes of each column, in whose place then
+lie the FP8 values of 32 tokens. When those have left, the warpgroup sends for z of its next tile. Where 128 columns
+have one scale, its warps exchange the largest of their numbers.
 """
 
 import cutlass
@@ -24,7 +24,7 @@ from fusekit.plan.quant import SIDE
 UNIT = 8  # tokens in 16 bytes
 LINE = SIDE * 2  # bytes of a column
 SLAB = WARP_ROWS * 2  # bytes of a column of a warp's 16 tokens
-TURNED_TOKENS = 2 * WARP_ROWS  # of a column, whose codes take the place of 16 tokens
+TURNED_TOKENS = 2 * WARP_ROWS  # of a column, whose FP8 values take the place of 16 tokens
 
 
 class YTurned(Columns):
@@ -36,12 +36,12 @@ class YTurned(Columns):
 
     # -- consumer warps -----------------------------------------------------------------------------------------------
 
-    def start(self, tile, work, own) -> None:
+    def start(self, tile, work, warp_state) -> None:
         if not self.plan.backward:
             self.wait(tile, work)
 
     def outputs(self, words, rows, work, state) -> None:
-        """16 rows of the tile, as columns; those behind the group's end are zeros."""
+        """16 rows of the tile, as columns; those after the group's end are zeros."""
         lane = cute.arch.lane_idx()
         column = (lane >> 4) * 8 + (lane & 7)
         unit = work.warp_of_cta * (WARP_ROWS // UNIT) + ((lane >> 3) & 1)
@@ -70,19 +70,19 @@ class YTurned(Columns):
     @cute.jit
     def turn(self, idle: Idle):
         """All warps of the load warpgroup."""
-        if idle.warp == self.told.warps(self.plan)[0]:
+        if idle.warp == self.operand.warps(self.plan)[0]:
             self.follow(idle)
 
     def tile(self, idle: Idle, where: Place, n_tile: Int32, lane: Int32) -> None:
-        """The columns of a tile."""
+        """Quantises the columns of a tile."""
         for part in range(self.plan.out_tile_n // SIDE):
             column = n_tile * self.plan.out_tile_n + part * SIDE
             self.columns(idle, part * (SIDE * LINE), column, where, lane)
 
     @cute.jit
     def columns(self, idle: Idle, offset: Int32, column: Int32, where: Place, lane: Int32):
-        """128 columns from `column` on."""
-        target, made = idle.operands.y_turned, idle.shared.turned_codes
+        """Quantises 128 columns from `column` on."""
+        target, boxes = idle.operands.y_turned, idle.shared.turned_codes
         width = idle.extents.half_n if cutlass.const_expr(self.plan.halved) else idle.extents.n
         square = self.plan.quant.turned_square("y")
         scale, inverse = Float32(0.0), Float32(0.0)
@@ -95,28 +95,28 @@ class YTurned(Columns):
             self.store_square(target, scale, where.block, column, width, lane)
         self.sent(lane)
         for turn in cutlass.range(SIDE // WARP, unroll=1):
-            own = turn * WARP
-            lines = idle.shared.turned.toint() + offset + own * LINE
+            first = turn * WARP
+            lines = idle.shared.turned.toint() + offset + first * LINE
             if cutlass.const_expr(not square):
                 scale, inverse = self.scale_of(self.largest_of(lines, where.slabs, lane))
-                self.store_number(target.scales, scale, where.block, column + own + lane, width)
-            self.codes_of(lines, made.toint() + own * SIDE, where.slabs, inverse, lane)
-        self.send_codes(target, [made], where.block, column, lane)
+                self.store_number(target.scales, scale, where.block, column + first + lane, width)
+            self.codes_of(lines, boxes.toint() + first * SIDE, where.slabs, inverse, lane)
+        self.send_codes(target, [boxes], where.block, column, lane)
 
     def load(self, lines: Int32, unit: Int32, lane: Int32) -> list:
         """Eight tokens of column `lane`."""
         return [Uint32(word) for word in ptx.load_shared_v4(lines + place(lane, unit))]
 
     def place_of_codes(self, column, slab):
-        """Where 16 codes of a column are, in bytes: exchanged by the column, as the tensor map has it."""
+        """Where 16 FP8 values of a column are, in bytes: exchanged by the column, as the tensor map has it."""
         return column * SIDE + (slab ^ (column & 7)) * 16
 
 
 class DzTurned(Columns):
     """The fourth warpgroup of a backward kernel."""
 
-    def __init__(self, plan, told, kit) -> None:
-        super().__init__(plan, told, kit)
+    def __init__(self, plan, operand, kit) -> None:
+        super().__init__(plan, operand, kit)
         self.staging = kit.StagingBoxes(plan)
         self.meeting = plan.named_barrier(FOURTH)
 
@@ -128,18 +128,18 @@ class DzTurned(Columns):
 
     # -- consumer warps -----------------------------------------------------------------------------------------------
 
-    def start(self, tile, work, own) -> None:
+    def start(self, tile, work, warp_state) -> None:
         self.wait(tile, work)
 
-    def gradients(self, made, rows, work) -> None:
+    def gradients(self, packed, rows, work) -> None:
         """16 rows of dz and y, as columns, where z and staged boxes were."""
-        steps, values = made
+        steps, values = packed
         layout = self.plan.glu_layout
         dz = work.staging.toint()
         words = without_others(in_order(steps, layout), rows, 2 if layout == "interleaved" else 1)
         store_slab(words, dz, side_by_side=layout == "interleaved")
         if self.plan.has("y_turned"):
-            self.staging.acquire_all()  # the codes of rows have left
+            self.staging.acquire_all()  # the FP8 values of rows have left
             store_slab(without_others(values, rows, 1), dz + self.plan.z_bytes)
 
     def finish_tile(self, state, work) -> None:
@@ -151,10 +151,10 @@ class DzTurned(Columns):
         self.follow(idle)
 
     @cute.jit
-    def ahead_of(self, idle: Idle, row: Int32, end: Int32, n_tile: Int32, lane: Int32):
+    def before_tile(self, idle: Idle, row: Int32, end: Int32, n_tile: Int32, lane: Int32):
         """Sends for z of a tile: each warp for that of two consumer warps."""
-        for each in cutlass.range_constexpr(self.plan.consumer_warps // TURNERS):
-            warp = idle.warp * (self.plan.consumer_warps // TURNERS) + each
+        for turn in cutlass.range_constexpr(self.plan.consumer_warps // TURNERS):
+            warp = idle.warp * (self.plan.consumer_warps // TURNERS) + turn
             first = row + warp * WARP_ROWS
             if lane == 0 and first < end:
                 for unit in cutlass.range_constexpr(self.plan.z_boxes):
@@ -166,40 +166,40 @@ class DzTurned(Columns):
                     ptx.tma_load(z, box, barrier, where)
         cute.arch.sync_warp()
 
-    def behind(self, idle: Idle) -> None:
+    def after_tile(self, idle: Idle) -> None:
         """Until the others have read the tile, too: z of the next one takes its place."""
         cute.arch.fence_proxy("async.shared", space="cta")
         self.together()
 
     def tile(self, idle: Idle, where: Place, n_tile: Int32, lane: Int32) -> None:
-        """This warp's columns of a tile."""
-        tile_n, n, own = self.plan.tile[1], idle.extents.n, idle.warp * WARP
+        """Quantises this warp's columns of a tile."""
+        tile_n, n, first = self.plan.tile[1], idle.extents.n, idle.warp * WARP
         sides = self.plan.sides
         for side in range(sides):
             column = n_tile * (sides * tile_n) + side * SIDE
             if self.plan.glu_layout == "concat":
                 column = n_tile * tile_n + side * n
-            lines = (side * SIDE + own) * SLAB
+            lines = (side * SIDE + first) * SLAB
             sums = idle.operands.block_sums if self.plan.has("block_sums") else None
             square = side if self.plan.quant.turned_square("dz") else None
             self.columns(idle, idle.operands.dz_turned, lines, (column, n * sides), where, lane, square, sums)
         if self.plan.has("y_turned"):
-            lines = self.plan.z_bytes + own * SLAB
+            lines = self.plan.z_bytes + first * SLAB
             square = sides if self.plan.quant.turned_square("y") else None
             self.columns(idle, idle.operands.y_turned, lines, (n_tile * tile_n, n), where, lane, square)
         self.sent(lane)
 
     @cute.jit
     def columns(self, idle: Idle, target, offset: Int32, extent, where: Place, lane: Int32, square=None, sums=None):
-        """This warp's 32 of 128 columns; offset: of its first in each warp's slab. extent: (first of the 128, columns
-        of the result). square: their number in the tile, where they have one scale. sums: [blocks, columns], which
-        gets theirs.
+        """Quantises this warp's 32 of 128 columns; offset: of its first in each warp's slab. extent: (first of the 128,
+        columns of the result). square: their number in the tile, where they have one scale. sums: [blocks, columns],
+        which gets theirs.
         """
         first, width = extent
         column = first + idle.warp * WARP
         slabs = idle.shared.staging + offset
-        found = self.sum_of_column(sums)
-        a = self.largest_of(slabs.toint(), where.slabs, lane, found)
+        total = self.sum_of_column(sums)
+        a = self.largest_of(slabs.toint(), where.slabs, lane, total)
         if cutlass.const_expr(square is not None):
             a = self.largest_of_warps(idle, self.largest_of_lanes(a), square, lane)
         scale, inverse = self.scale_of(a)
@@ -208,7 +208,7 @@ class DzTurned(Columns):
         else:
             self.store_number(target.scales, scale, where.block, column + lane, width)
         if cutlass.const_expr(sums is not None):
-            self.store_number(sums, found[0], where.block, column + lane, width)
+            self.store_number(sums, total[0], where.block, column + lane, width)
         self.codes_of(slabs.toint(), slabs.toint(), where.slabs, inverse, lane)
         boxes = [slabs + slab * self.plan.warp_bytes for slab in range(0, SLABS, 2)]
         self.send_codes(target, boxes, where.block, column, lane)
@@ -218,15 +218,17 @@ class DzTurned(Columns):
         cute.arch.barrier(barrier_id=self.meeting, number_of_threads=TURNERS * WARP)
 
     def sum_of_column(self, sums):
-        """Zero, where there are `sums`."""
+        """A zero to add columns to, where there are `sums`."""
         if sums is None:
             return None
-        found = cute.make_rmem_tensor((1,), Float32)
-        found.fill(0.0)
-        return found
+        total = cute.make_rmem_tensor((1,), Float32)
+        total.fill(0.0)
+        return total
 
     def largest_of_warps(self, idle: Idle, a: Float32, square: int, lane: Int32):
-        """Of the columns of all warps. Each of the tile's squares has a place, which the next tile takes again."""
+        """The maximum of the columns of all warps. Each of the tile's squares has a place, which the next tile takes
+        again.
+        """
         at = idle.shared.largest.toint() + square * (4 * TURNERS)
         lanes.shared_store_u32_if(at + idle.warp * 4, lanes.bits_of(a), lane == 0)
         self.together()
@@ -240,12 +242,12 @@ class DzTurned(Columns):
         return [Uint32(word) for word in ptx.load_shared_v4(at)]
 
     def place_of_codes(self, column, slab):
-        """Where 16 codes of a column are, in bytes: where the lane has read two slabs, in the first of them."""
+        """Where 16 FP8 values of a column are, in bytes: where the lane has read two slabs, in the first of them."""
         return (slab >> 1) * (2 * self.plan.warp_bytes) + slab_place(column, slab & 1)
 
 
 def turned_map(kit, plan, tensor, box):
-    """Tensor map of codes [N, P], or of mxfp8 [M, N]; box: (tokens, columns)."""
+    """Tensor map of FP8 values [N, P], or of mxfp8 [M, N]; box: (tokens, columns)."""
     if plan.quant.mx and not plan.skip_if_zero:
         tensor = kit.not_empty(tensor)
     view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, [1, 0]))
@@ -253,7 +255,7 @@ def turned_map(kit, plan, tensor, box):
 
 
 def place(column, unit):
-    """Where eight tokens of a column are, in bytes behind the first of all."""
+    """Where eight tokens of a column are, in bytes after the first of all."""
     return column * LINE + (unit ^ (column & 7)) * 16
 
 
@@ -262,11 +264,11 @@ def slab_place(column, half):
     return column * SLAB + (half ^ (column >> 2 & 1)) * 16
 
 
-def without_others(words, rows, each: int) -> list:
-    """Zeros in the place of rows behind the group's end; `each` words in a row before the other row's."""
+def without_others(words, rows, per_row: int) -> list:
+    """Zeros in the place of rows after the group's end; `per_row` words in a row before the other row's."""
     first = rows.row + (cute.arch.lane_idx() >> 2)
     there = [ptx.flag(first + r * 8 < rows.end) for r in range(2)]
-    return [ptx.word_where(there[number // each % 2], word) for number, word in enumerate(words)]
+    return [ptx.word_where(there[number // per_row % 2], word) for number, word in enumerate(words)]
 
 
 def store_slab(words, slab: Int32, side_by_side: bool = False) -> None:

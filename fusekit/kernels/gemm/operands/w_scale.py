@@ -7,8 +7,8 @@ from fusekit.plan.quant import ROW
 class WScale(Columns):
     name = "w_scale"
 
-    def __init__(self, plan, told, kit) -> None:
-        super().__init__(plan, told, kit)
+    def __init__(self, plan, operand, kit) -> None:
+        super().__init__(plan, operand, kit)
         self.by_column, self.by_block = plan.quant.inputs == ROW, plan.quant.by_block
 
     def parameter(self, given):
@@ -17,12 +17,12 @@ class WScale(Columns):
     def begin(self, shared, warpgroup):
         return super().begin(shared, warpgroup) if self.by_column else None
 
-    def prepare(self, tile, work, own) -> None:
+    def prepare(self, tile, work, warp_state) -> None:
         if self.by_column:
-            self.fetch(tile, work, own)
+            self.fetch(tile, work, warp_state)
 
-    def start(self, tile, work, own):
-        return own if self.by_column or self.by_block else self.factor(tile, work)
+    def start(self, tile, work, warp_state):
+        return warp_state if self.by_column or self.by_block else self.factor(tile, work)
 
     def factor(self, tile, work):
         """The scale of x and of the group's w."""

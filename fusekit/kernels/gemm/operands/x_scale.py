@@ -23,8 +23,8 @@ class BlockScales(NamedTuple):
 
 
 class XScale(DeviceOperand):
-    def __init__(self, plan, told, kit) -> None:
-        super().__init__(plan, told, kit)
+    def __init__(self, plan, operand, kit) -> None:
+        super().__init__(plan, operand, kit)
         self.by_row, self.by_block = plan.quant.inputs == ROW, plan.quant.by_block
         self.concat = plan.halved and plan.glu_layout == "concat"
 
@@ -34,8 +34,8 @@ class XScale(DeviceOperand):
     def rows(self, rows, work, state, acc):
         return row_pair(work.operands.x_scale, rows) if self.by_row else None
 
-    def scale(self, value, mine, r: int):
-        return value * mine[r] if self.by_row else value
+    def scale(self, value, row_state, r: int):
+        return value * row_state[r] if self.by_row else value
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ class XScale(DeviceOperand):
     @cute.jit
     def fetch(self, idle: Idle):
         """All warps of the load warpgroup."""
-        if idle.warp == self.told.warps(self.plan)[0]:
+        if idle.warp == self.operand.warps(self.plan)[0]:
             self.fetch_tiles(idle)
 
     @cute.jit

@@ -1,4 +1,4 @@
-"""GEMM with a backward epilogue: da = x . w, dz = da * activation'(z), and on demand the activation of z again.
+"""GEMM with a backward epilogue: da = x . w, dz = da * activation'(z), and on demand the activation of z recomputed.
 
 x is the gradient of the layer above ([M, K]), w that layer's weight, z what the forward saved. Warp roles, pipeline and
 barriers are those of kernel.py; what differs is the epilogue. A consumer warp streams z through a ring of boxes of
@@ -72,10 +72,10 @@ class BackwardEpilogue:
         self.z.load(work.operands, work.staging + slot * self.plan.z_box_bytes, barrier, where)
 
     @cute.jit
-    def prepare(self, tile: Tile, work: Work, own, seen: Int32):
+    def prepare(self, tile: Tile, work: Work, warp_state, seen: Int32):
         """Before a tile's main loop: send for its first boxes of z."""
         total = self.count(tile, work.warp_of_cta & 3)
-        self.operands.prepare(tile, work, own)
+        self.operands.prepare(tile, work, warp_state)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last tile's boxes have left
             ahead = 0 if self.plan.turning else min(self.depth, self.units * self.blocks)  # else it is sent for already
@@ -86,15 +86,15 @@ class BackwardEpilogue:
                 half.ahead(tile, work)
 
     def finish(self, count: Int32, work: Work) -> None:
-        """Behind the last tile."""
+        """After the last tile."""
         self.operands.finish(count, work)
 
     # -- a tile -------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def run(self, acc, tile: Tile, work: Work, own, seen: Int32):
+    def run(self, acc, tile: Tile, work: Work, warp_state, seen: Int32):
         """Finish the accumulators of one tile; arguments as in `Epilogue.run`. Returns the units seen so far."""
-        states = self.operands.start(tile, work, own)
+        states = self.operands.start(tile, work, warp_state)
         elements = self.plan.tile[1] // 2  # of a lane in a 64-row block
         if cutlass.const_expr(self.plan.blocks_in_turn):
             # The code for one block is long enough to be worth fetching once; the next one's accumulators move up.
@@ -120,8 +120,8 @@ class BackwardEpilogue:
         row = tile.row + block * 64 + warp * WARP_ROWS
         if row < tile.end:
             rows = Rows(row, tile.end, tile.n_tile, block)
-            mine = self.operands.rows(rows, work, states, acc)
-            made, values = [], []  # dz, and y, where they are stored as codes
+            row_state = self.operands.rows(rows, work, states, acc)
+            gradients, values = [], []  # dz, and y, where they are stored as FP8 values
             for unit in cutlass.range_constexpr(self.units):
                 number = block * self.units + unit
                 slot = ptx.modulo(seen + number, self.depth)
@@ -130,14 +130,14 @@ class BackwardEpilogue:
                 cute.arch.mbarrier_wait(self.z.barrier(work.shared, work.warp_of_cta, slot), phase)
                 if cutlass.const_expr(self.plan.quant.coded_inputs):
                     chunks = range(unit * self.columns // 8, (unit + 1) * self.columns // 8)
-                    self.operands.accumulate(acc, first, chunks, states, mine)
+                    self.operands.accumulate(acc, first, chunks, states, row_state)
                 base, steps = first + unit * (self.columns // 2), []
-                outputs = self.work(acc, base, box.toint(), lane, scalars, mine, steps)
-                made.append(steps)
+                outputs = self.work(acc, base, box.toint(), lane, scalars, row_state, steps)
+                gradients.append(steps)
                 values += outputs
                 if cutlass.const_expr(self.plan.turning):  # else ptxas packs them later, and holds their factors
                     for packed in zip(outputs[::2], outputs[1::2], strict=True):
-                        ptx.worked_out(*(lanes.float_of(each) for each in packed), work.extents.rows)
+                        ptx.worked_out(*(lanes.float_of(word) for word in packed), work.extents.rows)
                 staged = self.operands.stage(number, outputs, work)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
@@ -150,13 +150,13 @@ class BackwardEpilogue:
                     if cutlass.const_expr(not self.plan.turning):
                         self.fetch_ahead(tile, work, number, total, seen)
                 cute.arch.sync_warp()
-                self.operands.unit(states, mine, unit)
-            self.operands.gradients((made, values), rows, work)
-            self.operands.rows_end(rows, mine, work)
+                self.operands.unit(states, row_state, unit)
+            self.operands.gradients((gradients, values), rows, work)
+            self.operands.rows_end(rows, row_state, work)
 
     @cute.jit
     def fetch_ahead(self, tile: Tile, work: Work, number, total: Int32, seen: Int32):
-        """Behind unit `number` of `total`: into the box before its own."""
+        """After unit `number` of `total`: into the box before its own."""
         ahead = number - 1 + self.depth
         if cutlass.const_expr(isinstance(number, int)):
             if ahead < total and cutlass.const_expr(0 < number <= self.blocks * self.units - self.depth):
@@ -165,10 +165,10 @@ class BackwardEpilogue:
             if number > 0 and ahead < total:
                 self.fetch(tile, work, ahead, seen)
 
-    def work(self, acc, base: int, box: Int32, lane: Int32, scalars, mine, made: list) -> list:
+    def work(self, acc, base: int, box: Int32, lane: Int32, scalars, row_state, gradients: list) -> list:
         """Replace z in a box by dz; the packed outputs, (chunk, r) in order, where an operand asks for them.
 
-        made: gets the packed dz of each step, gates and ups apart, or together where they stand side by side.
+        gradients: gets the packed dz of each step, gates and ups apart, or together where they lie side by side.
 
         With sums, z is read one step ahead of where dz is written: ptxas moves no load of shared memory over a store
         to it, and with fewer registers left it finds less to do meanwhile.
@@ -182,9 +182,9 @@ class BackwardEpilogue:
                 loaded.append(load(box, step, lane))
             if step >= ahead:
                 number = step - ahead
-                packed, results = finish(acc, base, number, *loaded[number], scalars, mine)
+                packed, results = finish(acc, base, number, *loaded[number], scalars, row_state)
                 outputs += packed
-                made.append(results)
+                gradients.append(results)
         return outputs
 
     def load_pair(self, box: Int32, pair: int, lane: Int32):
@@ -192,7 +192,7 @@ class BackwardEpilogue:
         addresses = self.matrix_addresses(box, pair, lane)
         return addresses, [ptx.load_matrix_x4(address) for address in addresses]
 
-    def finish_pair(self, acc, base: int, pair: int, addresses, parts, scalars, mine):
+    def finish_pair(self, acc, base: int, pair: int, addresses, parts, scalars, row_state):
         """`work` of one pair of chunks whose z has been loaded: packed outputs, packed dz by side."""
         outputs, results, rows = [], [[] for _ in parts], []
         for index in range(4):  # (chunk, r) of the pair of chunks
@@ -200,12 +200,12 @@ class BackwardEpilogue:
             halves = [ptx.unpack_pair(part[index], self.dtype) for part in parts]
             values, gradients = [], []
             for c in range(2):
-                value, sides = self.element(acc[first + c], [half[c] for half in halves], index % 2, scalars, mine)
+                value, sides = self.element(acc[first + c], [half[c] for half in halves], index % 2, scalars, row_state)
                 values.append(value)
                 gradients.append(sides)
-            rows.append([each for sides in gradients for each in sides])
+            rows.append([gradient for sides in gradients for gradient in sides])
             if index % 2:
-                self.operands.take(mine, *rows)
+                self.operands.take(row_state, *rows)
                 rows = []
             for side, result in enumerate(results):
                 result.append(ptx.pack_pair(gradients[0][side], gradients[1][side], self.dtype))
@@ -216,7 +216,7 @@ class BackwardEpilogue:
         return outputs, results
 
     def load_chunk(self, box: Int32, chunk: int, lane: Int32):
-        """The same of a chunk of 8 columns where gate and up stand side by side: a lane's two are eight bytes."""
+        """The same of a chunk of 8 columns where gate and up lie side by side: a lane's two are eight bytes."""
         addresses = []
         for r in range(2):
             row = (lane >> 2) + 8 * r
@@ -224,14 +224,14 @@ class BackwardEpilogue:
             addresses.append(box + row * (2 * self.z_columns) + place)
         return addresses, [ptx.load_shared_b32x2(address) for address in addresses]
 
-    def finish_chunk(self, acc, base: int, chunk: int, addresses, parts, scalars, mine):
+    def finish_chunk(self, acc, base: int, chunk: int, addresses, parts, scalars, row_state):
         """`work` of one such chunk whose z has been loaded."""
         outputs, rows, words = [], [], []
         for r, (address, packed) in enumerate(zip(addresses, parts, strict=True)):
             values, results, gradients = [], [], []
             for c in range(2):
                 z = ptx.unpack_pair(packed[c], self.dtype)
-                value, sides = self.element(acc[base + chunk * 4 + r * 2 + c], z, r, scalars, mine)
+                value, sides = self.element(acc[base + chunk * 4 + r * 2 + c], z, r, scalars, row_state)
                 values.append(value)
                 gradients += sides
                 results.append(ptx.pack_pair(*sides, self.dtype))
@@ -240,13 +240,13 @@ class BackwardEpilogue:
                 ptx.store_shared_b32x2(address, *results)
             words += results
             outputs += self.operands.pack(values)
-        self.operands.take(mine, *rows)
+        self.operands.take(row_state, *rows)
         return outputs, [words]
 
-    def element(self, da, z, r: int, scalars, mine):
+    def element(self, da, z, r: int, scalars, row_state):
         """The activation's value and dz of one column, from da and z, or (gate, up)."""
         value, *slopes = self.derivative(maths, *z, *scalars)
-        da, value = self.operands.gradient(da, value, mine, r)
+        da, value = self.operands.gradient(da, value, row_state, r)
         return value, [da * slope for slope in slopes]
 
     def matrix_addresses(self, box: Int32, pair: int, lane: Int32) -> list[Int32]:
@@ -257,7 +257,7 @@ class BackwardEpilogue:
         unit = lane >> 4
         if not self.plan.kind.gated:
             return [box + row * stride + ((unit ^ swizzle) * 16 ^ (pair * 32))]
-        if self.concat:  # one box of gates behind one of ups
+        if self.concat:  # one box of gates after one of ups
             place = box + row * stride + ((unit ^ swizzle) * 16 ^ (pair * 32))
             return [place, place + WARP_ROWS * stride]
         return [box + row * stride + ((unit ^ swizzle) * 16 ^ ((pair + side * 2) * 32)) for side in range(2)]

@@ -31,28 +31,28 @@ class Boxes(NamedTuple):
 def load_share(x, w, n_tile: Int32, rank: Int32, stage: Int32, pair: cutlass.Constexpr):
     """This CTA's share of both operands: both whole, or one whole and half of the one that the cluster shares."""
     if cutlass.const_expr(not pair):
-        load_own(x)
-        load_own(w)
+        load_all(x)
+        load_all(w)
     elif n_tile >= ALONG_M:
-        load_own(x)
+        load_all(x)
         load_shared(w, rank, stage)
     else:
         load_shared(x, rank, stage)
-        load_own(w)
+        load_all(w)
 
 
 @cute.jit
 def load_alone(boxes, along: cutlass.Constexpr, n_tile: Int32, rank: Int32, stage: Int32, pair: cutlass.Constexpr):
     """This CTA's share of the one operand that is not gathered; along: a cluster shares it where it pairs ALONG_M."""
     if cutlass.const_expr(not pair):
-        load_own(boxes)
+        load_all(boxes)
     elif n_tile >= ALONG_M:
-        load_shared(boxes, rank, stage) if along else load_own(boxes)
+        load_shared(boxes, rank, stage) if along else load_all(boxes)
     else:
-        load_own(boxes) if along else load_shared(boxes, rank, stage)
+        load_all(boxes) if along else load_shared(boxes, rank, stage)
 
 
-def load_own(boxes) -> None:
+def load_all(boxes) -> None:
     """All boxes, for this CTA alone."""
     for number in range(len(boxes.starts)):
         load_box(boxes, number)

@@ -38,9 +38,9 @@ class Epilogue:
         self.box_count = sum(half.stored_boxes() for half in self.operands)  # of one 64-row block
         self.activation, _ = forms(plan.kind.function)[plan.approximate]
 
-    def prepare(self, tile: Tile, work: Work, own, seen: Int32) -> None:
+    def prepare(self, tile: Tile, work: Work, warp_state, seen: Int32) -> None:
         """Before a tile's main loop; a warpgroup's threads."""
-        self.operands.prepare(tile, work, own)
+        self.operands.prepare(tile, work, warp_state)
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ class Epilogue:
             return [partner for chunk in chunks for partner in self.partners(chunk)]
         return list(chunks)
 
-    def activate(self, acc, base: int, chunk: int, r: int, c: int, scalars, mine):
+    def activate(self, acc, base: int, chunk: int, r: int, c: int, scalars, row_state):
         """Output (chunk, r, c) of the 64-row block whose accumulators start at `base`."""
         if self.plan.halved:
             gate, up = self.partners(chunk)
@@ -66,44 +66,44 @@ class Epilogue:
             value = self.activation(maths, acc[places[0]], acc[places[1]], *scalars)
         else:
             value = self.activation(maths, acc[base + chunk * 4 + r * 2 + c], *scalars)
-        return self.operands.output(value, mine, r)
+        return self.operands.output(value, row_state, r)
 
-    def adjacent(self, acc, base: int, chunk: int, r: int, scalars, mine):
-        """Outputs `lane % 4` of accumulator chunk `chunk`, whose gate and up stand side by side."""
+    def adjacent(self, acc, base: int, chunk: int, r: int, scalars, row_state):
+        """Outputs `lane % 4` of accumulator chunk `chunk`, whose gate and up lie side by side."""
         index = base + chunk * 4 + r * 2
         value = self.activation(maths, acc[index], acc[index + 1], *scalars)
-        return self.operands.output(value, mine, r)
+        return self.operands.output(value, row_state, r)
 
-    def registers(self, acc, base: int, chunks, scalars, mine):
+    def registers(self, acc, base: int, chunks, scalars, row_state):
         """Outputs of these chunks, (chunk, r) in order: packed as `StagingBoxes.store` wants them, or two float32."""
-        found = []
+        words = []
         for chunk in chunks:
             for r in range(2):
                 if self.plan.glu_layout == "interleaved":
-                    low = self.adjacent(acc, base, 2 * chunk, r, scalars, mine)
-                    high = self.adjacent(acc, base, 2 * chunk + 1, r, scalars, mine)
+                    low = self.adjacent(acc, base, 2 * chunk, r, scalars, row_state)
+                    high = self.adjacent(acc, base, 2 * chunk + 1, r, scalars, row_state)
                     if self.single:
-                        found += gather_singles(low, high, cute.arch.lane_idx())
+                        words += gather_singles(low, high, cute.arch.lane_idx())
                     else:
                         pair = ptx.pack_pair(low, high, self.out_dtype)
-                        found.append(gather_pairs(pair, cute.arch.lane_idx()))
+                        words.append(gather_pairs(pair, cute.arch.lane_idx()))
                 else:
-                    low, high = (self.activate(acc, base, chunk, r, c, scalars, mine) for c in range(2))
-                    found += [low, high] if self.single else [ptx.pack_pair(low, high, self.out_dtype)]
-        return found
+                    low, high = (self.activate(acc, base, chunk, r, c, scalars, row_state) for c in range(2))
+                    words += [low, high] if self.single else [ptx.pack_pair(low, high, self.out_dtype)]
+        return words
 
     # -- a tile -------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def run(self, acc, tile: Tile, work: Work, own, seen: Int32):
+    def run(self, acc, tile: Tile, work: Work, warp_state, seen: Int32):
         """Finish the accumulators of one tile; all four warps of a warpgroup, each for itself.
 
-        acc: warpgroup_rows / 64 blocks one after the other. own: what the operands began with. seen: carried from tile
-        to tile, not used here.
+        acc: warpgroup_rows / 64 blocks one after the other. warp_state: what the operands' `begin` returned. seen:
+        carried from tile to tile, not used here.
         """
         plan = self.plan
         scalars = self.operands.scalars(work.operands)
-        states = self.operands.start(tile, work, own)
+        states = self.operands.start(tile, work, warp_state)
         if cute.arch.lane_idx() == 0:  # the boxes of the last tile have left; the numbering starts again
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         for block in cutlass.range_constexpr(plan.warpgroup_rows // 64):
@@ -116,23 +116,23 @@ class Epilogue:
 
     def finish_rows(self, acc, base: int, rows: Rows, work: Work, scalars, states) -> None:
         """Finish the warp's 16 rows of a 64-row block, whose accumulators start at `base`."""
-        mine = self.operands.rows(rows, work, states)
+        row_state = self.operands.rows(rows, work, states)
         number, width, outputs = rows.block * self.box_count, self.columns, []
         if rows.block and self.box_count and self.plan.quant.coded:
-            self.boxes.acquire_all()  # codes of the block before take the place of all boxes
+            self.boxes.acquire_all()  # FP8 values of the block before take the place of all boxes
         for box in range(self.plan.out_tile_n // width):
             chunks = range(box * width // 8, (box + 1) * width // 8)
             sources = self.sources(chunks)
-            self.operands.accumulate(acc, base, sources, states, mine)
+            self.operands.accumulate(acc, base, sources, states, row_state)
             for half in self.operands:
                 number += half.box(acc, base, sources, number, rows, work, self.boxes)
-            values = self.registers(acc, base, chunks, scalars, mine)
+            values = self.registers(acc, base, chunks, scalars, row_state)
             outputs += values
             number += self.operands.result(values, box, number, rows, work, self.boxes)
         self.operands.outputs(outputs, rows, work, states)
 
     def finish(self, count: Int32, work: Work) -> None:
-        """Behind the last tile."""
+        """After the last tile."""
         self.operands.finish(count, work)
 
 

@@ -9,12 +9,12 @@ class Operands:
     """The device halves of a kernel as a driver calls them, in the order of their steps."""
 
     def __init__(self, halves) -> None:
-        self.halves = dict(sorted(halves.items(), key=lambda each: each[1].step))
+        self.halves = dict(sorted(halves.items(), key=lambda item: item[1].step))
 
     def __iter__(self):
         return iter(self.halves.values())
 
-    def each(self, call):
+    def gather_states(self, call):
         """What `call(name, half)` gives for each operand, as a struct."""
         return struct("Each", [(name, call(name, half)) for name, half in self.halves.items()])
 
@@ -36,19 +36,19 @@ class Operands:
         return tuple(value for half in self for value in half.scalars(operands))
 
     def begin(self, shared, warpgroup: Int32):
-        return self.each(lambda name, half: half.begin(shared, warpgroup))
+        return self.gather_states(lambda name, half: half.begin(shared, warpgroup))
 
-    def prepare(self, tile: Tile, work: Work, own) -> None:
+    def prepare(self, tile: Tile, work: Work, warp_state) -> None:
         for name, half in self.halves.items():
-            half.prepare(tile, work, getattr(own, name))
+            half.prepare(tile, work, getattr(warp_state, name))
 
-    def start(self, tile: Tile, work: Work, own):
-        return self.each(lambda name, half: half.start(tile, work, getattr(own, name)))
+    def start(self, tile: Tile, work: Work, warp_state):
+        return self.gather_states(lambda name, half: half.start(tile, work, getattr(warp_state, name)))
 
     def rows(self, rows: Rows, work: Work, states, acc=None):
-        return self.each(lambda name, half: half.rows(rows, work, getattr(states, name), acc))
+        return self.gather_states(lambda name, half: half.rows(rows, work, getattr(states, name), acc))
 
-    def accumulate(self, acc, base: int, chunks, states, mine) -> None:
+    def accumulate(self, acc, base: int, chunks, states, row_state) -> None:
         """What operands make of the accumulators of these chunks, in place.
 
         Done box by box: the stores in between keep the compiler from holding every bias and activation at once.
@@ -60,40 +60,40 @@ class Operands:
                     index = base + chunk * 4 + r * 2 + c
                     value = acc[index]
                     for (name, half), columns in zip(self.halves.items(), loaded, strict=True):
-                        value = half.scale(value, getattr(mine, name), r)
+                        value = half.scale(value, getattr(row_state, name), r)
                         value = half.accumulate(value, getattr(states, name), columns, c)
                     acc[index] = value
 
     def result(self, values, box: int, number: int, where, work: Work, boxes) -> int:
         return sum(half.result(values, box, number, where, work, boxes) for half in self)
 
-    def output(self, value, mine, r: int):
+    def output(self, value, row_state, r: int):
         for name, half in self.halves.items():
-            value = half.output(value, getattr(mine, name), r)
+            value = half.output(value, getattr(row_state, name), r)
         return value
 
     def outputs(self, words, rows: Rows, work: Work, states) -> None:
         for name, half in self.halves.items():
             half.outputs(words, rows, work, getattr(states, name))
 
-    def gradient(self, da, value, mine, r: int):
+    def gradient(self, da, value, row_state, r: int):
         for name, half in self.halves.items():
-            da, value = half.gradient(da, value, getattr(mine, name), r)
+            da, value = half.gradient(da, value, getattr(row_state, name), r)
         return da, value
 
-    def take(self, mine, first, second) -> None:
+    def take(self, row_state, first, second) -> None:
         for name, half in self.halves.items():
-            half.take(getattr(mine, name), first, second)
+            half.take(getattr(row_state, name), first, second)
 
     def pack(self, values) -> list:
         return [packed for half in self if (packed := half.pack(values)) is not None]
 
-    def gradients(self, made, rows: Rows, work: Work) -> None:
+    def gradients(self, packed, rows: Rows, work: Work) -> None:
         for half in self:
-            half.gradients(made, rows, work)
+            half.gradients(packed, rows, work)
 
     def stage(self, number, outputs, work: Work):
-        return self.each(lambda name, half: half.stage(number, outputs, work))
+        return self.gather_states(lambda name, half: half.stage(number, outputs, work))
 
     def z_box(self, box, where, work: Work) -> None:
         for half in self:
@@ -103,13 +103,13 @@ class Operands:
         for name, half in self.halves.items():
             half.send(getattr(staged, name), unit, rows, work)
 
-    def unit(self, states, mine, unit: int) -> None:
+    def unit(self, states, row_state, unit: int) -> None:
         for name, half in self.halves.items():
-            half.unit(getattr(states, name), getattr(mine, name), unit)
+            half.unit(getattr(states, name), getattr(row_state, name), unit)
 
-    def rows_end(self, rows: Rows, mine, work: Work) -> None:
+    def rows_end(self, rows: Rows, row_state, work: Work) -> None:
         for name, half in self.halves.items():
-            half.rows_end(rows, getattr(mine, name), work)
+            half.rows_end(rows, getattr(row_state, name), work)
 
     def finish_tile(self, states, work: Work) -> None:
         for name, half in self.halves.items():

@@ -1,6 +1,7 @@
 """The Hopper kernel: dense and grouped GEMM with composed operands, persistent and warp-specialised.
 
-    y[rows of e] = epilogue(x[rows of e] . w[e]),   16- or 8-bit factors, float32 accumulation (wgmma m64nNk16, or k32)
+    y[rows of e] = epilogue(x[rows of e] . w[e]),   16-bit or FP8 operands, float32 accumulation (wgmma m64nNk16, or
+    k32)
 
 Warps of a CTA (384 threads, 512 with a gathered factor; one CTA an SM):
 
@@ -10,7 +11,7 @@ Warps of a CTA (384 threads, 512 with a gathered factor; one CTA an SM):
     warps 4-7    consumer warpgroup 0: wgmma, then the epilogue (epilogue.py, backward.py)
     warps 8-11   consumer warpgroup 1
     warps 12-15  gather     rows that an index chooses, where a factor has them (operands/gather.py)
-                 turn       codes of the transpose of dz, where it is asked for (operands/turned.py)
+                 turn       FP8 values of the transpose of dz, where it is asked for (operands/turned.py)
 
 Ping-pong: a warpgroup owns whole tiles, 0 the even and 1 the odd ones of the CTA; while one runs its epilogue, the
 other holds the tensor cores, and named barriers hand them over. Cooperative: both share a tile, each half of its rows.
@@ -28,7 +29,7 @@ DeviceOperand pipeline, `stages` deep; a stage is x [tile_m, tile_k] and w [tile
 
 The two CTAs of a cluster share w or x, as the tile says (raster.py): each loads half of it and multicasts that.
 
-What the kernel takes, where things lie in shared memory and how many arrive at each barrier stands in the plan.
+What the kernel takes, where things lie in shared memory and how many arrive at each barrier is in the plan.
 """
 
 import cutlass
@@ -61,7 +62,8 @@ class Gemm:
         groups = self.epilogue.operands.groups(given)
         rows, n, k = self.main_loop.extents(given)
         most_tiles = self.main_loop.most_tiles(Extents(groups, rows, n, None, k))
-        # One cluster for each cluster tile there can be at most, or as many as fit less the margin.
+        # One cluster for each cluster tile there can be at most, or as many as fit on the SMs that are not reserved
+        # (cluster_margin).
         resident = Int64(sm_count // plan.cluster_size - cluster_margin)
         clusters = Int32(cutlass.max(cutlass.min(resident, most_tiles), 1))
         for half in self.halves.values():
@@ -78,14 +80,15 @@ class Gemm:
 
     def parameters(self, given):
         """The kernel's parameters by operand, then the workspace if there is one."""
-        told = {name: half.told for name, half in self.halves.items()}
+        operands = {name: half.operand for name, half in self.halves.items()}
         order = sorted(
-            self.halves, key=lambda name: told[name].order if told[name].parameter is None else told[name].parameter
+            self.halves,
+            key=lambda name: operands[name].order if operands[name].parameter is None else operands[name].parameter,
         )
-        found = [(name, self.halves[name].parameter(given)) for name in order]
+        fields = [(name, self.halves[name].parameter(given)) for name in order]
         if hasattr(given, "workspace"):
-            found.append(("workspace", given.workspace.iterator))
-        return struct("Parameters", [(name, value) for name, value in found if value is not None])
+            fields.append(("workspace", given.workspace.iterator))
+        return struct("Parameters", [(name, value) for name, value in fields if value is not None])
 
     # -- device -------------------------------------------------------------------------------------------------------
 
@@ -145,11 +148,11 @@ class Gemm:
     def allocate(self):
         """Pointers to the plan's regions of shared memory."""
         allocator = cutlass.memory.SmemAllocator()
-        found = []
+        fields = []
         for region in self.plan.shared.regions:
             pointer = allocator.allocate(region.bytes, region.alignment)
-            found.append((region.name, cute.recast_ptr(pointer, dtype=Int64) if region.arrivals else pointer))
-        return struct("Shared", found)
+            fields.append((region.name, cute.recast_ptr(pointer, dtype=Int64) if region.arrivals else pointer))
+        return struct("Shared", fields)
 
     @cute.jit
     def consume(self, operands, shared, stages: Stages, ring: TileRing, extents: Extents):
@@ -163,7 +166,7 @@ class Gemm:
         k_tiles = ptx.divide(extents.k + (plan.tile_k - 1), plan.tile_k)
         most, fragments = self.main_loop.fragments(stages.x + row_offset * plan.tile_k, stages.w)
         acc = cute.make_tensor(most.iterator, cute.make_layout(cute.size(most)))
-        own = self.epilogue.operands.begin(shared, consumer)
+        warp_state = self.epilogue.operands.begin(shared, consumer)
         work = self.work(operands, shared, extents, consumer, warp, thread)
 
         count = Int32(0)
@@ -180,11 +183,11 @@ class Gemm:
             if lane == 0:
                 ring.free(count)
             tile = Tile(row + row_offset, end, column_of(n_tile), group, count)
-            self.epilogue.prepare(tile, work, own, seen)
+            self.epilogue.prepare(tile, work, warp_state, seen)
             self.main_loop.turns.take(consumer)
             run = Run(ptx.fresh(count) * k_tiles, k_tiles)  # one number less goes from tile to tile
             self.main_loop.run_tile(most, fragments, stages, run, end - row - row_offset, consumer, lane)
-            seen = self.epilogue.run(acc, tile, work, own, seen)
+            seen = self.epilogue.run(acc, tile, work, warp_state, seen)
             count += step
             count = ptx.fresh(count)  # else the slot's address, of two slots the same each time, is kept over a tile
             row, end, n_tile, group = ring.get(count)
@@ -210,10 +213,10 @@ class Gemm:
 
 def tensor_maps(operands) -> list:
     """The tensor maps among the kernel's parameters."""
-    found = []
+    maps = []
     for value in operands:
         if isinstance(value, cute.CopyAtom):
-            found.append(value)
+            maps.append(value)
         elif isinstance(value, tuple):
-            found += tensor_maps(value)
-    return found
+            maps += tensor_maps(value)
+    return maps

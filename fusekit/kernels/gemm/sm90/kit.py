@@ -14,10 +14,10 @@ from fusekit.kernels.gemm.sm90.maps import (
     z_map,
     z_place,
 )
-from fusekit.kernels.gemm.sm90.scheduler import OwnRows, blocks_between, column_of
+from fusekit.kernels.gemm.sm90.scheduler import LocalRows, blocks_between, column_of
 from fusekit.kernels.gemm.sm90.staging import StagingBoxes
 
 __all__ = [
-    "Boxes", "OwnRows", "StagingBoxes", "blocks_between", "box_map", "column_of", "load_map", "load_op", "not_empty",
+    "Boxes", "LocalRows", "StagingBoxes", "blocks_between", "box_map", "column_of", "load_map", "load_op", "not_empty",
     "ragged_map", "ragged_place", "release", "store_op", "swizzled", "z_map", "z_place",
 ]  # fmt: skip

@@ -61,7 +61,7 @@ def ragged_map(op, tensor, box: tuple[int, int], split: bool = False, both: bool
     """Tensor map of a row-major [M, N] tensor that clips rows at a group's end.
 
     box: (columns, rows). With `split` the columns are two halves with a bound each, so that a box of gates never
-    runs into the ups; with `both` a box is one of gates and, behind it, one of ups.
+    runs into the ups; with `both` a box is one of gates and, after it, one of ups.
     """
     ld, wrap = tensor.stride[0], WRAP * 8 // tensor.element_type.width
     if split:

@@ -1,7 +1,7 @@
-"""Accumulation of 8-bit factors in float32: registers take over what a wgmma accumulator has behind every 128 of K.
+"""Accumulation of FP8 operands in float32: registers take over what a wgmma accumulator has after every 128 of K.
 
-A wgmma keeps about 13 bits of a sum of products of codes. So a stage, 128 of K, begins with an empty accumulator, and
-what it holds in the end is added to float32 registers, times the scales of the stage where those change along K:
+A wgmma keeps about 13 bits of a sum of products of FP8 values. So a stage, 128 of K, begins with an empty accumulator,
+and what it holds in the end is added to float32 registers, times the scales of the stage where those change along K:
 
     sum[m, n] += P_b[m, n] (x_s[b, m] w_s[b, n / 128])
 
@@ -43,7 +43,7 @@ class PromotedLoop(MainLoop):
         x = [self.x_fragment(mma, smem_x + block * rows * tile_k, 1) for block in range(self.blocks)]
         sums = cute.make_rmem_tensor((self.plan.warpgroup_rows * tile_n // self.plan.arch.warpgroup,), Float32)
         columns = [self.w_tensor(smem_w + first * tile_k, self.wave) for first in range(0, tile_n, self.wave)]
-        w = [mma.make_fragment_B(mma.get_slice(0).partition_B(each)) for each in columns]
+        w = [mma.make_fragment_B(mma.get_slice(0).partition_B(half)) for half in columns]
         shape = mma.partition_shape_C((rows, self.wave))
         return sums, (mma.make_fragment_C(shape), x, w)
 

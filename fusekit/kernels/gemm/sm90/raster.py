@@ -8,7 +8,7 @@ A cluster of two works on a pair: two columns of the same rows, which share x (c
 columns, which share w (cluster (2,1)). What does not come out even is paired the other way, so that no tile lies beyond
 N and at most one CTA goes idle in a corner:
 
-    (1,2)  the last of an odd number of columns: its rows in pairs, behind the other pairs of each panel
+    (1,2)  the last of an odd number of columns: its rows in pairs, after the other pairs of each panel
     (2,1)  the last row tile of a group that has an odd number: its columns in pairs
 """
 

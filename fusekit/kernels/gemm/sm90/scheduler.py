@@ -32,11 +32,11 @@ from fusekit.kernels.ptx import (
     store_async_v4,
     store_shared_v4,
 )
-from fusekit.plan.exchange import OWN
+from fusekit.plan.exchange import LOCAL_TOKENS
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.quant import SIDE
 
-NO_TILE = -1  # in place of a group: the schedule has ended
+NO_TILE = -1  # instead of a group: the schedule has ended
 
 
 def column_of(n_tile: Int32) -> Int32:
@@ -218,7 +218,7 @@ class Scheduler:
         if cutlass.const_expr(self.plan.grouped):
             group = first + lane
             if group < groups:
-                end = cutlass.min(offsets[group], rows)  # what lies beyond the buffer is nobody's
+                end = cutlass.min(offsets[group], rows)  # rows beyond the buffer belong to no group
                 if group > 0:
                     begin = cutlass.max(offsets[group - 1], 0)
         else:
@@ -248,12 +248,13 @@ class Scheduler:
                 cute.arch.store(counters + 1, Int32(0))
 
 
-class OwnFirst(Scheduler):
+class LocalRowsFirst(Scheduler):
     """Begins with the tiles that have only rows of the rank's own tokens, while others come (operands/arrivals.py).
 
-    The first 32 groups are gone through three times: for those tiles, for the ones before them and for the ones behind.
-    A group's rows are in the order of their tokens' places, so its own ones lie together; in another order, tiles come
-    in another order, too. A part begins at a whole tile of its group: the tiles are the same as without parts.
+    The first 32 groups are gone through three times: for those tiles, for the ones before them and for the ones after.
+    A group's rows are in the order of their tokens' places, so those of the rank's own tokens lie together; in another
+    order, tiles come in another order, too. A part begins at a whole tile of its group: the tiles are the same as
+    without parts.
     """
 
     start = -64
@@ -269,10 +270,10 @@ class OwnFirst(Scheduler):
         begin, end = Scheduler.rows_of_lane(self, source.offsets, self.group(first), groups, rows, lane)
         if first <= 0:
             end = cutlass.max(begin, end)  # no rows where offsets fall; else the part before `begin` would be one
-            own = source.arrivals.toint() + OWN
-            low, high = first_from(source.index, begin, end, (load_word(own), load_word(own + 4)))
+            tokens = source.arrivals.toint() + LOCAL_TOKENS
+            low, high = first_from(source.index, begin, end, (load_word(tokens), load_word(tokens + 4)))
             low = cutlass.min(begin + divide(cutlass.max(low - begin, 0) + (tile_m - 1), tile_m) * tile_m, end)
-            if high < end:  # a last tile that is not full is its own where all of its rows are
+            if high < end:  # a last tile that is not full is the rank's own where all of its rows are
                 high = begin + divide(cutlass.max(high - begin, 0), tile_m) * tile_m
             high = cutlass.max(high, low)
             if first == -64:
@@ -284,7 +285,7 @@ class OwnFirst(Scheduler):
         return begin, end
 
 
-class OwnRows(NamedTuple):
+class LocalRows(NamedTuple):
     """Pointers: the groups' ends, the place of each row's token, the window that says which are the rank's own."""
 
     offsets: Any
@@ -296,7 +297,7 @@ class OwnRows(NamedTuple):
 def first_from(index, begin: Int32, end: Int32, bounds: tuple):
     """For each of two bounds the first row in [begin, end) with index[row] >= bound; end where there is none.
 
-    All lanes, each its own rows. The tiles wait for it, so it is as few loads behind one another as registers allow.
+    All lanes, each its own rows. The tiles wait for it, so it is as few loads after one another as registers allow.
     """
     low, low_end, high, high_end = begin, end, begin, end
     while cute.arch.vote_any_sync((low < low_end) | (high < high_end)):
@@ -395,5 +396,5 @@ def load_word(address) -> Int32:
 
 
 def scheduler(plan: GemmPlan) -> Scheduler:
-    """That of a kernel for tiles of rows."""
-    return (OwnFirst if plan.own_rows_first else Scheduler)(plan)
+    """The scheduler of a kernel for tiles of rows."""
+    return (LocalRowsFirst if plan.local_rows_first else Scheduler)(plan)

@@ -1,4 +1,4 @@
-"""Weight gradients of codes on Hopper: dw[e] = sum over blocks b of 128 tokens of P_b dy_ts[b, n] x_ts[b, k].
+"""Weight gradients with FP8 operands on Hopper: dw[e] = sum over blocks b of 128 tokens of P_b dy_ts[b, n] x_ts[b, k].
 
 What differs from wgrad.py: both factors have a column for each token, [N, P] and [K, P], as FP8's wgmma wants them; a
 stage is a block of tokens, in which each group begins, so nothing is clipped; sums are promoted (promoted.py), and both
