@@ -253,9 +253,8 @@ class GemmPlan(Product):
         """Columns of a staging box, at most; of a backward epilogue, columns of da that are worked on at a time."""
         if self.backward:
             return GATED_UNIT if self.kind.gated else self.box(self.tile[1], BOX_WIDTHS[0])
-        # 64 columns, or 32 where that makes room for one more stage. Weight gradients of FP8 values gain less from a
-        # fifth
-        # stage than they lose by short rows of dw.
+        # 64 columns, or 32 where that makes room for one more stage. Weight gradients of FP8 values gain less from
+        # a fifth stage than they lose by short rows of dw.
         enough = 4 if self.wgrad and self.quant.coded_inputs else MAX_STAGES
         return max((min(enough, self._stages(self._warp_bytes(box))), box) for box in (64, 32))[1]
 

@@ -98,10 +98,10 @@ def problems(*tables, **defaults):
         ({"accumulate": True}, ['accumulate = true: sums of many steps want float32; say grad_dtype = "f32"']),
         (
             {"recipe": "fp8-block", "hidden": 264, "intermediate": 96, "shared": 72},
-            ["hidden = 264: a row of codes must be a multiple of 16 bytes; say a multiple of 16",
+            ["hidden = 264: a row of FP8 values must be a multiple of 16 bytes; say a multiple of 16",
              "intermediate = 96: 64 columns of gate or up have one scale of w1; say a multiple of 64, or another "
              "layout",
-             "shared = 72: a row of codes must be a multiple of 16 bytes; say a multiple of 16"],
+             "shared = 72: a row of FP8 values must be a multiple of 16 bytes; say a multiple of 16"],
         ),
         (
             {"recipe": "fp8-block", "dtype": "fp16"},
@@ -114,12 +114,12 @@ def problems(*tables, **defaults):
         ),
         (
             {"weight_dtype": "f32"},
-            ['weight_dtype = "f32": products read weights of dtype = "bf16"; "f32" weights need codes: say '
+            ['weight_dtype = "f32": products read weights of dtype = "bf16"; "f32" weights need FP8 operands: say '
              'recipe = "fp8-block", or leave it out'],
         ),
         (
             {"weight_dtype": "fp16", "recipe": "fp8-block"},
-            ['weight_dtype = "fp16": products read weights of dtype = "bf16"; "f32" weights need codes: say '
+            ['weight_dtype = "fp16": products read weights of dtype = "bf16"; "f32" weights need FP8 operands: say '
              'recipe = "fp8-block", or leave it out'],
         ),
         ({"recipe": "fp8"}, ['recipe = "fp8": must be "none" or "fp8-block"']),
@@ -152,7 +152,7 @@ def test_what_an_mlp_refuses():
 
 def test_float32_weights_need_codes_of_bf16():
     assert problems(MLP | {"dtype": "fp16", "weight_dtype": "f32"}) == [
-        'weight_dtype = "f32": products read weights of dtype = "fp16"; "f32" weights need codes: say '
+        'weight_dtype = "f32": products read weights of dtype = "fp16"; "f32" weights need FP8 operands: say '
         'recipe = "fp8-block" and dtype = "bf16", or leave it out'
     ]
 
@@ -169,8 +169,9 @@ def test_an_mlp_as_stored_has_biases_for_inference_alone():
 
 def test_what_an_mlp_with_a_recipe_refuses():
     assert problems(MLP | {"recipe": "fp8-block", "dtype": "fp16", "bias": True}) == [
-        'dtype = "fp16": codes are made of bf16; say dtype = "bf16", or leave recipe out',
-        "bias = true: b2's gradient is the sum of dy, which no weight gradient of codes has; leave bias or recipe out",
+        'dtype = "fp16": FP8 operands are quantised from bf16; say dtype = "bf16", or leave recipe out',
+        "bias = true: b2's gradient is the sum of dy, which a weight gradient with FP8 operands does not read; leave "
+        "bias or recipe out",
     ]
 
 

@@ -53,11 +53,14 @@ AT = "[[kernel]] 1 (fc1): "
             'quant = { out = "mxfp8", transpose = true, group_alignment = 128, y_blocks = "128x128" }',
             'quant.y_blocks = "128x128": it is about out, which is "mxfp8"; say out = "fp8-block"',
         ),
-        ('quant = { out = "amax" }\nout_dtype = "f32"', 'the codes are those of bf16, and out_dtype is "f32"'),
-        ('quant = { out = "fp8-block" }\nout_dtype = "f32"', 'the codes are those of bf16, and out_dtype is "f32"'),
+        ('quant = { out = "amax" }\nout_dtype = "f32"', 'FP8 output is quantised from bf16, and out_dtype is "f32"'),
+        (
+            'quant = { out = "fp8-block" }\nout_dtype = "f32"',
+            'FP8 output is quantised from bf16, and out_dtype is "f32"',
+        ),
         (
             'quant = { out = "fp8-block", transpose = true }\ngather = "x"',
-            "gathered rows have codes along their columns alone; leave it or transpose out",
+            "gathered rows have FP8 values along their columns alone; leave it or transpose out",
         ),
         ('quant = { in = "fp8-row", x_format = "e5m2", accumulation = "fast" }', 'only in = "fp8-tensor" has it'),
         ('quant = { in = "fp8-block", accumulation = "fast" }', "scales change along K, so float32 takes over"),

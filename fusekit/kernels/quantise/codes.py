@@ -97,8 +97,7 @@ def two_codes(low: Float32, high: Float32) -> Uint32:
 
 
 def four_codes(numbers: list, inverse) -> Uint32:
-    """Four numbers times the reciprocal of their scale (or of one each), as FP8 values, the first in the lowest byte.
-    """
+    """Four numbers times the reciprocal of their scale (or of one each), as FP8 values; the first: the lowest byte."""
     factors = inverse if isinstance(inverse, list) else [inverse] * 4
     scaled = [multiply(number, factor) for number, factor in zip(numbers, factors, strict=True)]
     return two_codes(scaled[0], scaled[1]) | (two_codes(scaled[2], scaled[3]) << 16)

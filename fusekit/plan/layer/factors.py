@@ -116,8 +116,7 @@ class Plain:
 
 
 class Blocks:
-    """FP8 values: NAME_q of rows, with the scales NAME_s; NAME_t and NAME_ts along the tokens, or of a weight turned.
-    """
+    """FP8 values: NAME_q of rows, with the scales NAME_s; NAME_t and NAME_ts along the tokens, or transposed."""
 
     def __init__(self, passes: Passes) -> None:
         self.passes, self.options = passes, passes.options

@@ -37,8 +37,7 @@ BLOCKS = 16  # that send rows while products run, each on a multiprocessor that 
 
 
 def arrives(options: Options) -> str:
-    """The window that the forward pass sends x into: FP8 values of it, unless experts read rows that weights multiply.
-    """
+    """The window that forward sends x into: FP8 values of it, unless experts read rows that weights multiply."""
     return CODES if options.recipe != NONE and options.router["scale"] != "input" else SENT
 
 
