@@ -13,7 +13,7 @@ from fusekit.exchange.windows import GRANULE, Gather, Window, allocate, between_
 from fusekit.plan.exchange import MOST_RANKS
 from fusekit.runtime.devices import Devices, ordinal_of
 from fusekit.runtime.handle import SharedHandle
-from fusekit.runtime.side import Side
+from fusekit.runtime.side_stream import SideStream
 
 TIMEOUT = 60_000
 CHECKED = 16  # bytes of a layer that its `check` reads
@@ -40,7 +40,7 @@ class Ranks(SharedHandle):
         self._windows: dict[tuple[Any, ...], Window] = {}
         self._checked: list[tuple[Devices, int]] = []  # memory of layers, each piece of GRANULE bytes
         self._places = 0  # of layers there
-        self._side: Side | None = None
+        self._side_stream: SideStream | None = None
 
     @classmethod
     def in_process(cls, devices: Devices, ordinals: Sequence[int], timeout: int = TIMEOUT) -> list[Ranks]:
@@ -118,11 +118,11 @@ class Ranks(SharedHandle):
         self._places += 1
         return self._checked[-1][1] + place * CHECKED
 
-    def side(self, devices: Devices) -> Side:
-        """The stream of what this rank's layers queue beside their callers' streams. devices: `library.devices`."""
-        if self._side is None:
-            self._side = Side(devices, self.device)
-        return self._side
+    def side_stream(self, devices: Devices) -> SideStream:
+        """The side stream of this rank's layers. devices: `library.devices`."""
+        if self._side_stream is None:
+            self._side_stream = SideStream(devices, self.device)
+        return self._side_stream
 
     def check(self) -> None:
         """Raises PeerTimeoutError if a launch gave up waiting for another rank; waits for no launch itself."""
@@ -132,9 +132,9 @@ class Ranks(SharedHandle):
     def close(self, *, alone: bool = False) -> None:
         """Gives the windows' memory back, when no launch is pending; all ranks together, or alone if one is gone."""
         self.closed = True
-        if self._side is not None:
-            self._side.close()
-            self._side = None
+        if self._side_stream is not None:
+            self._side_stream.close()
+            self._side_stream = None
         while self._windows:  # a window that could not be closed is still there for another try
             key = next(reversed(self._windows))
             self._windows[key].close(alone=alone)

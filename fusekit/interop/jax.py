@@ -27,7 +27,7 @@ from fusekit.interop import xla
 from fusekit.interop.jax_ranks import TIMEOUT, Placed, devices_of
 from fusekit.interop.shapes import dims_of
 from fusekit.layers import Layer
-from fusekit.layers.layer import untrained
+from fusekit.layers.arguments import untrained
 from fusekit.layers.memory import Slice
 from fusekit.runtime import Kernel
 from fusekit.runtime.binding import check_scalar

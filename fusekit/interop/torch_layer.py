@@ -28,7 +28,7 @@ from fusekit.dtypes import by
 from fusekit.errors import ArgumentError
 from fusekit.interop.torch_define import define
 from fusekit.layers import Layer
-from fusekit.layers.layer import untrained
+from fusekit.layers.arguments import untrained
 
 # Those that this PyTorch has.
 DTYPES = {name: getattr(torch, known) for known, name in by("framework").items() if hasattr(torch, known)}

@@ -1,4 +1,4 @@
-"""Parts of the caller's memory, in the terms that launches read."""
+"""The caller's memory for `kept` and `scratch`, checked."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fusekit.runtime.tensors import Slice, View, compact_strides, describe, read
 
 __all__ = ["ALIGNMENT", "Slice", "whole"]
 
-ALIGNMENT = 128  # of a caller's memory: what XLA gives its own; kernels ask for 16
+ALIGNMENT = 128  # bytes, as XLA aligns its buffers; kernels need 16
 
 
 def whole(tensor: Any, name: str, needed: int, device: int, driver: Driver) -> int:
-    """The address of a caller's memory of `needed` bytes at least. Raises ArgumentError."""
+    """The address of memory of at least `needed` bytes. Raises ArgumentError."""
     if needed == 0:
         return 0
     if tensor is None:
@@ -31,7 +31,7 @@ def whole(tensor: Any, name: str, needed: int, device: int, driver: Driver) -> i
 
 
 def check_aligned(name: str, address: int, view: View, needed: int = 0) -> None:
-    """Raises ArgumentError for a caller's memory that begins where kernels cannot use it."""
+    """Raises ArgumentError for memory that is not aligned."""
     if address % ALIGNMENT:
         raise _refused(name, address, view, needed, view.device)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError
 from fusekit.runtime.handle import Handle
-from fusekit.runtime.side import Queue, run
+from fusekit.runtime.side_stream import Queue, run
 from fusekit.runtime.streams import handle_of
 
 if TYPE_CHECKING:
@@ -21,10 +21,11 @@ _PLACEMENTS_KEPT = 1024  # sets of addresses known to be aligned and apart; thos
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes that a layer needs beside its arguments: kept between the passes, and scratch memory of each pass; of a
-    layer over ranks also each window, which layers of the same size share.
+    """Bytes of memory that a layer needs.
 
-    codes: of arguments, those that `Layer.quantise` writes.
+    kept: from the forward to the backward pass. forward, inference, backward: scratch memory of each pass.
+    windows: IPC buffers of a layer over ranks by name; layers of the same size share them. codes: the outputs of
+    `Layer.quantise`.
     """
 
     kept: int
@@ -36,12 +37,12 @@ class Sizes:
 
     @property
     def scratch(self) -> int:
-        """Of whichever pass needs most: the passes of a stream may share it."""
+        """Scratch memory of the pass that needs most. The passes of a stream may share it."""
         return max(self.forward, self.inference, self.backward)
 
 
 class Pass(Handle):
-    """A pass bound to its arguments: `forward(stream)` queues its launches, and may be captured in a CUDA graph.
+    """A pass bound to its arguments. Calling it with a stream queues its launches; a CUDA graph may capture the call.
 
     It belongs to one thread at a time, and keeps its arguments alive.
     """
@@ -54,16 +55,16 @@ class Pass(Handle):
         self, launches: Sequence[Queue], arguments: Mapping[str, Any], written: Mapping[str, int],
         windows: Sequence[Window] = (), after: object = None,
     ) -> None:  # fmt: skip
-        """written: how many launches it takes until an output is there. windows: that passes share; after: the `_turn`
-        of the part that left there what this one reads.
+        """written: the number of launches after which each output is there. windows: those that passes share. after:
+        the `_turn` of the part of a split pass that this one follows.
         """
         self.launches = tuple(launches)
         self._arguments, self._written = dict(arguments), dict(written)
         self._windows, self._after, self._turn = tuple(windows), after, object()
 
     def __call__(self, stream: Any = None) -> None:
-        """Queues the launches on `stream`, as a kernel's. Raises ArgumentError where another pass used the windows
-        between two parts of this one.
+        """Queues the launches on `stream`, which is what `Kernel.__call__` takes. Raises ArgumentError if another pass
+        used the windows between two parts of a split pass.
         """
         handle = stream if type(stream) is int else handle_of(stream, self._arguments.values())
         self._take_windows()
@@ -79,11 +80,25 @@ class Pass(Handle):
             window.user = self._turn
 
     def split(self, output: str) -> tuple[Pass, Pass]:
-        """(the launches until `output` is there, the rest), to be called in this order on one stream or joined ones.
+        """Splits the pass in two, to be called in this order on one stream or on joined streams.
 
-        So `dx, weights = backward.split("dx")`: what waits for dx can start between. All outputs serve as scratch
-        memory from the first launch on. Layers over ranks share windows: no other pass on them comes between the parts.
-        Raises ArgumentError.
+        So communication that needs only dx can start early: `dx, weights = backward.split("dx")`. All outputs may serve
+        as scratch memory from the first launch on. Layers over ranks share windows: call no other pass on them between
+        the parts.
+
+        Parameters
+        ----------
+        output : str
+            The output that is there after the first part.
+
+        Returns
+        -------
+        tuple[Pass, Pass]
+
+        Raises
+        ------
+        ArgumentError
+            If the pass does not write `output`.
         """
         if output not in self._written:
             raise ArgumentError(
@@ -99,9 +114,9 @@ class Pass(Handle):
 class MovingPass:
     """A pass on arguments of fixed shapes, launched at other addresses each time. It keeps no tensor alive.
 
-    names, views: of the arguments, in the order of their addresses. launches: those of the kernels; parts: for each of
-    them its tensors in order, as (the argument in whose memory it lies, bytes from the begin); of a tensor that lies
-    elsewhere, (-1, its address). queue: what queues the launches.
+    names, views: of the arguments, in the order of their addresses. launches: of the kernels. parts: for each launch
+    its tensors in order, as (number of the argument in whose memory it lies, bytes from its begin), or (-1, address).
+    queue: the launches, with those that use the side stream.
     """
 
     __slots__ = ("_addresses", "_launches", "_parts", "_placed", "_users", "names", "queue", "views")
@@ -114,26 +129,26 @@ class MovingPass:
         self._launches, self._parts, self._addresses = launches, parts, addresses
         self._placed = {tuple(addresses)}
         self._users = [
-            [at for at, each in enumerate(parts) if any(base == number for base, _ in each)]
+            [at for at, tensors in enumerate(parts) if any(base == number for base, _ in tensors)]
             for number in range(len(addresses))
         ]
 
     def knows(self, addresses: Sequence[int]) -> bool:
-        """Whether its arguments may lie there, as far as it was told before by `trust`."""
+        """Whether these addresses are known to be valid."""
         return addresses == self._addresses or tuple(addresses) in self._placed
 
     def lying(self, addresses: Sequence[int]) -> dict[str, tuple[int, View]]:
-        """Its arguments, there."""
+        """Its arguments at these addresses: (address, view) by name."""
         return dict(zip(self.names, zip(addresses, self.views, strict=True), strict=True))
 
     def trust(self, addresses: Sequence[int]) -> None:
-        """Notes that its arguments may lie there."""
+        """Notes that these addresses are valid."""
         if len(self._placed) >= _PLACEMENTS_KEPT:
             self._placed.clear()
         self._placed.add(tuple(addresses))
 
     def move(self, addresses: Sequence[int]) -> None:
-        """Brings its arguments to these addresses. Raises ArgumentError, and then is of no further use."""
+        """Moves the arguments to these addresses. After an ArgumentError the pass must not be used again."""
         before = self._addresses
         if addresses == before:
             return
@@ -142,7 +157,7 @@ class MovingPass:
             for users, address, old in zip(self._users, addresses, before, strict=True) if address != old
             for user in users
         }  # fmt: skip
-        bases = (*addresses, 0)  # the last one of what lies elsewhere
+        bases = (*addresses, 0)  # base -1: an absolute address
         for at in stale:
             launch = self._launches[at]
             try:
@@ -155,7 +170,7 @@ class MovingPass:
 
 
 def of_the_pass(error: ArgumentError, kernel: str, names: Mapping[str, str]) -> ArgumentError:
-    """The error of one of its kernels; names: arguments of the pass, by those of the kernel that lie in them."""
+    """A kernel's error, about the pass. names: arguments of the pass by the kernel's arguments that lie in them."""
     name = names.get(error.argument or "")
     if name is None:
         return error

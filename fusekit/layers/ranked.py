@@ -1,4 +1,4 @@
-"""A layer whose experts are spread over ranks, as one rank has it."""
+"""A layer whose experts are spread over ranks (expert parallelism), on one rank."""
 
 from __future__ import annotations
 
@@ -19,23 +19,35 @@ from fusekit.plan.exchange import GRAIN, waiting
 from fusekit.plan.layer import Buffer, Options
 from fusekit.plan.layer.program import BACKWARD, CHECKED, INFERENCE
 from fusekit.plan.layer.ranks import arrives, room, stores, window_sizes
-from fusekit.runtime.side import Side
+from fusekit.runtime.side_stream import SideStream
 
 if TYPE_CHECKING:
     from fusekit.library import Library
-    from fusekit.runtime import Devices, Kernel
+    from fusekit.runtime import Devices
     from fusekit.store import NameRecord
 
 _SECONDS = 1.0  # between two looks at what went wrong
 
 
 class RankedLayer(Layer):
-    """The layer of one rank: its own tokens go in and out, and it has the parameters of its own experts.
+    """The layer on one rank, with the rank's tokens and the parameters of the rank's experts.
 
-    ranks: this rank, and where windows come from; None: sizes can be asked for, nothing launched. tokens: the most of
-    any rank; default: the spec's. rows: the most that a rank's experts have room for; default: enough for any routing.
-    All ranks say the same tokens. They launch the same passes, asking for the same outputs, in the same order. Raises
-    ArgumentError for a build of the layer that `ranks` did not open first.
+    All ranks give the same `tokens`, and launch the same passes with the same outputs in the same order.
+
+    Parameters
+    ----------
+    ranks : Ranks, optional
+        This rank. It allocates the windows (IPC buffers, mapped by all ranks). Without it, nothing can be launched,
+        but `sizes` works.
+    tokens : int, optional
+        The most tokens of any rank in a pass. Default: the spec's.
+    rows : int, optional
+        The most rows that a rank's experts have room for. Default: enough for any routing.
+
+    Raises
+    ------
+    ArgumentError
+        Also if `ranks` opened another build of the layer before.
     """
 
     def __init__(
@@ -79,15 +91,15 @@ class RankedLayer(Layer):
         self.program = self.program.within(room(options, self.capacity, rows))
         self.rows = self.program.room["M"]
         self._windows: dict[str, Window] = {}
-        self._used = {which: tuple(stores(self.program, which)) for which in self.program.steps}  # windows of a pass
-        self._parts: dict[str, Any] = {}  # of the windows, by the names of buffers
+        self._used = {which: tuple(stores(self.program, which)) for which in self.program.steps}  # windows by pass
+        self._parts: dict[str, Any] = {}  # buffers in windows by name
         self._looked = 0.0
-        self._overflows = self._warned = 0  # passes with too few rows, of which `check` told, or a warning
+        self._overflows = self._warned = 0  # passes with too few rows that `check` or a warning reported
         if ranks is not None:
             ranks.opens(name, self._digest())
 
     def over(self, ranks: Ranks) -> RankedLayer:
-        """The same as the layer of a rank."""
+        """The same layer on this rank."""
         return RankedLayer(
             self._library, self.name, self.options, self._arch, self._device, ranks=ranks, tokens=self.capacity,
             rows=self.rows, records=self._records.values(),
@@ -95,7 +107,7 @@ class RankedLayer(Layer):
 
     @property
     def devices(self) -> Devices:
-        """Those of its library."""
+        """The devices of the library."""
         return self._library.devices
 
     @property
@@ -103,15 +115,15 @@ class RankedLayer(Layer):
         return (*super()._identity, id(self.ranks), self.capacity, self.rows)
 
     def _digest(self) -> str:
-        """Of what all ranks have in common: the table, but for the tokens that variants were chosen for, and the
+        """Digest of what all ranks must share: the table, without the tokens that variants were chosen for, and the
         kernels that ranks launch together.
         """
         together = {f"{self.name}.{part}" for part, keys in self.program.parts.items() if "ranks" in keys}
-        own = self._arch or self.devices.get(self._ranks.device).arch
+        device_arch = self._arch or self.devices.get(self._ranks.device).arch
         kernels = [
             (name, record.key)
             for (name, arch), record in sorted(self._records.items())
-            if name.partition("@")[0] in together and arch == own
+            if name.partition("@")[0] in together and arch == device_arch
         ]
         table = replace(self.options, tokens=0).canonical()
         return hashlib.sha256(json.dumps([table, kernels], sort_keys=True).encode()).hexdigest()
@@ -119,25 +131,33 @@ class RankedLayer(Layer):
     def sizes(
         self, tokens: int | None = None, gradients: Collection[str] | None = None, *, in_place: bool = False
     ) -> Sizes:
-        """As a layer's; tokens: of this rank in a pass, default: the most. `windows` by name; those of "grads" and
-        "returned" are made by the first backward pass. Kept and scratch memory hold `rows` for any number of tokens.
+        """The bytes of memory that passes need; see `Layer.sizes`.
+
+        tokens: of this rank in a pass, by default the most. The windows "grads" and "returned" are allocated by the
+        first backward pass. Kept and scratch memory hold `rows` for any number of tokens.
         """
-        found = super().sizes(self.capacity if tokens is None else tokens, gradients, in_place=in_place)
+        sizes = super().sizes(self.capacity if tokens is None else tokens, gradients, in_place=in_place)
         self._have_room(tokens or 0, "tokens")
         windows = window_sizes(self.program, self.options)
-        return replace(found, windows=windows)
+        return replace(sizes, windows=windows)
 
     def connect(self, *, training: bool = True) -> None:
-        """Makes the windows now, all ranks together; the first launch would. training: those of backward, too."""
+        """Allocates the windows now, on all ranks, as the first launch would. training: those of backward, too."""
         for window in stores(self.program, "" if training else INFERENCE):
             self._window(window)
 
     def check(self) -> None:
-        """What went wrong in passes that have run: call it after a pass, on every rank. Waits for no launch.
+        """Raises for errors of passes that have run. Call it after a pass, on every rank. It waits for no launch.
 
-        Raises CapacityError, once, if the experts of any rank had more rows than `rows` in a forward pass of this layer
-        since the last call; every rank raises it, and the next pass is good. Raises PeerTimeoutError if a launch of
-        this rank gave up waiting for another. `forward` and `backward` look once a second, and warn of the first.
+        `forward` and `backward` check once a second, and warn of a CapacityError.
+
+        Raises
+        ------
+        CapacityError
+            Once, on every rank, if the experts of any rank had more rows than `rows` in a forward pass of this layer
+            since the last call. The next pass is valid.
+        PeerTimeoutError
+            If a launch of this rank stopped waiting for another rank.
         """
         if self.ranks is None or not self._windows:
             return
@@ -148,9 +168,9 @@ class RankedLayer(Layer):
         self.ranks.check()
 
     def _overflow(self) -> tuple[int, CapacityError | None]:
-        """(passes in which a rank had too few rows, what to raise for those that `check` has not told of)."""
+        """(passes in which a rank had too few rows, the error for those that `check` has not reported)."""
         for name in self._windows:
-            self._window(name)  # which refuses one that was closed
+            self._window(name)  # raises for one that was closed
         if "overflow" not in self._parts:
             return 0, None
         where = self.devices, self.devices.get(self._ranks.device), self._parts["overflow"].address, 4
@@ -166,8 +186,8 @@ class RankedLayer(Layer):
         )
 
     def _look(self) -> None:
-        """`check`, for a caller that does not ask: ranks look at different passes, so none leaves its turn out for what
-        the next pass does not have.
+        """`check` for a caller that does not call it. It only warns of an overflow: ranks look after different passes,
+        and a rank that raised would leave the others waiting.
         """
         count, error = self._overflow()
         if error is not None and count != self._warned:
@@ -185,7 +205,7 @@ class RankedLayer(Layer):
             self._look()
             self._looked = time.monotonic()
         if not all(window.peers for window in self._shared(which)):
-            self._moving.clear()  # they launch on windows that were closed; what binds anew says so
+            self._moving.clear()  # they launch on windows that were closed; binding again raises
         super()._call(which, kept, scratch, arguments, stream, cluster_margin, in_place)
         for window in self._shared(which):
             window.user = None
@@ -218,11 +238,8 @@ class RankedLayer(Layer):
             )
         return self.ranks
 
-    def _kernel(self, part: str, dims: Mapping[str, int]) -> Kernel:
-        # Of a rank without tokens the experts may have many rows: what is chosen is for the most tokens of each rank.
-        return super()._kernel(part, {"T": self.capacity, "M": self.capacity * self.options.topk})
-
     def _chosen_for(self, tokens: int) -> int:
+        # Experts of a rank without tokens may have many rows, so the most tokens of a rank decide.
         return self.capacity
 
     def _window(self, name: str) -> Window:
@@ -242,7 +259,7 @@ class RankedLayer(Layer):
         return self._windows[name]
 
     def _refuse_crowd(self) -> None:
-        """Raises ArgumentError where ranks share a device, and one may have no room while all others wait for it."""
+        """Raises ArgumentError if ranks share a device, and one may find no room there while all others wait for it."""
         others, device = self._ranks.sharing - 1, self.devices.get(self._ranks.device)
         together = [keys for keys in self.program.parts.values() if "ranks" in keys]
 
@@ -271,8 +288,8 @@ class RankedLayer(Layer):
             self._parts[buffer.name] = Part(address, buffer.extents({}), buffer.dtype, self._ranks.device)
         return self._parts[buffer.name]
 
-    def _side(self) -> Side:
-        return self._ranks.side(self.devices)
+    def _side_stream(self) -> SideStream:
+        return self._ranks.side_stream(self.devices)
 
     def _together(self, window: str) -> dict[str, Any]:
         if not window:

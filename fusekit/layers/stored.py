@@ -1,4 +1,4 @@
-"""Layers of a library's stores, by what the names of their kernels stand for."""
+"""The layers in a library's stores, from the specs of their kernels."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 
 def layers_of(library: Library) -> dict[str, Options]:
-    """Every layer of the stores by name, as `options_of` gives it; what that refuses is left out."""
+    """The options of every layer in the stores by name, without those that `options_of` refuses."""
     of_fc2 = library.store.names("*/*.fc2*")  # every layer has one
-    found: dict[str, Options] = {}
+    layers: dict[str, Options] = {}
     for name in sorted({listing.record.name.rpartition(".")[0] for listing in of_fc2}):
         with suppress(IntegrityError, UsageError):
             if (options := stored_options(name, _specs(_records(library, name)))) is not None:
-                found[name] = options
-    return found
+                layers[name] = options
+    return layers
 
 
 def _records(library: Library, name: str) -> list[NameRecord]:
@@ -37,7 +37,7 @@ def _specs(records: Iterable[NameRecord]) -> dict[str, Mapping[str, Any]]:
 
 
 def records_of(library: Library, name: str) -> list[NameRecord]:
-    """What the names of a layer's kernels stand for. Raises UsageError for what is no layer's name."""
+    """The records of the names of a layer's kernels. Raises UsageError for a name that no layer can have."""
     if not _NAME.fullmatch(name):
         there = [*layers_of(library)]
         stored = f"the store has {some(there)}" if there else "the store has none yet"
@@ -46,7 +46,7 @@ def records_of(library: Library, name: str) -> list[NameRecord]:
 
 
 def options_of(library: Library, name: str, records: Iterable[NameRecord]) -> Options:
-    """What the kernels of a layer say of it. Raises NotBuiltError where there are none, UsageError for a kernel."""
+    """The options of a layer, from its kernels. Raises NotBuiltError if there are none, UsageError for a kernel."""
     options = stored_options(name, _specs(records))
     if options is None:
         if kernels := [listing.record.name for listing in library.store.names(f"{name}@*")]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fusekit.layers.layer import pinned
+from fusekit.layers.kernels import pinned
 from fusekit.library import open_library
 from tests.bench.rig import Rig
 from tests.gpu import batches

@@ -25,7 +25,7 @@ from fusekit.exchange import Layout, Ranks
 from fusekit.library import Library, open_library
 from fusekit.plan.quantise import SIDE
 from fusekit.runtime import DeviceArray
-from fusekit.runtime.side import Aside, run
+from fusekit.runtime.side_stream import SideStreamLaunch, run
 
 FILE = "bench-exchange"
 COUNT, ROUNDS = 40, 9  # launches of a graph, graphs
@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for blocks in FEW:
         pairs = [[rank.launch(f"rows-{blocks}@w16"), rank.launch("choices-64@w16")] for rank in ranks]
         runs[f"apart-{blocks}"] = [
-            [Aside(rows, rank.ranks.side(library.devices)), choices]
+            [SideStreamLaunch(rows, rank.ranks.side_stream(library.devices)), choices]
             for rank, (rows, choices) in zip(ranks, pairs, strict=True)
         ]
     runs["copy"] = copies(ranks)

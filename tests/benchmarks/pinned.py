@@ -20,7 +20,7 @@ from fusekit.bench.layer_trial import BOTH
 from fusekit.bench.layers import LayerBench
 from fusekit.bench.shape import Shape
 from fusekit.bench.timing import own_stream
-from fusekit.layers.layer import pinned
+from fusekit.layers.kernels import pinned
 from fusekit.library import Library, open_library
 from fusekit.runtime import Device
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from fusekit.bench.layer_tensors import LOSS, made_up
 from fusekit.layers import Layer
-from fusekit.layers.layer import pinned
+from fusekit.layers.kernels import pinned
 from fusekit.library import Library
 from fusekit.plan.layer.program import BACKWARD, FORWARD
 from fusekit.plan.operations import OPERATIONS

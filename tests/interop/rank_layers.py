@@ -9,6 +9,7 @@ import torch
 from fusekit.dtypes import DTYPES
 from fusekit.errors import ArgumentError
 from fusekit.layers import Layer
+from fusekit.layers.arguments import outputs_among
 from fusekit.plan.layer import program
 from tests.plan import layer_meaning, ranks_meaning
 from tests.plan.test_layer_program import options
@@ -32,7 +33,7 @@ class StandIn(Layer):
         lead = {"backward": "dy", "quantise": None}.get(which, "x")
         tokens = arguments[lead].shape[0] if lead else 0
         dims = self.program.dims(tokens)
-        asked = self._known(which, arguments)
+        asked = outputs_among(self, which, arguments)
         for name, tensor in arguments.items():
             buffer = inputs.get(name) or outputs[name]
             if tuple(tensor.shape) != buffer.extents(dims) or tensor.dtype != TORCH[buffer.dtype]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fusekit.layers.layer import pinned
+from fusekit.layers.kernels import pinned
 from fusekit.plan.layer import program
 from fusekit.plan.layer.options import ROUTER_FIELDS, Options
 from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE, SCRATCH

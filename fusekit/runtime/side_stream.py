@@ -1,4 +1,4 @@
-"""Launches on a stream beside the caller's, forked and joined by events, so that a CUDA graph captures them, too."""
+"""Launches on a side stream, forked and joined by events, so that a CUDA graph captures them, too."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fusekit.runtime.devices import Devices
 
-Queue = Callable[[int], None]  # what queues a launch on the stream with that handle
+Queue = Callable[[int], None]  # queues a launch on the stream with that handle
 _FIRST = -5  # more urgent than any stream is: the driver takes the most urgent that it has
 _UNTIMED = 2  # CU_EVENT_DISABLE_TIMING
 
 
-class Side:
-    """A stream of a device; it belongs to one thread at a time."""
+class SideStream:
+    """A stream of a device next to the caller's. It belongs to one thread at a time."""
 
     def __init__(self, devices: Devices, ordinal: int) -> None:
         self._devices, self._device = devices, devices.get(ordinal)
@@ -26,7 +26,7 @@ class Side:
         self._queued = False
 
     def queue(self, launch: Queue, stream: int) -> None:
-        """Queues the launch here, behind what `stream` holds, which first waits for what was queued here before."""
+        """Queues the launch here, after what `stream` holds. `stream` first joins what was queued here before."""
         self.join(stream)
         api, check = self._devices.driver.api, self._devices.driver.check
         with self._devices.active(self._device):
@@ -45,7 +45,7 @@ class Side:
                 check(api.cuStreamWaitEvent(stream, self._end, 0), "cuStreamWaitEvent")
 
     def close(self) -> None:
-        """Gives the stream back, when nothing is pending."""
+        """Destroys the stream, when nothing is pending."""
         api, check = self._devices.driver.api, self._devices.driver.check
         with self._devices.active(self._device), self._devices.apart():
             for event in (self._begin, self._end):
@@ -53,37 +53,37 @@ class Side:
             check(api.cuStreamDestroy(self._stream), "cuStreamDestroy")
 
 
-class Aside:
-    """A launch that is queued on `side`."""
+class SideStreamLaunch:
+    """A launch that is queued on the side stream."""
 
-    __slots__ = ("_launch", "side")
+    __slots__ = ("_launch", "side_stream")
 
-    def __init__(self, launch: Queue, side: Side) -> None:
-        self._launch, self.side = launch, side
-
-    def __call__(self, stream: int) -> None:
-        self.side.queue(self._launch, stream)
-
-
-class Late:
-    """A launch that waits for what `side` holds."""
-
-    __slots__ = ("_launch", "side")
-
-    def __init__(self, launch: Queue, side: Side) -> None:
-        self._launch, self.side = launch, side
+    def __init__(self, launch: Queue, side_stream: SideStream) -> None:
+        self._launch, self.side_stream = launch, side_stream
 
     def __call__(self, stream: int) -> None:
-        self.side.join(stream)
+        self.side_stream.queue(self._launch, stream)
+
+
+class JoinLaunch:
+    """A launch on the caller's stream, which first joins the side stream."""
+
+    __slots__ = ("_launch", "_side_stream")
+
+    def __init__(self, launch: Queue, side_stream: SideStream) -> None:
+        self._launch, self._side_stream = launch, side_stream
+
+    def __call__(self, stream: int) -> None:
+        self._side_stream.join(stream)
         self._launch(stream)
 
 
 def run(launches: list[Queue] | tuple[Queue, ...], stream: int) -> None:
-    """Queues the launches; `stream` then waits for those aside, also where one of the others cannot be queued."""
+    """Queues the launches. `stream` then joins the side stream, even if a launch cannot be queued."""
     try:
         for launch in launches:
             launch(stream)
     finally:
         for launch in launches:
-            if isinstance(launch, Aside):
-                launch.side.join(stream)
+            if isinstance(launch, SideStreamLaunch):
+                launch.side_stream.join(stream)

@@ -1,0 +1,248 @@
+"""How a layer's pass is planned, bound and launched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fusekit.errors import ArgumentError
+from fusekit.layers.arguments import check_addresses, check_tensors, outputs_among
+from fusekit.layers.kernels import LayerKernels
+from fusekit.layers.memory import Slice, whole
+from fusekit.layers.pass_plan import PassPlan, plan_pass
+from fusekit.layers.passes import MovingPass, Pass, of_the_pass
+from fusekit.plan.layer import Buffer, Options, Program
+from fusekit.plan.layer.program import BACKWARD, FORWARD
+from fusekit.runtime.side_stream import JoinLaunch, Queue, SideStream, SideStreamLaunch, run
+from fusekit.runtime.streams import PER_THREAD, handle_of
+from fusekit.runtime.tensors import describe, read
+
+if TYPE_CHECKING:
+    from fusekit.exchange import Window
+    from fusekit.library import Library
+    from fusekit.runtime import Kernel
+    from fusekit.runtime.launch import Launch
+
+_PLANS_KEPT = 64  # token counts differ from step to step
+_MOVING_KEPT = 256  # likewise, and so do the arguments that are given
+
+
+class Launching:
+    """The launches of a layer: `Layer` has its interface."""
+
+    name: str
+    options: Options
+    program: Program
+    _library: Library
+    _kernels: LayerKernels
+    _plans: dict[Any, PassPlan]  # by pass, tokens and outputs
+    _moving: dict[Any, list[MovingPass]]  # that no thread is launching, by all of a call's arguments but addresses
+
+    def kernel_name(self, part: str, tokens: int) -> str:
+        """The full name of a part's kernel for so many tokens."""
+        raise NotImplementedError
+
+    def _bind(
+        self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None = None,
+        in_place: bool = False,
+    ) -> Pass:  # fmt: skip
+        plan, calls, places = self._resolve(which, kept, scratch, arguments, cluster_margin, in_place)
+        launches = self._in_order(plan, self._bound(calls, places))
+        given = {**arguments, "kept": kept, "scratch": scratch}
+        return Pass(launches, given, plan.written, self._shared(which))
+
+    def _shared(self, which: str) -> Sequence[Window]:
+        """The windows of a pass, which other layers may share."""
+        return ()
+
+    def _call(
+        self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], stream: Any,
+        cluster_margin: int | None = None, in_place: bool = False,
+    ) -> None:  # fmt: skip
+        handle = stream if type(stream) is int else handle_of(stream, (*arguments.values(), kept, scratch))
+        driver, outputs = self._library.devices.driver, self.program.arguments(which)[1]
+        key: list[Any] = [which, cluster_margin, in_place]
+        addresses: list[int] = []
+        for name, tensor in (*arguments.items(), ("kept", kept), ("scratch", scratch)):
+            if tensor is not None:
+                try:
+                    address, meta = tensor.data_ptr(), (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+                except AttributeError:
+                    outputs_among(self, which, arguments)  # a wrong name is reported before a wrong type
+                    address, meta = read(tensor, name, driver, name in outputs)
+                addresses.append(address)
+                key += (name, meta)
+        signature = tuple(key)
+        try:
+            moving = self._moving[signature].pop()
+        except (KeyError, IndexError, TypeError):  # new, in use by a thread, or unhashable: refused below
+            self._refuse_capture(which, arguments, handle)
+            moving = self._bind_moving(which, kept, scratch, arguments, cluster_margin, in_place)
+        else:
+            if not moving.knows(addresses):
+                check_addresses(self.name, moving.lying(addresses), outputs)
+                moving.trust(addresses)
+            moving.move(addresses)
+        # Every launch is checked before the first is queued: half a pass would leave half of the sums updated.
+        run(moving.queue, handle)
+        if signature not in self._moving and len(self._moving) >= _MOVING_KEPT:
+            self._moving.clear()
+        self._moving.setdefault(signature, []).append(moving)
+
+    def _refuse_capture(self, which: str, arguments: Mapping[str, Any], stream: int) -> None:
+        """Raises ArgumentError if the stream is captured and a kernel of the pass is not loaded: loading it would end
+        the capture.
+        """
+        driver = self._library.devices.driver
+        if stream <= PER_THREAD or not int(driver.check(driver.api.cuStreamIsCapturing(stream), "cuStreamIsCapturing")):
+            return
+        given = {name: tensor for name, tensor in arguments.items() if tensor is not None}
+        asked = outputs_among(self, which, given)
+        tokens, device, _ = self._check(which, given)
+        for step in self.program.needed(which, asked):
+            name = self.kernel_name(step.part, self._chosen_for(tokens))
+            kernel = self._kernels.loaded(name)
+            if kernel is None or not kernel.is_ready(device):
+                raise ArgumentError(
+                    f"{self.name}: the stream is captured, and {name} is not loaded on device {device} yet, which a"
+                    f" capture cannot do; call layer.load({tokens}, devices=[{device}]), or the pass once, before the"
+                    " capture",
+                    argument="stream",
+                )
+
+    def _chosen_for(self, tokens: int) -> int:
+        """The tokens that variants are chosen for, in a pass of `tokens`."""
+        return tokens
+
+    def _bind_moving(
+        self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None,
+        in_place: bool,
+    ) -> MovingPass:  # fmt: skip
+        """A pass for arguments of these shapes, at their addresses so far."""
+        driver, outputs = self._library.devices.driver, self.program.arguments(which)[1]
+        given = {**arguments, "kept": kept, "scratch": scratch}
+        tensors = {
+            name: read(tensor, name, driver, name in outputs) for name, tensor in given.items() if tensor is not None
+        }
+        views = {name: describe(meta, name) for name, (_, meta) in tensors.items()}
+        slices = {
+            name: Slice(tensors[name][0], view.shape, view.dtype, view.device, view.strides)
+            for name, view in views.items()
+        }
+        kept, scratch = (slices.pop(name, None) for name in ("kept", "scratch"))
+        plan, calls, places = self._resolve(which, kept, scratch, slices, cluster_margin, in_place)
+        launches = self._bound(calls, places)
+        names = list(views)
+        numbers = {name: number for number, name in enumerate(names)}
+        parts = [
+            [
+                (numbers[where[argument][0]], where[argument][1]) if argument in where else (-1, address)
+                for argument, address in launch.addresses.items()
+            ]
+            for launch, where in zip(launches, places, strict=True)
+        ]
+        addresses = [address for address, _ in tensors.values()]
+        return MovingPass(names, list(views.values()), addresses, launches, parts, self._in_order(plan, launches))
+
+    def _bound(
+        self, calls: Sequence[tuple[Kernel, dict[str, Any]]], places: Sequence[Mapping[str, tuple[str, int]]]
+    ) -> list[Launch]:
+        """Binds each kernel to its arguments. Raises ArgumentError naming the argument of the pass."""
+        launches = []
+        for (kernel, given), where in zip(calls, places, strict=True):
+            try:
+                launches.append(kernel.bind(**given))
+            except ArgumentError as error:
+                raise of_the_pass(error, kernel.name, {name: base for name, (base, _) in where.items()}) from error
+        return launches
+
+    def _in_order(self, plan: PassPlan, launches: Sequence[Queue]) -> list[Queue]:
+        """The launches of a plan, with those that go to the side stream or join it."""
+        return [
+            SideStreamLaunch(launch, self._side_stream())
+            if step.aside
+            else JoinLaunch(launch, self._side_stream())
+            if joins
+            else launch
+            for (step, _, _), joins, launch in zip(plan.steps, plan.joins, launches, strict=True)
+        ]
+
+    def _side_stream(self) -> SideStream:
+        """The side stream of a layer over ranks."""
+        raise NotImplementedError
+
+    def _resolve(
+        self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None,
+        in_place: bool,
+    ) -> tuple[PassPlan, list[tuple[Kernel, dict[str, Any]]], list[dict[str, tuple[str, int]]]]:  # fmt: skip
+        """The plan of a pass; each kernel with its arguments; and where each of its tensors outside windows lies, as
+        `PassPlan.place` says.
+        """
+        given = {name: tensor for name, tensor in arguments.items() if tensor is not None}
+        asked = outputs_among(self, which, given)
+        tokens, device, compact = self._check(which, given)
+        plan = self._plan(which, tokens, asked, compact.keys() & asked, in_place)
+        driver = self._library.devices.driver
+        memory = compact | {
+            "kept": whole(kept, "kept", plan.kept_bytes if which in (FORWARD, BACKWARD) else 0, device, driver),
+            "scratch": whole(scratch, "scratch", plan.scratch_bytes, device, driver),
+        }
+        slices: dict[str, Any] = {}
+        inputs = self.program.arguments(which)[0]
+        margin = {} if cluster_margin is None else {"cluster_margin": cluster_margin}
+
+        def tensor(buffer: Buffer) -> Any:
+            name, where = buffer.name, plan.place(buffer, given, inputs)
+            if where is None:
+                return self._in_window(buffer)
+            if where == (name, 0) and name in given:
+                return given[name]
+            if name not in slices:
+                slices[name] = Slice(memory[where[0]] + where[1], buffer.extents(plan.dims), buffer.dtype, device)
+            return slices[name]
+
+        calls = [
+            (
+                kernel,
+                {argument: tensor(buffer) for argument, buffer in buffers.items()}
+                | self._together(step.window)
+                | margin,
+            )
+            for step, kernel, buffers in plan.steps
+        ]
+        places = [
+            {
+                argument: where
+                for argument, buffer in buffers.items()
+                if (where := plan.place(buffer, given, inputs)) is not None
+            }
+            for _, _, buffers in plan.steps
+        ]
+        return plan, calls, places
+
+    def _in_window(self, buffer: Buffer) -> Any:
+        """A buffer that lies in a window."""
+        raise NotImplementedError
+
+    def _together(self, window: str) -> dict[str, Any]:
+        """Further arguments of a launch that stores into `window`; "": into none."""
+        return {}
+
+    def _check(self, which: str, given: Mapping[str, Any]) -> tuple[int, int, dict[str, int]]:
+        return check_tensors(self, which, given, self._library.devices.driver)
+
+    def _plan(
+        self, which: str, tokens: int, asked: set[str], compact: set[str] | None = None, in_place: bool = False
+    ) -> PassPlan:
+        """asked: outputs; compact: those of them that are contiguous, None: all."""
+        compact = asked if compact is None else compact
+        key = which, tokens, frozenset(asked), frozenset(compact), in_place
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _PLANS_KEPT:
+                self._plans.clear()
+            plan = self._plans[key] = plan_pass(self.program, which, tokens, asked, compact, in_place, self._kernel)
+        return plan
+
+    def _kernel(self, part: str, dims: Mapping[str, int]) -> Kernel:
+        return self._kernels.load(self.kernel_name(part, self._chosen_for(dims["T"])))
