@@ -288,7 +288,7 @@ def _table(library: Library, arch: str, path: Path | None) -> Any:
 
     if path is not None:
         return tuning.read(path, arch)
-    own = library.store.layers[0]
+    own = library.store.roots[0]
     library.store.check_writable()
     library.store.sign("tuning", b"")  # where that is refused, it is before anything is timed
     data = own.tuning(arch)

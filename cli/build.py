@@ -319,7 +319,7 @@ def _left(session: Session, left: list[Left], pruned: DiscardReport | None, *, p
         return
     names = some([each.name for each in stay], NAMED)
     if pruned is not None:
-        why = "; they lie in a read-only layer, or are in use"
+        why = "; they lie in a read-only root, or are in use"
     elif prune:
         why = "; nothing is removed, as kernels have failed"
     else:

@@ -1,4 +1,4 @@
-"""`fusekit copy`: bring kernels from read-only layers into the writable store."""
+"""`fusekit copy`: bring kernels from read-only roots into the writable store."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fusekit_cli.options import Session, common, one_arch
 @one_arch
 @common
 def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> None:
-    """Copy kernels that a read-only layer holds into the writable store, verified; no argument: all of them.
+    """Copy kernels that a read-only root holds into the writable store, verified; no argument: all of them.
 
-    Nothing is ever copied up unasked: a kernel found in a lower layer is loaded from there.
+    Nothing is ever copied up unasked: a kernel found in a lower root is loaded from there.
     """
     store = session.open_store()
     records = {

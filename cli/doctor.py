@@ -118,7 +118,7 @@ def _stores(session: Session) -> list[dict[str, Any]]:
     for index, root in enumerate(session.config.roots):
         answer: dict[str, Any] = {
             "path": str(root),
-            "role": "read-only layer" if index else "writable",
+            "role": "read-only root" if index else "writable",
             "exists": None,
             "writable": None if index else is_writable(root),
             "free_bytes": None,

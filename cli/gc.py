@@ -47,7 +47,7 @@ def command(session: Session, max_size: int | None, max_age: float | None, dry_r
     what killed builders left, locks.
 
     Builds and launches may run meanwhile; what a running build relies on stays. Without --max-size and --max-age no
-    kernel goes. Read-only layers are left alone, and so is whatever fusekit did not make. --json lists every file.
+    kernel goes. Read-only roots are left alone, and so is whatever fusekit did not make. --json lists every file.
     Exit code 1 if a name or an entry cannot be read: what it may need stays.
     """
     from fusekit.store.files import exists

@@ -1,4 +1,4 @@
-"""`fusekit ls`: what the store holds, all layers."""
+"""`fusekit ls`: what the store holds, all roots."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fusekit_cli.options import Session, common, one_arch
 @sources.sourced
 @common
 def command(session: Session, patterns: tuple[str, ...], arch: str | None, source: str | None) -> int:
-    """List the kernels in the store, of every layer, or those that GLOB names. PART OF is the layer of a model that a
+    """List the kernels in the store, of every root, or those that GLOB names. PART OF is the layer of a model that a
     kernel belongs to.
 
-    Exit code 1 if a layer cannot be listed, or is not there; what the others hold is listed all the same.
+    Exit code 1 if a root cannot be listed, or is not there; what the others hold is listed all the same.
     """
     store = session.open_store()
     found: dict[tuple[str, str], Row] = {}
@@ -40,14 +40,14 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, sourc
             found.update({(row.name, row.arch): row for row in overview.rows})
             problems += overview.problems
             unlisted |= overview.unlisted
-        roots = {layer.root: str(layer.root) for layer in store.layers}
-    rows = [row._asdict() | {"layer": roots[row.layer]} for _, row in sorted(found.items())]
+        roots = {root.path: str(root.path) for root in store.roots}
+    rows = [row._asdict() | {"root": roots[row.root]} for _, row in sorted(found.items())]
 
     def text() -> None:
-        layers = len({row["layer"] for row in rows}) > 1
+        several = len({row["root"] for row in rows}) > 1
         parts = any(row["part_of"] for row in rows)
         more = {"PART OF": "part_of"} if parts else {}
-        more |= {"LAYER": "layer"} if layers else {}
+        more |= {"ROOT": "root"} if several else {}
         headings = ["NAME", "ARCH", "REGISTERS", "SPILLS", "BYTES", "KEY", *more]
         told = ("name", "arch", "registers", "spill_bytes", "bytes")
         cells = [

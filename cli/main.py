@@ -36,7 +36,7 @@ VERBS = {
     "verify": "Check the store against its digests.",
     "gc": "Evict what was used least recently.",
     "rm": "Remove names, and the kernels that only they kept.",
-    "copy": "Copy from read-only layers into the writable store.",
+    "copy": "Copy from read-only roots into the writable store.",
     "lock": "Compare the store with the cache manifests, or write them.",
     "export": "Write kernels to one file, a bundle, or as C source.",
     "import": "Publish what a bundle holds.",

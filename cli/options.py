@@ -39,11 +39,11 @@ class Session:
         return Config.from_environment(store=self.store, signing_key=self.sign)
 
     def open_store(self) -> Store:
-        """The layered store of this command line."""
+        """The store of this command line."""
         from fusekit.store import Store
 
         for index, root in enumerate(self.config.roots):
-            self.detail(f"{'read-only layer' if index else 'store'}: {root}")
+            self.detail(f"{'read-only root' if index else 'store'}: {root}")
         return Store.open(self.config)
 
     def note(self, text: str) -> None:

@@ -21,7 +21,7 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, dry_r
     """Remove NAME (a FILE, FILE/KERNEL, a full name or a glob) from the writable store, with the kernels that no other
     name stands for.
 
-    A kernel that another name needs stays under that name. Read-only layers are left alone: what they have of NAME is
+    A kernel that another name needs stays under that name. Read-only roots are left alone: what they have of NAME is
     found again afterwards, which is said. Exit code 1 if a name or an entry cannot be read: what it may need stays.
     """
     store = session.open_store()
@@ -45,12 +45,12 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, dry_r
 
 def removal(store: Store, report: DiscardReport) -> dict[str, Any]:
     """The JSON document of a removal."""
-    below = [each for each in store.layers[1:] if report.names and each.root != store.root]
+    below = [each for each in store.roots[1:] if report.names and each.path != store.root]
     hidden = [
-        {"name": name, "arch": arch, "layer": str(layer.root)}
+        {"name": name, "arch": arch, "root": str(root.path)}
         for name, arch in report.names
-        for layer in below
-        if layer.stamp_of_name(name, arch) is not None
+        for root in below
+        if root.stamp_of_name(name, arch) is not None
     ]
     return {
         "dry_run": report.dry_run,
@@ -66,7 +66,7 @@ def removal(store: Store, report: DiscardReport) -> dict[str, Any]:
         "may_be_needed": {"kernels": report.may_be_needed, "cubins": report.cubins},
         "without_kernel": [{"name": name, "arch": arch} for name, arch in report.without_entry],
         "not_removed": [{"name": name, "arch": arch} for name, arch in report.missing],
-        "in_layers": hidden,
+        "in_roots": hidden,
     }
 
 
@@ -84,8 +84,8 @@ def notes(session: Session, document: dict[str, Any]) -> None:
         session.note(f"{each['name']} ({each['arch']}) led to no kernel, or could not be read: it went alone")
     for each in document["not_removed"]:
         session.note(f"{each['name']} ({each['arch']}) stays: it changed meanwhile, or is no plain file; try again")
-    for each in document["in_layers"]:
-        session.note(f"{each['name']} ({each['arch']}) is found in the read-only layer {each['layer']} from now on")
+    for each in document["in_roots"]:
+        session.note(f"{each['name']} ({each['arch']}) is found in the read-only root {each['root']} from now on")
 
 
 def unread(session: Session, report: DiscardReport) -> int:
@@ -108,9 +108,9 @@ def _meant(store: Store, pattern: str, arch: str | None) -> list[tuple[str, str]
     if own:
         return list(own)
     if lower := store.recorded(pattern, arch):
-        layer = next(iter(lower.values()))
+        root = next(iter(lower.values()))
         raise NotBuiltError(
-            f"'{pattern}' is in the read-only layer {layer} alone; fusekit rm changes the writable store {store.root}; "
+            f"'{pattern}' is in the read-only root {root} alone; fusekit rm changes the writable store {store.root}; "
             "remove it there, with --store",
             name=pattern,
         )

@@ -33,7 +33,7 @@ def command(session: Session, name: str, arch: str | None, source: str | None) -
         store = session.open_store()
         found = stored(store, name, arch)
         if is_layer(name, [listed.record for listed in found]):
-            _layer(session, store, name, [listed.record for listed in found], str(found[0].layer))
+            _layer(session, store, name, [listed.record for listed in found], str(found[0].root))
             return
         documents = [_stored(store, listed) for listed in chosen(store, name, arch)]
     else:
@@ -82,12 +82,12 @@ def _stored(store: Store, listed: NameListing) -> dict[str, Any]:
     record = listed.record
     entry = store.find_entry(record.key)
     if entry is None:
-        why = f"its name stands for entry {record.key}, which no layer holds"
+        why = f"its name stands for entry {record.key}, which no root holds"
         raise store.not_built(record.name, record.arch, why)
-    return _describe(record, entry, str(listed.layer))
+    return _describe(record, entry, str(listed.root))
 
 
-def _describe(record: NameRecord, entry: Entry, layer: str) -> dict[str, Any]:
+def _describe(record: NameRecord, entry: Entry, root: str) -> dict[str, Any]:
     from fusekit.choice.variants import check_name
     from fusekit.runtime.wellformed import check_entry
 
@@ -97,7 +97,7 @@ def _describe(record: NameRecord, entry: Entry, layer: str) -> dict[str, Any]:
         "name": record.name,
         "arch": record.arch,
         "key": record.key,
-        "layer": layer,
+        "root": root,
         "seconds": entry.seconds,
         "cubin": {"sha256": entry.cubin_sha256, "bytes": entry.cubin_bytes},
         "resources": entry.resources,

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from fusekit.plan.layer import Buffer, Options, Program
 
 
-def describe(store: Store, name: str, records: Sequence[NameRecord], layer: str) -> dict[str, Any]:
-    """The document of the layer `name`. records: of its kernels; layer: where they lie."""
+def describe(store: Store, name: str, records: Sequence[NameRecord], root: str) -> dict[str, Any]:
+    """The document of the layer `name`. records: of its kernels; root: where they are."""
     from fusekit.plan.layer import program, stored_options
     from fusekit.plan.layer.ranks import room, window_sizes
 
@@ -36,7 +36,7 @@ def describe(store: Store, name: str, records: Sequence[NameRecord], layer: str)
     return {
         "name": name,
         "kind": options.kind,
-        "layer": layer,
+        "root": root,
         "options": rest,
         "passes": {which: _pass(name, made, which) for which in made.steps},
         "memory": _memory(options, made) | {"windows": windows},

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @common
 def command(session: Session, full: bool, source: str | None, manifest: str | None) -> int:
-    """Check every entry and name of every layer against its digest, changing nothing. A bundle is checked in full.
+    """Check every entry and name of every root against its digest, changing nothing. A bundle is checked in full.
 
-    Exit code 1 if one is bad; 3 if there is no store: at --store, in a layer of FUSEKIT_STORES, or at all.
+    Exit code 1 if one is bad; 3 if there is no store: at --store, in a root of FUSEKIT_STORES, or at all.
     """
     from fusekit.runtime.wellformed import WELLFORMED
     from fusekit.share.manifest import read_manifest
@@ -52,7 +52,7 @@ def command(session: Session, full: bool, source: str | None, manifest: str | No
     def text() -> None:
         for bad in report.bad:
             click.echo(f"bad: {bad.problem}")
-        if len(report.absent) == len(store.layers):
+        if len(report.absent) == len(store.roots):
             click.echo("nothing was checked: there is no store")
             return
         counts = ", ".join(
@@ -81,8 +81,8 @@ def command(session: Session, full: bool, source: str | None, manifest: str | No
         session.note(f"{why}: there is no store to check; {remedy}")
     if report.bad:
         return 1
-    # The user's cache folder need not be there where the kernels come from other layers.
-    missing = report.absent.keys() - ({store.root} if session.store is None and len(store.layers) > 1 else set())
+    # The user's cache folder need not be there where the kernels come from other roots.
+    missing = report.absent.keys() - ({store.root} if session.store is None and len(store.roots) > 1 else set())
     return 3 if missing else 0
 
 
@@ -96,7 +96,7 @@ def _differences(store: Store, locked: Manifest) -> list[Problem]:
         return None if record is None else (record, store.find_entry(record.key))
 
     return [
-        Problem(key, why, store.layers[0].name_path(name, locked.arch), store.root)
+        Problem(key, why, store.roots[0].name_path(name, locked.arch), store.root)
         for name, key, why in differences(locked, look)
     ]
 
@@ -118,5 +118,5 @@ def _elsewhere(session: Session, source: str, full: bool, locked: Manifest | Non
             found += [(key, why) for _, key, why in differences(locked, there.get)]
     except IntegrityError as error:
         found = [(error.key, str(error))]
-    bad = tuple(Problem(key=key, problem=why, path=at, layer=at) for key, why in dict.fromkeys(found))
+    bad = tuple(Problem(key=key, problem=why, path=at, root=at) for key, why in dict.fromkeys(found))
     return VerifyReport(entries, names, cubins, orphans=0, temporaries=0, full=full or bundle, bad=bad)

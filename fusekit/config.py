@@ -3,7 +3,7 @@
 | variable | meaning |
 |---|---|
 | `FUSEKIT_STORE` | folder of the writable store; default: the platform's user cache folder |
-| `FUSEKIT_STORES` | read-only store layers, `:`-separated, searched after the writable one |
+| `FUSEKIT_STORES` | read-only roots, `:`-separated, searched after the writable one |
 | `FUSEKIT_TRUSTED_KEYS` | files of public keys, `:`-separated; if set, only what they signed loads; empty: nothing |
 | `FUSEKIT_SIGNING_KEY` | file of the private key that signs what is built, exported and locked |
 | `FUSEKIT_ALLOW_EXTERN` | `1`: a build may run the Python of foreign kernels' specs |
@@ -22,15 +22,17 @@ from fusekit.errors import ArgumentError, UsageError
 class Config:
     """What the library needs to know about its surroundings.
 
-    store: absolute path of the writable store (it need not exist yet). layers: absolute paths of read-only stores, in
-    the order in which they are searched after `store`. color: whether a terminal may be coloured. trusted_keys:
-    absolute paths of files of public keys: only what one of these keys has signed is loaded, and nothing at all where
-    there is no path. None: signatures are not asked for. signing_key: absolute path of the private key that signs what
-    is built, exported and locked. allow_extern: whether a build may run the Python that specs of foreign kernels name.
+    store: absolute path of the writable root of the store (it need not exist yet).
+    read_only_roots: absolute paths of roots that are searched after `store`, in this order.
+    color: whether a terminal may be coloured.
+    trusted_keys: absolute paths of files of public keys. Only what one of these keys has signed is loaded; nothing if
+        the tuple is empty. None: signatures are not checked.
+    signing_key: absolute path of the private key that signs what is built, exported and locked.
+    allow_extern: whether a build may run the Python that specs of foreign kernels name.
     """
 
     store: Path
-    layers: tuple[Path, ...] = ()
+    read_only_roots: tuple[Path, ...] = ()
     color: bool = True
     trusted_keys: tuple[Path, ...] | None = None
     signing_key: Path | None = None
@@ -41,8 +43,8 @@ class Config:
         rule = "a pathlib.Path; fusekit.Config.from_environment(FOLDER) takes text as well"
         ArgumentError.unless(Path, "store", self.store, rule)
         ArgumentError.unless(Path | None, "signing_key", self.signing_key, rule)
-        for name, paths in (("layers", self.layers), ("trusted_keys", self.trusted_keys)):
-            if paths is not None or name == "layers":
+        for name, paths in (("read_only_roots", self.read_only_roots), ("trusted_keys", self.trusted_keys)):
+            if paths is not None or name == "read_only_roots":
                 ArgumentError.unless(tuple, name, paths, f"a tuple of paths, each {rule}")
                 for path in paths or ():
                     ArgumentError.unless(Path, name, path, rule)
@@ -66,7 +68,7 @@ class Config:
         """The configuration of this process; `store` (a folder) wins over FUSEKIT_STORE, `signing_key` (a file) over
         FUSEKIT_SIGNING_KEY. Makes no folder and reads no file.
 
-        A layer that is named twice, or is the writable store itself, counts once. Raises UsageError for a path that
+        A root that is named twice, or is the writable store itself, counts once. Raises UsageError for a path that
         cannot be expanded (`~nobody/x`) or is empty, ArgumentError for what is no path.
         """
         for name, path in (("store", store), ("signing_key", signing_key)):
@@ -75,7 +77,7 @@ class Config:
         root = _named("--store", store, "FUSEKIT_STORE", environ)
         if root is None:
             root = _cache_folder()
-        layers = tuple(layer for layer in _several("FUSEKIT_STORES", environ) if layer != root)
+        read_only = tuple(path for path in _several("FUSEKIT_STORES", environ) if path != root)
         # Set and empty is not unset: an empty value is what a script's own empty variable leaves, and must not open up.
         trusted = None
         if "FUSEKIT_TRUSTED_KEYS" in environ:
@@ -87,7 +89,7 @@ class Config:
             )
         return cls(
             store=root,
-            layers=layers,
+            read_only_roots=read_only,
             color=not environ.get("NO_COLOR"),
             trusted_keys=trusted,
             signing_key=_named("--sign", signing_key, "FUSEKIT_SIGNING_KEY", environ, "a private key"),
@@ -96,8 +98,8 @@ class Config:
 
     @property
     def roots(self) -> tuple[Path, ...]:
-        """Every store layer in search order, the writable one first."""
-        return (self.store, *self.layers)
+        """The roots of the store in search order, the writable one first."""
+        return (self.store, *self.read_only_roots)
 
 
 def _named(

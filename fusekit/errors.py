@@ -73,7 +73,7 @@ class SpecWarning(UserWarning):
 
 
 class NotBuiltError(FusekitError):
-    """A kernel that no store layer holds.
+    """A kernel that no root of the store holds.
 
     name: what was asked for. command: the `fusekit build ...` line that would put it there.
     """
@@ -87,14 +87,14 @@ class NotBuiltError(FusekitError):
 
     @classmethod
     def of(cls, name: str, arch: str | None = None, detail: str = "", absent: tuple[str, ...] = ()) -> "NotBuiltError":
-        """The error for `name` (of `arch`, where it was asked for), with the line that builds it. absent: why layers of
+        """The error for `name` (of `arch`, where it was asked for), with the line that builds it. absent: why roots of
         FUSEKIT_STORES are no stores, as `Store.absent` says it.
         """
         wanted = f"'{name}' for {arch}" if arch is not None else f"'{name}'"
         detail = f" ({detail})" if detail else ""
         command, remedy = how_to_build(name, arch)
         mount = f"; {'; '.join(absent)}: check FUSEKIT_STORES, and that its file systems are mounted" if absent else ""
-        return cls(f"{wanted} is not in any store layer{detail}; {remedy}{mount}", name=name, command=command)
+        return cls(f"{wanted} is not in the store{detail}; {remedy}{mount}", name=name, command=command)
 
 
 def how_to_build(name: str, arch: str | None = None) -> tuple[str, str]:

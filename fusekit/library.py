@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Library:
-    """The kernels of the layered stores. Opening one reads nothing and needs no GPU; the first `load` starts the
+    """The kernels and layers of a store. Opening one reads nothing and needs no GPU; the first `load` starts the
     driver.
 
     store: a Store, or the configuration of one, which is opened at first use. driver: for tests; None takes
@@ -57,7 +57,7 @@ class Library:
 
     @property
     def store(self) -> Store:
-        """The layered stores."""
+        """The store, over all its roots."""
         if self._store is None:
             from fusekit.store import Store
 
@@ -256,7 +256,7 @@ class Library:
             self._devices = None
 
     def __repr__(self) -> str:
-        return f"<Library over {', '.join(str(layer.root) for layer in self.store.layers)}>"
+        return f"<Library over {', '.join(str(root.path) for root in self.store.roots)}>"
 
 
 def _check_name(name: Any) -> None:

@@ -14,7 +14,7 @@ def test_default_is_the_user_cache_folder(tmp_path):
     config = Config.from_environment(environ={})
     assert config.store.name == "fusekit"
     assert config.store.is_absolute()
-    assert config.layers == ()
+    assert config.read_only_roots == ()
     assert config.color
 
 
@@ -41,8 +41,8 @@ def test_empty_variables_count_as_unset():
 def test_layers_in_order_each_once_without_the_store():
     environ = {"FUSEKIT_STORE": "/a", "FUSEKIT_STORES": "/b::/c:/b:/a:/c/../d"}
     config = Config.from_environment(environ=environ)
-    assert config.layers == (Path("/b"), Path("/c"), Path("/d"))
-    assert config.roots == (Path("/a"), *config.layers)
+    assert config.read_only_roots == (Path("/b"), Path("/c"), Path("/d"))
+    assert config.roots == (Path("/a"), *config.read_only_roots)
 
 
 def test_home_and_relative_paths(tmp_path, monkeypatch):
@@ -103,7 +103,8 @@ def test_a_path_that_names_no_key(environ):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"store": "/store"}, {"store": Path("/s"), "layers": ("/l",)}, {"store": Path("/s"), "layers": Path("/l")},
+        {"store": "/store"}, {"store": Path("/s"), "read_only_roots": ("/l",)},
+        {"store": Path("/s"), "read_only_roots": Path("/l")},
         {"store": Path("/s"), "trusted_keys": ("k",)}, {"store": Path("/s"), "signing_key": "k"},
     ],
 )  # fmt: skip

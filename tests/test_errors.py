@@ -90,7 +90,7 @@ def test_not_built_has_the_line_that_builds():
     assert error.name == "quickstart/moe-fc1"
     assert error.command == "fusekit build quickstart/moe-fc1 --arch sm_90a"
     assert str(error) == (
-        "'quickstart/moe-fc1' for sm_90a is not in any store layer; build it with: "
+        "'quickstart/moe-fc1' for sm_90a is not in the store; build it with: "
         "fusekit build quickstart/moe-fc1 --arch sm_90a"
     )
     assert errors.NotBuiltError.of("quick*/*").command == "fusekit build 'quick*/*'"

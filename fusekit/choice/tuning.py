@@ -24,7 +24,7 @@ between the two, and 1 at most: twice the rows a group, or four times the groups
 one that was measured on a device of the same name comes before all others. Of what it lists, the first variant that
 is there is taken. No row near enough: the heuristic of fusekit.choice.variants.
 
-Where tables lie: `tuning/<arch>.json` in each layer of the store, because what is fastest belongs to the kernels that
+Where tables lie: `tuning/<arch>.json` in each root of the store, because what is fastest belongs to the kernels that
 were built and to the machines that share them, and must be writable; then `tuning-<arch>.json` beside this module,
 which comes with fusekit and names packaged variants only. A table decides how fast a launch is and never what is
 launched under a name's variant, so it is not part of any key, has no digest, and may be edited. Where only signed
@@ -168,7 +168,7 @@ class Tuning:
 
 
 def load(store: Store, arch: str) -> Tuning:
-    """The rows of every layer's table and of the packaged one, in that order; what cannot be read is left out."""
+    """The rows of every root's table and of the packaged one, in that order; what cannot be read is left out."""
     rows: list[Row] = []
     for path, data in store.tuning_tables(arch):
         try:

@@ -250,7 +250,7 @@ def tidy(report: BuildReport, store: Store, found: Sequence[Found], arch: Arches
     """Says in `report` which names are left behind, and removes them with `prune`, unless a kernel has failed."""
     report.left = left_behind(store, found, {arch} if isinstance(arch, str) else arch)
     if prune and report.ok:
-        report.pruned = store.discard([(each.name, each.arch) for each in report.left if each.layer == store.root])
+        report.pruned = store.discard([(each.name, each.arch) for each in report.left if each.root == store.root])
 
 
 def plan_build(specs: Sequence[Spec], store: Store, identity: Identity | None = None) -> BuildPlan:

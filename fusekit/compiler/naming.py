@@ -38,11 +38,11 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A name in the store that a target means and that its spec file does not have. layer: root of where it lies."""
+    """A name in the store that a target means and that its spec file does not have. root: path of the store."""
 
     name: str
     arch: str
-    layer: Path
+    root: Path
 
 
 def record_of(key: str, spec: Spec) -> NameRecord:
@@ -69,11 +69,11 @@ def left_behind(store: Store, found: Sequence[Found], archs: Collection[str] | N
     left: dict[tuple[str, str], Left] = {}
     for each in found:
         archs_of_file = {spec.arch for spec in each.every}
-        for (name, arch), layer in store.recorded(each.file).items():
+        for (name, arch), root in store.recorded(each.file).items():
             if each.packaged and arch not in archs_of_file:  # built for another than the file names
                 continue
             if (name, arch) not in there and each.means(name) and (archs is None or arch in archs):
-                left[name, arch] = Left(name, arch, layer)
+                left[name, arch] = Left(name, arch, root)
     return [left[where] for where in sorted(left)]
 
 

@@ -34,8 +34,8 @@ from fusekit.errors import UsageError
 from fusekit.share.selection import Selection, Step
 from fusekit.store.files import exists
 from fusekit.store.keys import canonical_json, sha256
-from fusekit.store.layer import SHELL
 from fusekit.store.publishing import replace_file
+from fusekit.store.root import SHELL
 from fusekit.store.signature import SIGNATURE_BYTES
 from fusekit.store.store import Store
 

@@ -237,7 +237,7 @@ class _Reader:
 
     def publish(self, index: Index, store: Store, dry_run: bool = False) -> Transfer:
         """Publish what `check` has passed: each entry with its cubin, then the names."""
-        own = store.writable()  # what a layer below has may be what this disk is to be rid of
+        own = store.writable()  # what a root below has may be what this disk is to be rid of
         with contextlib.nullcontext() if dry_run else own.lease():
             return self._publish(index, own, dry_run)
 
@@ -381,7 +381,7 @@ class _Reader:
 
 def _has(store: Store, record: NameRecord) -> bool:
     with contextlib.suppress(IntegrityError):
-        return store.layers[0].name(record.name, record.arch) == record
+        return store.roots[0].name(record.name, record.arch) == record
     return False
 
 

@@ -14,8 +14,8 @@ from fusekit.store import names
 from fusekit.store.documents import LIMIT
 from fusekit.store.entries import Entry
 from fusekit.store.keys import sha256
-from fusekit.store.layer import SHELL
 from fusekit.store.names import NameRecord
+from fusekit.store.root import SHELL
 from fusekit.store.signature import Trust
 from fusekit.store.store import Store
 from fusekit.store.verify import Inspect
@@ -337,7 +337,7 @@ class _Reading(Exchange):
 class _Pull(_Reading):
     def __init__(self, store: Store, remote: Remote, notify: Notify | None, inspect: Inspect | None) -> None:
         super().__init__(store.trust, remote, notify, inspect)
-        self.store = store.writable()  # what a layer below has is asked for here
+        self.store = store.writable()  # what a root below has is asked for here
 
     def run(self, patterns: Sequence[str], arch: str | None, dry_run: bool) -> Report:
         records = self.records(patterns, arch)
@@ -401,7 +401,7 @@ class _Pull(_Reading):
 
     def _publish_name(self, record: NameRecord, signatures: dict[str, bytes], dry_run: bool) -> None:
         try:
-            changed = self.store.layers[0].name(record.name, record.arch) != record
+            changed = self.store.roots[0].name(record.name, record.arch) != record
         except IntegrityError:
             changed = True
         if not dry_run:

@@ -50,7 +50,7 @@ class Selection:
 
 
 def select(store: Store, patterns: Sequence[str] = (), arch: str | None = None) -> Selection:
-    """What `patterns` (names, files or globs; none: everything) mean in `store`, every layer, checked.
+    """What `patterns` (names, files or globs; none: everything) mean in `store`, every root, checked.
 
     Raises NotBuiltError for a pattern that means nothing there, IntegrityError for anything that is damaged: what is
     carried on is whole or not carried.
@@ -69,7 +69,7 @@ def select(store: Store, patterns: Sequence[str] = (), arch: str | None = None) 
             entry = store.find_entry(record.key)
             if entry is None:
                 raise IntegrityError(
-                    f"{record.name} for {record.arch} stands for entry {record.key}, which no layer holds; a name "
+                    f"{record.name} for {record.arch} stands for entry {record.key}, which no root holds; a name "
                     "comes after its entry; build it again",
                     key=record.key,
                 )
@@ -93,7 +93,7 @@ def sign_tuning(store: Store, check: Callable[[bytes, str, str], None], arch: st
     """Publish the signature of `store`'s own key over its tuning tables (of `arch`, or all), once `check` has passed
     each; their architectures.
     """
-    own, signer = store.layers[0], store.signer
+    own, signer = store.roots[0], store.signer
     tables = {each: own.tuning(each) or b"" for each in own.tuned() if arch in (None, each)}
     for each, data in tables.items():
         check(data, str(own.tuning_path(each)), each)

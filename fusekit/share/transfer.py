@@ -12,8 +12,8 @@ from fusekit.share.remote import Remote
 from fusekit.share.selection import Step
 from fusekit.store.documents import LIMIT
 from fusekit.store.keys import sha256
-from fusekit.store.layer import SHELL
 from fusekit.store.names import NameRecord
+from fusekit.store.root import SHELL
 from fusekit.store.signature import Trust, is_key_id, read_signatures
 
 _WAIT_SECONDS = 60.0

@@ -24,9 +24,9 @@ before they are read. What fails a check is an `IntegrityError`, never a miss: a
 repair. A builder may replace it. (A build with nothing to do compares sizes and stamps only, and reads what looks
 touched; what it did not read, its user will.)
 
-**Layers.** One writable root is searched first, then read-only roots in their order. Nothing is copied up unless
-asked for (`Store.adopt`, `fusekit copy`). A damaged or unreadable file in one layer does not hide a good one below:
-the first good record of a name gives its key, the first layer with a good entry of this key and a cubin to it gives
+**Roots.** One writable root is searched first, then read-only roots in their order. Nothing is copied up unless
+asked for (`Store.adopt`, `fusekit copy`). A damaged or unreadable file in one root does not hide a good one below:
+the first good record of a name gives its key, the first root with a good entry of this key and a cubin to it gives
 the kernel.
 
 **Once.** `Store.ensure` looks a key up, and if it is missing looks again under its lock before it makes it: where
@@ -68,7 +68,7 @@ bytes, or gets a miss.
 **What digests are for:** bit rot, cut transfers, mixed-up files. They are no defence against someone who can write to
 the store: such a person can write digests too. Give a store read-only to those who only launch.
 
-**Signatures** are that defence. A store that is told whom to trust takes an entry or a name, from any layer, only if
+**Signatures** are that defence. A store that is told whom to trust takes an entry or a name, from any root, only if
 one of those keys signed its exact bytes, and parses nothing before that is known. An entry holds its cubin's digest,
 so its signature covers the cubin. A signature is published before its document. It does not say that a document is
 the latest: who can write can put back an older one that was signed too. docs/remotes.md says how

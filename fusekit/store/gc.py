@@ -54,11 +54,11 @@ from fusekit.store import locks, marker, marks, process
 from fusekit.store.files import exists, store_error
 from fusekit.store.folders import said
 from fusekit.store.keys import is_digest, sha256
-from fusekit.store.layer import Layer
 from fusekit.store.names import of_path
 from fusekit.store.publishing import Disk, Publisher
 from fusekit.store.removal import Remover
 from fusekit.store.reports import CollectReport, DiscardReport, Evicted
+from fusekit.store.root import Root
 from fusekit.store.scan import File, Item, Scan, scan
 
 STALE_SECONDS = 3600
@@ -70,38 +70,38 @@ _TURN = sha256(b"collection")  # the name of its lock, which no kernel's key is
 _NAMED = 5  # strangers' files in a note
 
 
-def discard(layer: Layer, disk: Disk, unwanted: Collection[tuple[str, str]], *, dry_run: bool) -> DiscardReport:
-    """Remove the name records `unwanted` (full name, architecture) from the store of `layer`, the entries that no other
+def discard(root: Root, disk: Disk, unwanted: Collection[tuple[str, str]], *, dry_run: bool) -> DiscardReport:
+    """Remove the name records `unwanted` (full name, architecture) from the store of `root`, the entries that no other
     name stands for, and the cubins that no other entry needs. Raises StoreError as `collect` does.
     """
     report = DiscardReport(dry_run)
     if unwanted:
-        with _opened(layer, disk, CollectReport(dry_run)) as collection:
+        with _opened(root, disk, CollectReport(dry_run)) as collection:
             if collection is not None:
                 collection.discard(unwanted, report)
     return report
 
 
-def collect(layer: Layer, disk: Disk, *, max_bytes: int | None, max_age: float | None, dry_run: bool) -> CollectReport:
-    """Collect the store of `layer`. max_age: seconds. Raises StoreError for a store that cannot be read or written,
+def collect(root: Root, disk: Disk, *, max_bytes: int | None, max_age: float | None, dry_run: bool) -> CollectReport:
+    """Collect the store of `root`. max_age: seconds. Raises StoreError for a store that cannot be read or written,
     NoStoreError for a folder that is none.
     """
     report = CollectReport(dry_run)
-    with _opened(layer, disk, report) as collection:
+    with _opened(root, disk, report) as collection:
         if collection is not None:
             collection.run(max_bytes, max_age)
     return report
 
 
 @contextlib.contextmanager
-def _opened(layer: Layer, disk: Disk, report: CollectReport) -> Iterator[_Collection | None]:
-    """The store of `layer`, its root opened once, and scanned; None where there is nothing."""
-    if not exists(layer.root):
+def _opened(root: Root, disk: Disk, report: CollectReport) -> Iterator[_Collection | None]:
+    """The store of `root`, its root opened once, and scanned; None where there is nothing."""
+    if not exists(root.path):
         yield None
         return
-    if not layer.root.is_dir():
-        raise store_error(layer.root, "collect", NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
-    publisher = Publisher(layer.root, disk, marker.admit)
+    if not root.path.is_dir():
+        raise store_error(root.path, "collect", NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
+    publisher = Publisher(root.path, disk, marker.admit)
     try:
         with publisher.folders.pinned(), contextlib.ExitStack() as turns:
             if marker.is_empty(publisher.folders):
@@ -111,18 +111,18 @@ def _opened(layer: Layer, disk: Disk, report: CollectReport) -> Iterator[_Collec
                 marker.check(publisher.folders)
             else:
                 publisher.admit()
-                turns.enter_context(_alone(layer, publisher))
+                turns.enter_context(_alone(root, publisher))
             began = _now(publisher, report)
             found = scan(publisher.folders)
-            yield _Collection(layer, publisher, began, _now(publisher, report), found, report)
+            yield _Collection(root, publisher, began, _now(publisher, report), found, report)
     except OSError as error:
-        raise store_error(layer.root, "collect", error) from error
+        raise store_error(root.path, "collect", error) from error
 
 
 @contextlib.contextmanager
-def _alone(layer: Layer, publisher: Publisher) -> Iterator[None]:
+def _alone(root: Root, publisher: Publisher) -> Iterator[None]:
     """While no other collection runs; beside it where locks do not work, or where it takes more than `PATIENCE`."""
-    path, release = layer.lock_path(_TURN), None
+    path, release = root.lock_path(_TURN), None
     with contextlib.suppress(locks.HeldError, StoreError):  # a full disk has no room for a lock, and needs collecting
         release = locks.acquire(path, publisher, locks.PATIENCE)
     try:
@@ -165,10 +165,10 @@ def _stamp(publisher: Publisher) -> int:
 
 class _Collection:
     def __init__(
-        self, layer: Layer, publisher: Publisher, began: int, now: int, found: Scan, report: CollectReport
+        self, root: Root, publisher: Publisher, began: int, now: int, found: Scan, report: CollectReport
     ) -> None:
         """began, now: before and after the scan `found`, as the file system counts."""
-        self.layer, self.publisher, self.scan, self.report = layer, publisher, found, report
+        self.root, self.publisher, self.scan, self.report = root, publisher, found, report
         self.began, self.now = began, now
         self.remover = Remover(publisher, found)
         # Read after the scan: a lease is taken before anything is marked under it.
@@ -210,7 +210,7 @@ class _Collection:
 
     def discard(self, unwanted: Collection[tuple[str, str]], report: DiscardReport) -> None:
         """Remove `unwanted` names, and what only they kept."""
-        paths = {self.layer.name_path(*name): name for name in unwanted}
+        paths = {self.root.name_path(*name): name for name in unwanted}
         gone: set[Path] = set()
         victims: list[tuple[Item, str]] = []
         for item in list(self.scan.entries.values()):
@@ -310,7 +310,7 @@ class _Collection:
                     freed += self.scan.blobs[digest].bytes
                     unneeded.append(digest)
             self._gone(*(name.path for name in item.names), item.file.path, *([item.mark.path] if item.mark else []))
-            names = tuple(str(name.path.relative_to(self.layer.root / "names")) for name in item.names)
+            names = tuple(str(name.path.relative_to(self.root.path / "names")) for name in item.names)
             self.report.evicted.append(Evicted(item.key, names, freed, round(self._idle(item), 3), reason))
         return stay
 
@@ -338,7 +338,7 @@ class _Collection:
         return len(gone)
 
     def _gone(self, *paths: Path) -> None:
-        self.report.files += [str(path.relative_to(self.layer.root)) for path in paths]
+        self.report.files += [str(path.relative_to(self.root.path)) for path in paths]
 
     def _freed(self, count: int) -> None:
         self.report.freed_bytes += count
@@ -359,13 +359,13 @@ class _Collection:
     def _restored(self, file: File) -> bool:
         # A collection that was killed may have left aside the cubin of an entry that came to be in that moment.
         digest = file.path.name[1:65]
-        if not (is_digest(digest) and file.path.parent == self.layer.blob_path(digest).parent):
+        if not (is_digest(digest) and file.path.parent == self.root.blob_path(digest).parent):
             return False
         if self.scan.unread:
             return True
         if digest in self.scan.blobs or not any(digest in item.digests for item in self.scan.entries.values()):
             return False
-        return self.report.dry_run or self.publisher.give(file.path, self.layer.blob_path(digest))
+        return self.report.dry_run or self.publisher.give(file.path, self.root.blob_path(digest))
 
     def _signatures(self) -> None:
         """Signatures over what is no more. One is published before its document, with a new stamp if it was there
@@ -400,7 +400,7 @@ class _Collection:
             return
         for item in self.scan.entries.values():
             if item.used(self.now) is None:
-                self.remover.remove(marks.mark_path(self.layer.root, item.key))
+                self.remover.remove(marks.mark_path(self.root.path, item.key))
                 marks.mark(self.publisher.folders, item.key, item.file.path)
 
     def _remove(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Searching over names, in every layer at once."""
+"""Searching over names, in every root of a store at once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from fusekit.errors import IntegrityError, OtherSchemaError, StoreError, is_glob
 from fusekit.store import names
-from fusekit.store.layer import Layer, first_good
 from fusekit.store.names import Brief, NameRecord
+from fusekit.store.root import Root, first_good
 
 T = TypeVar("T")
 
@@ -25,10 +25,10 @@ SUMMARY = frozenset({"cubin_sha256", "bytes", "registers", "spill_bytes", "secon
 
 @dataclass(frozen=True, slots=True)
 class NameListing:
-    """A name record and the root of the layer it was found in."""
+    """A name record and the path of the root that has it."""
 
     record: NameRecord
-    layer: Path
+    root: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Listing:
 
 class Row(NamedTuple):  # of which a listing makes thousands, faster than dataclasses
     """A name and what it stands for. bytes: of the cubin; registers, spill_bytes: None where the entry has none;
-    layer: root of the one in which the name was found. part_of: `file/layer` of the layer of a model that it is a
+    root: path of the one that has the name. part_of: `file/layer` of the layer of a model that it is a
     kernel of, None for others.
     """
 
@@ -52,22 +52,22 @@ class Row(NamedTuple):  # of which a listing makes thousands, faster than datacl
     bytes: int
     registers: int | None
     spill_bytes: int | None
-    layer: Path
+    root: Path
     part_of: str | None
 
     @classmethod
-    def of(cls, record: NameRecord | Brief, summary: Mapping[str, Any], layer: Path) -> Row:
+    def of(cls, record: NameRecord | Brief, summary: Mapping[str, Any], root: Path) -> Row:
         """summary: of the entry that `record` stands for; see `Entry.summary`."""
         resources = summary["registers"], summary["spill_bytes"]
         whole = record.name.partition("@")[0].rpartition(".")[0] if names.is_of_layer(record) else None
         found = record.name, record.arch, record.key, summary["cubin_sha256"], summary["bytes"]
-        return cls(*found, *resources, layer, whole)
+        return cls(*found, *resources, root, whole)
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What the layers hold: rows by name and architecture, and what was wrong with what was left out. unlisted: whether
-    that was a whole layer.
+    """What the roots hold: rows by name and architecture, and what was wrong with what was left out. unlisted: whether
+    that was a whole root.
     """
 
     rows: tuple[Row, ...]
@@ -76,25 +76,25 @@ class Overview:
 
 
 class _Problems(list[str]):
-    unlisted = False  # whether a layer could not be listed to its end
+    unlisted = False  # whether a root could not be listed to its end
 
 
-def search(layers: Sequence[Layer], pattern: str, arch: str | None) -> Listing:
+def search(roots: Sequence[Root], pattern: str, arch: str | None) -> Listing:
     """What `pattern` means: a file's stem, a kernel, a layer of a model, a full name, or a glob; sorted. Of several
-    layers of the store that have a name the first one counts.
+    roots of the store that have a name the first one counts.
     """
     problems = _Problems()
-    found = _search(layers, pattern, arch, Layer.name, problems)
-    return Listing(tuple(NameListing(record, layer.root) for record, layer in found), tuple(problems))
+    found = _search(roots, pattern, arch, Root.name, problems)
+    return Listing(tuple(NameListing(record, root.path) for record, root in found), tuple(problems))
 
 
-def recorded(layer: Layer, pattern: str, arch: str | None = None) -> list[tuple[str, str]]:
-    """Full name and architecture of every record in `layer` that `pattern` matches, damaged ones too; sorted. Reads
+def recorded(root: Root, pattern: str, arch: str | None = None) -> list[tuple[str, str]]:
+    """Full name and architecture of every record in `root` that `pattern` matches, damaged ones too; sorted. Reads
     none of them.
     """
     stem = pattern.partition("/")[0]
     found = []
-    for folder, filename in layer.name_files(None if is_glob(stem) else stem) if stem else ():
+    for folder, filename in root.name_files(None if is_glob(stem) else stem) if stem else ():
         with contextlib.suppress(IntegrityError):
             where = names.of_path(folder, filename)
             if names.matches(pattern, where[0]) and arch in (None, where[1]):
@@ -102,44 +102,44 @@ def recorded(layer: Layer, pattern: str, arch: str | None = None) -> list[tuple[
     return sorted(found)
 
 
-def overview(layers: Sequence[Layer], pattern: str, arch: str | None) -> Overview:
+def overview(roots: Sequence[Root], pattern: str, arch: str | None) -> Overview:
     """As `search`, with what the entries say, for people to look at: neither entries nor specs are taken apart."""
     problems = _Problems()
     rows = []
-    for brief, layer in _search(layers, pattern, arch, Layer.brief, problems):
+    for brief, root in _search(roots, pattern, arch, Root.brief, problems):
         try:
-            told = _summary(layers, brief)
+            told = _summary(roots, brief)
         except (IntegrityError, StoreError) as error:
             problems.append(str(error))
             continue
         if told is None:
-            problems.append(f"{brief.name} for {brief.arch} stands for entry {brief.key}, which no layer holds")
+            problems.append(f"{brief.name} for {brief.arch} stands for entry {brief.key}, which no root holds")
             continue
-        rows.append(Row.of(brief, told, layer.root))
+        rows.append(Row.of(brief, told, root.path))
     return Overview(tuple(rows), tuple(problems), problems.unlisted)
 
 
 def _search(
-    layers: Sequence[Layer],
+    roots: Sequence[Root],
     pattern: str,
     arch: str | None,
-    read: Callable[[Layer, str, str], T | None],
+    read: Callable[[Root, str, str], T | None],
     problems: _Problems,
-) -> list[tuple[T, Layer]]:
+) -> list[tuple[T, Root]]:
     for each in names.readings(pattern):
-        found = _matching(layers, each, arch, read, problems)
+        found = _matching(roots, each, arch, read, problems)
         if found or problems:
             return found
     return []
 
 
 def _matching(
-    layers: Sequence[Layer],
+    roots: Sequence[Root],
     pattern: str,
     arch: str | None,
-    read: Callable[[Layer, str, str], T | None],
+    read: Callable[[Root, str, str], T | None],
     problems: _Problems,
-) -> list[tuple[T, Layer]]:
+) -> list[tuple[T, Root]]:
     stem, _, kernel = pattern.partition("/")
     if not is_glob(stem) and not names.is_part(stem):
         return []
@@ -148,16 +148,16 @@ def _matching(
     exact = bool(kernel) and not is_glob(pattern)
     start = kernel + ("." if "@" in kernel else "@") if exact else re.split(r"[*?[]", kernel, maxsplit=1)[0]
 
-    def look() -> list[tuple[T, Layer]]:
-        found: dict[tuple[str, str], tuple[T, Layer]] = {}
-        for layer in layers:
+    def look() -> list[tuple[T, Root]]:
+        found: dict[tuple[str, str], tuple[T, Root]] = {}
+        for root in roots:
             try:
-                for folder, filename in layer.name_files(file, start):
+                for folder, filename in root.name_files(file, start):
                     try:
                         where = names.of_path(folder, filename)
                         wanted = names.matches(pattern, where[0]) and arch in (None, where[1])
-                        if wanted and where not in found and (record := read(layer, *where)) is not None:
-                            found[where] = record, layer
+                        if wanted and where not in found and (record := read(root, *where)) is not None:
+                            found[where] = record, root
                     except OtherSchemaError:
                         continue
                     except (IntegrityError, StoreError) as error:
@@ -170,24 +170,24 @@ def _matching(
     for pause in _PAUSES if exact else ():
         found = look()
         # Nothing of that name is to be seen: a collection may have it aside, to remove it or to put it back.
-        if found or problems or not any(layer.has_temporary_name(stem, start) for layer in layers):
+        if found or problems or not any(root.has_temporary_name(stem, start) for root in roots):
             return found
         time.sleep(pause)
     return look()
 
 
-def _summary(layers: Sequence[Layer], brief: Brief) -> Mapping[str, Any] | None:
+def _summary(roots: Sequence[Root], brief: Brief) -> Mapping[str, Any] | None:
     """The record's own copy, as long as a file of the size that the copy states lies in the entry's place; where it
     does not, or where an entry has to be signed, that itself is read. None where there is none; IntegrityError or
     StoreError where it cannot be.
     """
 
-    def read(layer: Layer) -> Mapping[str, Any] | None:
-        size = layer.size_of_entry(brief.key)
+    def read(root: Root) -> Mapping[str, Any] | None:
+        size = root.size_of_entry(brief.key)
         same = size is not None and size == brief.summary.get("entry_bytes")
-        if same and brief.summary.keys() >= SUMMARY and layer.trust is None:
+        if same and brief.summary.keys() >= SUMMARY and root.trust is None:
             return brief.summary
-        entry = None if size is None else layer.entry(brief.key)
+        entry = None if size is None else root.entry(brief.key)
         return None if entry is None else entry.summary()
 
-    return first_good(layers, read)
+    return first_good(roots, read)

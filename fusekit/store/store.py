@@ -1,4 +1,4 @@
-"""The layered store: one writable root over read-only ones. What it finds is `fusekit.store.lookup`'s."""
+"""The store: one writable root over read-only ones. `fusekit.store.lookup` is its reading half."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ Make = Callable[[], tuple[Entry, bytes]]
 
 
 class Store(Lookup):
-    """Finds kernels in `root` and then in `layers`, as `Lookup` says, and publishes into `root`. Opening one touches no
-    disk.
+    """Finds kernels in `root` and then in `read_only`, as `Lookup` does, and publishes into `root`. Opening a store
+    touches no disk.
 
-    trust: the keys of which one must have signed whatever is read, in every layer; None: digests alone are checked.
+    trust: the keys of which one must have signed whatever is read, in every root; None: digests alone are checked.
     signing_key: file of the private key that signs what is built and exported here; read when it is first used.
     """
 
     def __init__(
         self,
         root: Path,
-        layers: Sequence[Path] = (),
+        read_only: Sequence[Path] = (),
         *,
         trust: Trust | None = None,
         signing_key: Path | None = None,
         disk: Disk | None = None,
     ) -> None:
-        super().__init__(root, layers, trust, Publisher(root, disk, marker.admit))
+        super().__init__(root, read_only, trust, Publisher(root, disk, marker.admit))
         self._signing_key = signing_key
 
     @classmethod
     def open(cls, config: Config) -> Store:
         """The store that `config` names; it need not exist yet."""
         trust = None if config.trusted_keys is None else Trust(config.trusted_keys)
-        return cls(config.store, config.layers, trust=trust, signing_key=config.signing_key)
+        return cls(config.store, config.read_only_roots, trust=trust, signing_key=config.signing_key)
 
     def inspecting(self, inspect: Callable[[Entry], None]) -> Store:
         """This store, to which entries are missing for which `inspect` raises IntegrityError: builders replace them."""
@@ -62,7 +62,7 @@ class Store(Lookup):
         return store
 
     def writable(self) -> Store:
-        """The writable store alone, without the layers below it, for who is about to fill it. Raises NoStoreError where
+        """The writable store alone, without the roots below it, for who is about to fill it. Raises NoStoreError where
         that is a folder that is no store, before anything is read or sent for it.
         """
         self.check_writable()
@@ -119,7 +119,7 @@ class Store(Lookup):
             return winner
         self._publish_blob(entry.cubin_sha256, cubin)
         self.publish_signatures(data, signatures)
-        own = self.layers[0]
+        own = self.roots[0]
         path = own.entry_path(entry.key)
         if not self._publisher.claim(path, data):
             if (winner := self._winner(entry.key)) is not None:
@@ -135,30 +135,30 @@ class Store(Lookup):
     ) -> None:
         """Publish `record`, with a summary of its entry, over what its name stood for.
 
-        Its entry must be in a layer already: a name never leads nowhere. Who has just read or published it may pass
+        Its entry must be in a root already: a name never leads nowhere. Who has just read or published it may pass
         it as `entry`, which saves reading it here. signatures: over the record's bytes, as for `publish`.
         """
         known = entry if entry is not None and entry.key == record.key else None
 
         def look() -> Entry | None:
-            there = known is not None and any(quietly(layer.size_of_entry, record.key) for layer in self.layers)
+            there = known is not None and any(quietly(root.size_of_entry, record.key) for root in self.roots)
             return known if there else self.find_entry(record.key)
 
         entry = self._patiently(record.key, look, sure=True)
         if entry is None:
             raise IntegrityError(
-                f"{record.name} would stand for entry {record.key}, which is in no store layer; names come after "
+                f"{record.name} would stand for entry {record.key}, which is in no root of the store; names come after "
                 "entries; publish the entry first",
                 key=record.key,
             )
         if not record.summary:
             record = dataclasses.replace(record, summary=entry.summary())
-        own, data = self.layers[0], record.to_bytes()
+        own, data = self.roots[0], record.to_bytes()
         check_readable(data, f"name record {record.name}")
         with contextlib.suppress(IntegrityError):  # a damaged record, or one of a stranger, is replaced
             own.name(record.name, record.arch)
-            # One that a lower layer has is not copied.
-            there = self._first_good(lambda layer: layer.name(record.name, record.arch))
+            # One that a lower root has is not copied.
+            there = self._first_good(lambda root: root.name(record.name, record.arch))
             if there is not None and there == record and there.summary == record.summary:
                 self.publish_signatures(data, signatures or {})
                 path = own.name_path(record.name, record.arch)
@@ -185,7 +185,7 @@ class Store(Lookup):
         if (entry := self.present(key)) is not None:
             return entry, False
         try:
-            release = acquire(self.layers[0].lock_path(key), self._publisher, 0)
+            release = acquire(self.roots[0].lock_path(key), self._publisher, 0)
         except HeldError:
             return None
         try:
@@ -195,18 +195,18 @@ class Store(Lookup):
                 release()
 
     def adopt(self, record: NameRecord) -> bool:
-        """Copy the kernel of `record` from a lower layer into the writable store, with its name; False when all of it
-        is there already. The only way in which anything comes up from a lower layer.
+        """Copy the kernel of `record` from a lower root into the writable store, with its name; False when all of it
+        is there already. The only way in which anything comes up from a lower root.
         """
         found = self.load(record.key)
         if found is None:
-            raise IntegrityError(f"{record.name} stands for entry {record.key}, which no layer holds; build it again")
+            raise IntegrityError(f"{record.name} stands for entry {record.key}, which no root holds; build it again")
         own = self.writable()
         with own.lease():
             return self._adopt(own, found, record)
 
     def _adopt(self, own: Store, found: tuple[Entry, bytes], record: NameRecord) -> bool:
-        if own.present(record.key) is not None and quietly(own.layers[0].name, record.name, record.arch) == record:
+        if own.present(record.key) is not None and quietly(own.roots[0].name, record.name, record.arch) == record:
             return False
         entry = own.publish(*found, self.signatures(found[0].to_bytes()))
         if entry != found[0]:  # another build of the key lay there: the name's summary is to be of that one
@@ -222,21 +222,21 @@ class Store(Lookup):
         """
         from fusekit.store.gc import collect
 
-        return collect(self.layers[0], self._publisher.disk, max_bytes=max_bytes, max_age=max_age, dry_run=dry_run)
+        return collect(self.roots[0], self._publisher.disk, max_bytes=max_bytes, max_age=max_age, dry_run=dry_run)
 
     def discard(self, unwanted: Collection[tuple[str, str]], *, dry_run: bool = False) -> DiscardReport:
         """Remove names (full name, architecture) from the writable store, with the entries and cubins that nothing else
-        there needs. Lower layers are left alone.
+        there needs. Lower roots are left alone.
         """
         from fusekit.store.gc import discard
 
-        return discard(self.layers[0], self._publisher.disk, unwanted, dry_run=dry_run)
+        return discard(self.roots[0], self._publisher.disk, unwanted, dry_run=dry_run)
 
     def publish_tuning(self, arch: str, data: bytes) -> Path:
         """Publish the tuning table `data` for `arch` into the writable store, in place of the one there, signed with
         the store's own key if it has one; its path. SignatureError where the store would not trust it.
         """
-        path = self.layers[0].tuning_path(arch)
+        path = self.roots[0].tuning_path(arch)
         self.publish_signatures(data, self.sign("tuning", data))
         self._publisher.put(path, data)
         return path
@@ -245,7 +245,7 @@ class Store(Lookup):
         """Publish signatures (key id -> 64 bytes) over the document `data` into the writable store."""
         # Before their document: one that can be seen is signed. Ed25519 is deterministic, so a file that is there
         # already is the same, or was planted. It gets a new stamp, so that no collection takes it meanwhile.
-        own, digest = self.layers[0], sha256(data)
+        own, digest = self.roots[0], sha256(data)
         for key_id, signature in signatures.items():
             path = own.signature_path(digest, key_id)
             while not self._publisher.claim(path, signature):
@@ -264,7 +264,7 @@ class Store(Lookup):
         it (False), and publishing is as right as with it.
         """
         try:
-            release = acquire(self.layers[0].lock_path(key), self._publisher, patience)
+            release = acquire(self.roots[0].lock_path(key), self._publisher, patience)
         except HeldError:
             release = None
         try:
@@ -301,7 +301,7 @@ class Store(Lookup):
     def _winner(self, key: str) -> Entry | None:
         # An entry in the writable store that is good together with its cubin, made durable: whoever wrote it may have
         # been killed before it synced.
-        own = self.layers[0]
+        own = self.roots[0]
         try:
             entry = own.entry(key)
             if entry is None or own.blob(entry.cubin_sha256, entry.cubin_bytes) is None:
@@ -322,7 +322,7 @@ class Store(Lookup):
         return signatures
 
     def _publish_blob(self, digest: str, data: bytes) -> None:
-        own = self.layers[0]
+        own = self.roots[0]
         path = own.blob_path(digest)
         if self._publisher.claim(path, data):
             return

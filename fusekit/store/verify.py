@@ -15,10 +15,10 @@ from fusekit.store.entries import Entry
 from fusekit.store.files import quietly, size_of
 from fusekit.store.folders import Folders, said
 from fusekit.store.keys import is_digest
-from fusekit.store.layer import Layer
 from fusekit.store.layout import MARKER, open_to_all, strays
 from fusekit.store.marker import absence, check_format, is_file
 from fusekit.store.names import NameRecord
+from fusekit.store.root import Root
 from fusekit.store.scan import digests_of
 
 _PAUSES = (0.01, 0.05)  # seconds
@@ -40,14 +40,14 @@ class Inspect:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong. key: the entry it concerns, empty if none is known. path: the file. layer: the store's
+    """One thing that is wrong. key: the entry it concerns, empty if none is known. path: the file. root: the store's
     root.
     """
 
     key: str
     problem: str
     path: Path
-    layer: Path
+    root: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class VerifyReport:
 
     entries, names, blobs: how many of each were looked at. orphans: blobs of no entry, and temporaries: files of
     writers; both are what a killed builder leaves, no damage. full: whether every blob was hashed, not only its size
-    compared. strays: what is not fusekit's, and lies where no reader looks. absent: root of each layer that is no
-    store -> why, in words. open_to_all: folders of the layers in which every user of the machine may write.
+    compared. strays: what is not fusekit's, and lies where no reader looks. absent: path of each root that is
+    no store -> why, in words. open_to_all: folders of the roots in which every user of the machine may write.
     """
 
     entries: int
@@ -77,24 +77,24 @@ class VerifyReport:
         return self.entries + self.names
 
 
-def verify(layers: tuple[Layer, ...], full: bool, inspect: Inspect | None = None) -> VerifyReport:
-    """Check every layer. Damage is reported, never raised, and nothing is changed.
+def verify(roots: tuple[Root, ...], full: bool, inspect: Inspect | None = None) -> VerifyReport:
+    """Check every root. Damage is reported, never raised, and nothing is changed.
 
     Without `full`: the digest, key and place of each entry and name, and that each entry's cubin is there with its
     size. With `full`: every blob is hashed too, and `inspect` looks into every entry, name and tuning table.
     """
-    check = _Check(layers, full, inspect if full else None)
-    absent = {layer.root: why for layer in layers if (why := absence(layer.root)) is not None}
-    folders = [layer for layer in layers if not is_file(layer.root)]
-    for layer in folders:
-        check.entries_of(layer)
-    for layer in folders:
-        check.names_of(layer)
-        if layer.root not in absent:
-            check.strays_of(layer)
-        check.tuning_of(layer)
+    check = _Check(roots, full, inspect if full else None)
+    absent = {root.path: why for root in roots if (why := absence(root.path)) is not None}
+    folders = [root for root in roots if not is_file(root.path)]
+    for root in folders:
+        check.entries_of(root)
+    for root in folders:
+        check.names_of(root)
+        if root.path not in absent:
+            check.strays_of(root)
+        check.tuning_of(root)
         with contextlib.suppress(StoreError):  # a folder that cannot be listed was said above
-            check.temporaries += sum(1 for _ in layer.temporary_files())
+            check.temporaries += sum(1 for _ in root.temporary_files())
     return VerifyReport(
         entries=check.entries,
         names=check.names,
@@ -106,46 +106,46 @@ def verify(layers: tuple[Layer, ...], full: bool, inspect: Inspect | None = None
         strays=tuple(check.strays),
         absent=absent,
         open_to_all=tuple(
-            path for layer in folders if layer.root not in absent for path in open_to_all(Folders(layer.root))
+            path for root in folders if root.path not in absent for path in open_to_all(Folders(root.path))
         ),
     )
 
 
 class _Check:
-    def __init__(self, layers: tuple[Layer, ...], full: bool, inspect: Inspect | None) -> None:
-        self.layers, self.full, self._inspect = layers, full, inspect
+    def __init__(self, roots: tuple[Root, ...], full: bool, inspect: Inspect | None) -> None:
+        self.roots, self.full, self._inspect = roots, full, inspect
         self.entries = self.names = self.blobs = self.orphans = self.temporaries = 0
         self.bad: list[Problem] = []
         self.strays: list[Path] = []
-        self._keys: dict[str, str] = {}  # key -> arch of each good entry, of any layer
+        self._keys: dict[str, str] = {}  # key -> arch of each good entry, of any root
         self._damaged: set[str] = set()  # keys of damaged entries
         self._patience = _PATIENCE
 
-    def entries_of(self, layer: Layer) -> None:
+    def entries_of(self, root: Root) -> None:
         cubins: dict[str, list[Entry]] = {}
         spoken_for: set[str] = set()  # what damaged entries may need, as far as they can be read
         told: set[Path] = set()
         try:
-            for path in layer.entry_files():
+            for path in root.entry_files():
                 self.entries += 1
                 at = path  # what is at fault
                 key = path.name.removesuffix(".json")
                 try:
-                    if not is_digest(key) or path != layer.entry_path(key):
+                    if not is_digest(key) or path != root.entry_path(key):
                         raise damaged(path, "is no entry; it does not have an entry's name and place")
-                    entry = layer.entry(key)
+                    entry = root.entry(key)
                     if entry is None:  # collected since it was listed
                         self.entries -= 1
                         continue
                     if self._inspect is not None:
                         self._inspect.entry(entry, None)
-                    blob = at = layer.blob_path(entry.cubin_sha256)
+                    blob = at = root.blob_path(entry.cubin_sha256)
                     if (size := self._size_in_time(blob)) is None:
                         at = path
-                        if layer.size_of_entry(key) is None:  # collected since it was read
+                        if root.size_of_entry(key) is None:  # collected since it was read
                             self.entries -= 1
                             continue
-                        if layer.blob(entry.cubin_sha256, entry.cubin_bytes) is None:
+                        if root.blob(entry.cubin_sha256, entry.cubin_bytes) is None:
                             raise damaged(path, f"names the cubin {entry.cubin_sha256}, which is missing")
                     elif size != entry.cubin_bytes:
                         raise damaged(blob, f"has {size} bytes, where its entry says {entry.cubin_bytes}")
@@ -156,13 +156,13 @@ class _Check:
                     spoken_for |= digests_of(path) or frozenset()
                     if not isinstance(error, OtherSchemaError):  # whole, for another version: not looked at any closer
                         told.add(at)
-                        self._add(layer, at, error, key if is_digest(key) else "")
-            self._blobs_of(layer, cubins, spoken_for, told)
+                        self._add(root, at, error, key if is_digest(key) else "")
+            self._blobs_of(root, cubins, spoken_for, told)
         except StoreError as error:
-            self._add(layer, layer.root, error, "")
+            self._add(root, root.path, error, "")
 
-    def _blobs_of(self, layer: Layer, cubins: dict[str, list[Entry]], spoken_for: set[str], told: set[Path]) -> None:
-        for path in layer.blob_files():
+    def _blobs_of(self, root: Root, cubins: dict[str, list[Entry]], spoken_for: set[str], told: set[Path]) -> None:
+        for path in root.blob_files():
             self.blobs += 1
             owners = cubins.get(path.name, [])
             key = owners[-1].key if owners else ""
@@ -170,10 +170,10 @@ class _Check:
             if path in told:
                 continue
             try:
-                if not is_digest(path.name) or path != layer.blob_path(path.name):
+                if not is_digest(path.name) or path != root.blob_path(path.name):
                     raise damaged(path, "is no blob; it does not have a blob's name and place")
                 if self.full:
-                    cubin = layer.blob(path.name)
+                    cubin = root.blob(path.name)
                     if self._inspect is not None and cubin is not None:
                         for owner in owners:
                             key = owner.key
@@ -181,16 +181,16 @@ class _Check:
                 else:
                     size_of(path)
             except (IntegrityError, StoreError) as error:
-                self._add(layer, path, error, key)
+                self._add(root, path, error, key)
 
-    def names_of(self, layer: Layer) -> None:
+    def names_of(self, root: Root) -> None:
         try:
-            for folder, filename in layer.name_files():
+            for folder, filename in root.name_files():
                 self.names += 1
-                path = layer.root / "names" / folder / filename
+                path = root.path / "names" / folder / filename
                 key = ""
                 try:
-                    record = layer.name(*names.of_path(folder, filename))
+                    record = root.name(*names.of_path(folder, filename))
                     if record is None:
                         self.names -= 1
                         continue
@@ -202,47 +202,47 @@ class _Check:
                     if key not in self._keys and (entry := self._published_since(key)) is not None:
                         self._keys[key] = entry.arch
                     if key not in self._keys:
-                        if layer.name(record.name, record.arch) != record:  # collected or replaced since it was read
+                        if root.name(record.name, record.arch) != record:  # collected or replaced since it was read
                             self.names -= 1
                             continue
-                        raise damaged(path, f"stands for entry {key}, which no layer holds whole")
+                        raise damaged(path, f"stands for entry {key}, which no root holds whole")
                     if self._keys[key] != record.arch:
                         raise damaged(path, f"is for {record.arch}, its entry for {self._keys[key]}")
                 except OtherSchemaError:
                     continue
                 except (IntegrityError, StoreError) as error:
-                    self._add(layer, path, error, key)
+                    self._add(root, path, error, key)
         except StoreError as error:
-            self._add(layer, layer.root, error, "")
+            self._add(root, root.path, error, "")
 
-    def strays_of(self, layer: Layer) -> None:
+    def strays_of(self, root: Root) -> None:
         told = {problem.path for problem in self.bad}
         try:
             with contextlib.suppress(NoStoreError):  # said above
-                check_format(layer.root)
+                check_format(root.path)
         except (IntegrityError, StoreError) as error:
-            self._add(layer, layer.root / MARKER, error, "")
+            self._add(root, root.path / MARKER, error, "")
         try:
-            for found in strays(Folders(layer.root)):
+            for found in strays(Folders(root.path)):
                 if found.path in told:
                     continue
                 if found.kind == "link":
                     problem = f"{said(found.path)} is a symbolic link; a store follows none below its own folder; "
-                    self._add(layer, found.path, IntegrityError(f"{problem}remove it"), "")
+                    self._add(root, found.path, IntegrityError(f"{problem}remove it"), "")
                 else:
                     self.strays.append(found.path)
         except StoreError as error:
-            self._add(layer, layer.root, error, "")
+            self._add(root, root.path, error, "")
 
-    def tuning_of(self, layer: Layer) -> None:
+    def tuning_of(self, root: Root) -> None:
         for arch in sorted(set(self._keys.values())) if self._inspect is not None else ():
-            path = layer.tuning_path(arch)
+            path = root.tuning_path(arch)
             try:
-                data = layer.tuning(arch)
+                data = root.tuning(arch)
                 if data is not None and self._inspect is not None:
                     self._inspect.tuning(data, str(path), arch)
             except (IntegrityError, StoreError) as error:
-                self._add(layer, path, error, "")
+                self._add(root, path, error, "")
 
     def _size_in_time(self, path: Path) -> int | None:
         # A collection moves a cubin aside for a moment before it sees that a new entry needs it.
@@ -254,7 +254,7 @@ class _Check:
         return size_of(path)
 
     def _published_since(self, key: str) -> Entry | None:
-        return next(filter(None, (quietly(layer.entry, key) for layer in self.layers)), None)
+        return next(filter(None, (quietly(root.entry, key) for root in self.roots)), None)
 
-    def _add(self, layer: Layer, path: Path, error: Exception, key: str) -> None:
-        self.bad.append(Problem(key=key, problem=str(error), path=path, layer=layer.root))
+    def _add(self, root: Root, path: Path, error: Exception, key: str) -> None:
+        self.bad.append(Problem(key=key, problem=str(error), path=path, root=root.path))

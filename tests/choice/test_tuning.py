@@ -1,4 +1,4 @@
-"""Tuning tables: which row speaks for a problem, files, layers, and the table that comes with fusekit."""
+"""Tuning tables: which row speaks for a problem, files, roots of a store, and the table that comes with fusekit."""
 
 from __future__ import annotations
 
@@ -192,10 +192,10 @@ def test_a_name_without_variant_takes_the_measured_one(tmp_path: Path) -> None:
     assert library(store)[0].load("sample/fc1").name == WIDE
 
 
-def test_layers_of_tables(tmp_path: Path) -> None:
+def test_tables_of_several_roots(tmp_path: Path) -> None:
     lower = two_variants(tmp_path / "lower")
     lower.publish_tuning("sm_90a", Tuning("sm_90a", (row("128x256-c2x1", problem=SPEC["problem"]),)).to_bytes())
-    upper = Store.open(Config(store=tmp_path / "upper", layers=(tmp_path / "lower",)))
+    upper = Store.open(Config(store=tmp_path / "upper", read_only_roots=(tmp_path / "lower",)))
     assert library(upper)[0].find("sample/fc1").name == WIDE
     upper.publish_tuning("sm_90a", Tuning("sm_90a", (row("128x160-c2x1", problem=SPEC["problem"]),)).to_bytes())
     assert library(upper)[0].find("sample/fc1").name == NARROW

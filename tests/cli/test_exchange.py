@@ -53,7 +53,7 @@ def test_export_and_import(fusekit, store, other, tmp_path):
     assert [row["name"] for row in other("ls", "--json").json] == list(NAMES)
     assert other("verify", "--full", "--json").json["bad"] == []
     assert fusekit("export", "some.tar", "quickstart/linear", "--json").json["names"] == 1
-    assert "is not in any store layer" in fusekit("export", "none.tar", "nothing", code=3).err
+    assert "is not in the store" in fusekit("export", "none.tar", "nothing", code=3).err
     assert not (tmp_path / "none.tar").exists()
 
 
@@ -195,13 +195,13 @@ def test_what_a_bundle_or_a_remote_holds(fusekit, store, tmp_path):
     bundle = (tmp_path / "kernels.tar").read_bytes()
     for where in ("kernels.tar", "remote", f"file://{tmp_path}/kernels.tar", f"file://{tmp_path}/remote"):
         rows = fusekit("ls", "--from", where, "--json", FUSEKIT_STORE=str(tmp_path / "none")).json
-        assert [row | {"layer": None} for row in rows] == [row | {"layer": None} for row in listed]
-        assert {row["layer"] for row in rows} == {where}
+        assert [row | {"root": None} for row in rows] == [row | {"root": None} for row in listed]
+        assert {row["root"] for row in rows} == {where}
         assert len(fusekit("ls", "quickstart/linear", "--from", where, "--json").json) == 1
         report = fusekit("verify", "--full", "--from", where, "--json").json
         assert (report["checked"], report["blobs"], report["bad"], report["full"]) == (6, 3, [], True)
         shown = fusekit("show", NAMES[0], "--from", where, "--json").json
-        assert shown | {"layer": None} == fusekit("show", NAMES[0], "--json").json | {"layer": None}
+        assert shown | {"root": None} == fusekit("show", NAMES[0], "--json").json | {"root": None}
         assert fusekit("show", "quickstart/moe-fc1", "--from", where, "--json").json["name"] in NAMES
         assert "nothing of that name" in fusekit("ls", "nope", "--from", where).err
         assert "nope" in fusekit("show", "nope", "--from", where, code=3).err
@@ -307,7 +307,7 @@ def test_verify_holds_a_store_against_a_manifest(fusekit, store, tmp_path):
     older, cubin = build_entry(7)
     store.publish(older, cubin)
     store.publish_name(NameRecord(NAMES[0], "sm_90a", older.key, {}, {}))
-    store.layers[0].name_path(NAMES[1], "sm_90a").unlink()
+    store.roots[0].name_path(NAMES[1], "sm_90a").unlink()
     path = str(
         write_manifest(manifest.updated({NAMES[2]: replace(listed[NAMES[2]], launch_sha256="0" * 64)}), tmp_path)
     )

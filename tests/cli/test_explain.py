@@ -86,7 +86,7 @@ def test_without_the_compiler_the_rest_is_compared(explain, tmp_path, monkeypatc
 
 def test_damage(explain, tmp_path):
     entry = fill(tmp_path)
-    path = Store(tmp_path).layers[0].blob_path(entry.cubin_sha256)
+    path = Store(tmp_path).roots[0].blob_path(entry.cubin_sha256)
     path.chmod(0o644)
     path.write_bytes(b"")
     document = json.loads(explain(SPEC.full_name, "--json").out)

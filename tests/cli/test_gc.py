@@ -18,7 +18,7 @@ def aged(store):
     for seed in range(3):
         entry, _ = build_entry(seed)
         stamp = time.time() - (seed + 1) * 86400
-        for path in (mark_path(store.root, entry.key), store.layers[0].entry_path(entry.key)):
+        for path in (mark_path(store.root, entry.key), store.roots[0].entry_path(entry.key)):
             os.utime(path, (stamp, stamp))
     return store
 

@@ -179,7 +179,7 @@ def test_load_of_a_layer_says_how_it_is_launched(store):
     assert library.layer("model/moe").options == OPTIONS
     with pytest.raises(UsageError, match=r"'model/fc1' is a kernel, .* library.load\('model/fc1'\) .* model/fc1@one"):
         library.layer("model/fc1")
-    with pytest.raises(NotBuiltError, match="'model/moee' is not in any store layer; no packaged spec has it"):
+    with pytest.raises(NotBuiltError, match="'model/moee' is not in the store; no packaged spec has it"):
         library.layer("model/moee")
 
 

@@ -79,11 +79,11 @@ def test_common_options_stand_before_or_after_the_verb(store, fusekit, where):
 def test_quiet_and_verbose(store, fusekit, tmp_path):
     assert fusekit("ls", "nothing").err.startswith("nothing of that name in")
     assert fusekit("ls", "nothing", "-q").err == fusekit("--quiet", "ls", "nothing").err == ""
-    assert fusekit("show", "nothing/x", "-q", code=3).err.startswith("fusekit: 'nothing/x' is not in any store layer")
+    assert fusekit("show", "nothing/x", "-q", code=3).err.startswith("fusekit: 'nothing/x' is not in the store")
     assert fusekit("ls", "-q").out == fusekit("ls").out == fusekit("ls", "-v").out
-    layer = str(tmp_path / "layer")
-    told = fusekit("ls", "-v", FUSEKIT_STORES=layer, code=1).err.splitlines()  # the layer is not there
-    assert told[:2] == [f"store: {fusekit.root}", f"read-only layer: {layer}"]
+    root = str(tmp_path / "site")
+    told = fusekit("ls", "-v", FUSEKIT_STORES=root, code=1).err.splitlines()  # the root is not there
+    assert told[:2] == [f"store: {fusekit.root}", f"read-only root: {root}"]
     assert fusekit("-q", "ls", "-v").err  # the last one counts
     assert not fusekit("-v", "ls", "nothing", "-q").err
 
@@ -142,7 +142,7 @@ def test_a_traceback_only_with_debug(fusekit):
     result = fusekit("show", "quickstart", "--debug", code=3)
     assert "Traceback" in result.err
     assert "NotBuiltError" in result.err
-    assert "\nfusekit: 'quickstart' is not in any store layer" in result.err
+    assert "\nfusekit: 'quickstart' is not in the store" in result.err
 
 
 def test_interrupted_in_the_middle(fusekit):

@@ -63,7 +63,7 @@ def test_a_build_says_what_it_moves_and_leaves_behind(fusekit, edited, tmp_path)
     (moved,) = edited.json["moved"]
     assert (moved["name"], moved["differs"]) == (f"moe/{SMALL}", ["activation"])
     assert moved["before"] != moved["now"] == edited.json["built"][0]["key"]
-    left = [{"name": f"moe/{LARGE}", "arch": "sm_90a", "layer": str(fusekit.root)}]
+    left = [{"name": f"moe/{LARGE}", "arch": "sm_90a", "root": str(fusekit.root)}]
     assert edited.json["left_behind"] == left
     assert f"moe/{SMALL} (sm_90a) stood for another kernel before: activation differs in its spec" in edited.err
     assert "give one of the two a namespace" in edited.err

@@ -83,29 +83,29 @@ def test_both_names_of_a_kernel_at_once(store, rm):
     assert (rm("*/linear")[0]["kernels"], store.load(entry.key)) == (1, None)
 
 
-def test_read_only_layers_are_left_alone(fusekit, store, tmp_path, rm):
-    layers = {"FUSEKIT_STORES": str(store.root)}
+def test_read_only_roots_are_left_alone(fusekit, store, tmp_path, rm):
+    roots = {"FUSEKIT_STORES": str(store.root)}
     upper = tmp_path / "upper"
-    lower = fusekit("rm", LINEAR, "--store", str(upper), code=3, **layers)
-    assert f"is in the read-only layer {store.root} alone" in lower.err
-    fusekit("copy", LINEAR, "--store", str(upper), **layers)
+    lower = fusekit("rm", LINEAR, "--store", str(upper), code=3, **roots)
+    assert f"is in the read-only root {store.root} alone" in lower.err
+    fusekit("copy", LINEAR, "--store", str(upper), **roots)
     time.sleep(TICK)
     before = files(store.root)
-    done = fusekit("rm", LINEAR, "--store", str(upper), "--json", **layers)
-    assert done.json["in_layers"] == [{"name": LINEAR, "arch": "sm_90a", "layer": str(store.root)}]
-    assert "is found in the read-only layer" in done.err
+    done = fusekit("rm", LINEAR, "--store", str(upper), "--json", **roots)
+    assert done.json["in_roots"] == [{"name": LINEAR, "arch": "sm_90a", "root": str(store.root)}]
+    assert "is found in the read-only root" in done.err
     assert files(store.root) == before
     assert not Store(upper).names()
 
 
 def test_damaged_and_strange_files(store, rm, tmp_path):
     """A record that cannot be read goes by its name; a link stays, and so does what it leads to."""
-    path = store.layers[0].name_path(LINEAR, "sm_90a")
+    path = store.roots[0].name_path(LINEAR, "sm_90a")
     path.chmod(0o644)
     path.write_bytes(b"damaged")
     outside = tmp_path / "outside.json"
     outside.write_text("{}")
-    store.layers[0].name_path("quickstart/link@x", "sm_90a").symlink_to(outside)
+    store.roots[0].name_path("quickstart/link@x", "sm_90a").symlink_to(outside)
     done, err = rm("quickstart/li*")
     assert [row["name"] for row in done["removed"]] == [LINEAR]
     assert [row["name"] for row in done["not_removed"]] == ["quickstart/link@x"]
@@ -128,7 +128,7 @@ def test_what_a_running_build_relies_on_stays(store, rm):
 def test_a_name_that_cannot_be_read(store, rm, monkeypatch):
     entry, _ = build_entry(0)
     store.publish_name(NameRecord("other/linear@w1", "sm_90a", entry.key, SPEC, {}))
-    other = store.layers[0].name_path("other/linear@w1", "sm_90a")
+    other = store.roots[0].name_path("other/linear@w1", "sm_90a")
     unreadable_files(monkeypatch, errno.EACCES)(other)
     done, err = rm(LINEAR, code=1)
     assert (done["kernels"], done["unread"]) == (0, [str(other)])
@@ -140,7 +140,7 @@ def test_a_name_that_cannot_be_read(store, rm, monkeypatch):
 
 
 def test_an_entry_that_cannot_be_read(store, rm, monkeypatch):
-    unreadable_files(monkeypatch, errno.EIO)(store.layers[0].entry_path(build_entry(1)[0].key))
+    unreadable_files(monkeypatch, errno.EIO)(store.roots[0].entry_path(build_entry(1)[0].key))
     done, err = rm(LINEAR, code=1)
     assert (done["kernels"], done["may_be_needed"]) == (1, {"kernels": [], "cubins": 1})
     assert "1 cubin may be needed, and stays" in err
@@ -148,7 +148,7 @@ def test_an_entry_that_cannot_be_read(store, rm, monkeypatch):
 
 def test_gc_with_a_name_that_cannot_be_read(store, fusekit, capsys, monkeypatch):
     time.sleep(TICK)
-    name = store.layers[0].name_path(LINEAR, "sm_90a")
+    name = store.roots[0].name_path(LINEAR, "sm_90a")
     unreadable_files(monkeypatch, errno.ESTALE)(name)
     assert main(["gc", "--store", str(fusekit.root), "--max-size", "0"]) == 1
     captured = capsys.readouterr()
@@ -163,7 +163,7 @@ def test_prune_with_a_name_that_cannot_be_read(tmp_path, capsys, monkeypatch):
     for name in ("quickstart/linear@old", "other/linear@w1"):
         store.publish_name(NameRecord(name, "sm_90a", entry.key, SPEC, {}))
     time.sleep(TICK)
-    unreadable_files(monkeypatch, errno.EIO)(store.layers[0].name_path("other/linear@w1", "sm_90a"))
+    unreadable_files(monkeypatch, errno.EIO)(store.roots[0].name_path("other/linear@w1", "sm_90a"))
     assert main(["build", "quickstart/linear", "--prune", "--store", str(tmp_path)]) == 1
     err = capsys.readouterr().err
     assert "removed what the spec no longer has: quickstart/linear@old" in err

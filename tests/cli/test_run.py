@@ -176,13 +176,13 @@ def test_a_damaged_store_is_never_launched_from(machine: Any, capsys: Any, tmp_p
     (named,) = store.names("made/*")
     entry = store.find_entry(named.record.key)
     assert entry is not None
-    path = store.layers[0].blob_path(entry.cubin_sha256)
+    path = store.roots[0].blob_path(entry.cubin_sha256)
     if damage == "another entry":
-        path = store.layers[0].entry_path(entry.key)
+        path = store.roots[0].entry_path(entry.key)
         fields = {"arch": "sm_100a"}
         other = replace(entry, key=key_of(fields), fields=fields, launch={**entry.launch, **fields})
         store.publish(other, CUBIN)
-        data = store.layers[0].entry_path(other.key).read_bytes()
+        data = store.roots[0].entry_path(other.key).read_bytes()
     else:
         whole = path.read_bytes()
         data = {"lost a byte": whole[:-1], "other bytes": whole[:-1] + b"!", "another cubin": whole * 2}[damage]

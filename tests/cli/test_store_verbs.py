@@ -27,7 +27,7 @@ def test_ls(store, fusekit):
         "bytes": len(cubin),
         "registers": 168,
         "spill_bytes": 0,
-        "layer": str(fusekit.root),
+        "root": str(fusekit.root),
         "part_of": None,
     }
 
@@ -65,7 +65,7 @@ def test_ls_of_no_store(fusekit):
 
 
 def test_ls_says_what_it_leaves_out(store, fusekit):
-    own = store.layers[0]
+    own = store.roots[0]
     cut(own.entry_path(build_entry(0)[0].key))
     cut(own.name_path(NAMES[1], "sm_90a"))
     result = fusekit("ls", "--json")
@@ -73,9 +73,9 @@ def test_ls_says_what_it_leaves_out(store, fusekit):
     assert result.err.count("left out:") == 2
 
 
-def test_ls_shows_layers(store, fusekit, tmp_path):
+def test_ls_shows_roots(store, fusekit, tmp_path):
     result = fusekit("ls", "--json", FUSEKIT_STORE=str(tmp_path / "own"), FUSEKIT_STORES=str(fusekit.root))
-    assert {row["layer"] for row in result.json} == {str(fusekit.root)}
+    assert {row["root"] for row in result.json} == {str(fusekit.root)}
 
 
 def test_show(store, fusekit):
@@ -142,14 +142,14 @@ def test_show_of_what_is_not_there(store, fusekit, name, target):
 
 
 def test_show_of_what_is_damaged(store, fusekit):
-    cut(store.layers[0].entry_path(build_entry()[0].key))
+    cut(store.roots[0].entry_path(build_entry()[0].key))
     result = fusekit("show", NAMES[0], code=1)
     assert result.out == ""
     assert "remove it and build it again" in result.err
 
 
 def test_show_of_a_name_without_its_entry(store, fusekit):
-    store.layers[0].entry_path(build_entry()[0].key).unlink()
+    store.roots[0].entry_path(build_entry()[0].key).unlink()
     assert "fusekit build quickstart/linear" in fusekit("show", NAMES[0], code=3).err
 
 
@@ -172,7 +172,7 @@ def test_verify(store, fusekit):
 
 def test_verify_finds_damage(store, fusekit):
     entry, _ = build_entry()
-    path = store.layers[0].blob_path(entry.cubin_sha256)
+    path = store.roots[0].blob_path(entry.cubin_sha256)
     path.chmod(0o644)
     path.write_bytes(path.read_bytes()[::-1])
     assert fusekit("verify", "--json").json["bad"] == []
@@ -193,25 +193,25 @@ def test_verify_of_no_store(fusekit):
 
 
 @pytest.mark.parametrize("kind", ["no folder", "is empty", "is no store"])
-def test_a_layer_that_is_not_mounted(store, fusekit, tmp_path, kind):
-    layer = tmp_path / "mnt"
+def test_a_root_that_is_not_mounted(store, fusekit, tmp_path, kind):
+    root = tmp_path / "mnt"
     if kind != "no folder":
-        layer.mkdir()
+        root.mkdir()
     if kind == "is no store":
-        (layer / "notes.txt").write_text("mine")
-    layers = {"FUSEKIT_STORES": str(layer)}
-    result = fusekit("verify", "--json", code=3, **layers)
-    assert (result.json["checked"], result.json["absent"]) == (6, [str(layer)])
-    assert "none bad" in fusekit("verify", code=3, **layers).out
+        (root / "notes.txt").write_text("mine")
+    roots = {"FUSEKIT_STORES": str(root)}
+    result = fusekit("verify", "--json", code=3, **roots)
+    assert (result.json["checked"], result.json["absent"]) == (6, [str(root)])
+    assert "none bad" in fusekit("verify", code=3, **roots).out
     for arguments in (["show", "quickstart/none"], ["run", "quickstart/none"], ["export", "b.tar", "quickstart/none"]):
-        said = fusekit(*arguments, code=3, **layers).err
+        said = fusekit(*arguments, code=3, **roots).err
         assert "build it from its spec file: fusekit build quickstart" in said
         assert kind in said
-        assert f"{layer}" in said
+        assert f"{root}" in said
         assert "check FUSEKIT_STORES, and that its file systems are mounted" in said
-    listed = fusekit("ls", "--json", code=1, **layers)
-    assert (len(listed.json), f"{layer}" in listed.err) == (3, True)
-    # The user's own folder need not be there where a layer is; one that is named has to be.
+    listed = fusekit("ls", "--json", code=1, **roots)
+    assert (len(listed.json), f"{root}" in listed.err) == (3, True)
+    # The user's own folder need not be there where a root is; one that is named has to be.
     below = {"FUSEKIT_STORES": str(fusekit.root), "FUSEKIT_STORE": str(tmp_path / "own")}
     assert fusekit("verify", "--json", **below).json["absent"] == [str(tmp_path / "own")]
     fusekit("verify", "--store", str(tmp_path / "own"), code=3, **below)
@@ -391,7 +391,7 @@ def test_doctor_says_who_is_trusted(fusekit, tmp_path):
 
 
 def test_doctor_says_how_the_stores_are(store, fusekit, tmp_path):
-    cut(store.layers[0].entry_path(build_entry()[0].key))
+    cut(store.roots[0].entry_path(build_entry()[0].key))
     document = fusekit("doctor", "--json", FUSEKIT_STORES=str(tmp_path / "gone")).json
     own, gone = document["stores"]
     assert (own["entries"], own["bad"]) == (3, 1)

@@ -93,7 +93,7 @@ def test_what_cannot_be_replaced_fails_its_own_kernel_alone(build, store, kind):
     (key, _) = (task.key for task in plan_build([one, two], store).misses)
     if kind == "name of what is there":
         assert build(one).ok
-    own = store.layers[0]
+    own = store.roots[0]
     path = own.entry_path(key) if kind == "entry" else own.name_path(one.full_name, one.arch)
     path.unlink(missing_ok=True)
     path.mkdir(parents=True)
@@ -150,7 +150,7 @@ def test_kernels_are_published_as_they_come(build, store):
 
 def test_a_damaged_cubin_is_built_again(build, store):
     first = build(LINEAR).built[0]
-    blob = store.layers[0].blob_path(first.cubin_sha256)
+    blob = store.roots[0].blob_path(first.cubin_sha256)
     blob.chmod(0o644)
     blob.write_bytes(blob.read_bytes()[:-1] + b"!")
     assert store.verify(full=True).bad
@@ -164,7 +164,7 @@ def test_an_entry_without_a_usable_record_is_built_again(build, store, launch):
     """Its digests are right: anybody can write such a one."""
     (built,) = build(LINEAR).built
     entry = store.find_entry(built.key)
-    store.layers[0].entry_path(built.key).unlink()
+    store.roots[0].entry_path(built.key).unlink()
     broken = dataclasses.replace(entry, launch={**entry.launch, **launch} if launch else {})
     store.publish(broken, store.read_cubin(broken))
     assert store.find_entry(built.key).launch != entry.launch

@@ -224,7 +224,7 @@ def test_a_name_record_of_wrong_types_is_no_name_record(change, tmp_path):
     for seed, name in enumerate((NAME, "quickstart/fc2@a")):
         entry, cubin = build_entry(seed)
         write(store, entry, cubin, build_record(entry, name))
-    path = store.layers[0].name_path(NAME, "sm_90a")
+    path = store.roots[0].name_path(NAME, "sm_90a")
     path.chmod(0o644)
     path.write_bytes(resealed(change))
     listed = [row.name for row in store.overview().rows]  # which does not take specs apart

@@ -67,25 +67,25 @@ def test_a_selection(store, tmp_path):
     assert (nothing.entries, import_bundle(Store(tmp_path / "seeded"), path).entries) == (0, 0)
 
 
-def test_every_layer_is_exported_and_the_writable_one_is_filled(store, bundle, tmp_path):
+def test_every_root_is_exported_and_the_writable_one_is_filled(store, bundle, tmp_path):
     layered = Store(tmp_path / "top", [tmp_path / "store"])
     path = tmp_path / "layered.tar"
     export_bundle(layered, select(layered), path)
     assert path.read_bytes() == bundle.read_bytes()
-    import_bundle(layered, path)  # what a layer below has is what this disk is to have too
+    import_bundle(layered, path)  # what a root below has is what this disk is to have too
     assert files(tmp_path / "top") == files(tmp_path / "store")
 
 
 def test_a_damaged_store_is_not_exported(store, tmp_path):
     path = tmp_path / "kernels.tar"
     path.write_bytes(b"what was there")
-    blob = store.layers[0].blob_path(build_entry(1)[0].cubin_sha256)
+    blob = store.roots[0].blob_path(build_entry(1)[0].cubin_sha256)
     blob.chmod(0o644)
     blob.write_bytes(blob.read_bytes()[:-1] + b"!")
     with pytest.raises(IntegrityError, match="digest"):
         export_bundle(store, select(store), path)
-    store.layers[0].name_path(NAMES[0], "sm_90a").unlink()
-    store.layers[0].name_path(NAMES[0], "sm_90a").write_bytes(b"{}")
+    store.roots[0].name_path(NAMES[0], "sm_90a").unlink()
+    store.roots[0].name_path(NAMES[0], "sm_90a").write_bytes(b"{}")
     with pytest.raises(IntegrityError, match="has no digest"):
         select(store)
     assert path.read_bytes() == b"what was there"
@@ -152,9 +152,9 @@ def test_an_import_mends_what_is_damaged(bundle, tmp_path):
     target = Store(tmp_path / "seeded")
     import_bundle(target, bundle)
     for path in (
-        target.layers[0].blob_path(build_entry(1)[0].cubin_sha256),
-        target.layers[0].entry_path(build_entry(2)[0].key),
-        target.layers[0].name_path(NAMES[0], "sm_90a"),
+        target.roots[0].blob_path(build_entry(1)[0].cubin_sha256),
+        target.roots[0].entry_path(build_entry(2)[0].key),
+        target.roots[0].name_path(NAMES[0], "sm_90a"),
     ):
         path.chmod(0o644)
         path.write_bytes(path.read_bytes()[:-2])

@@ -89,7 +89,7 @@ def test_patterns(store, url, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_layers(store, url, tmp_path):
+def test_roots(store, url, tmp_path):
     layered = Store(tmp_path / "top", [tmp_path / "store"])
     assert push(layered, select(layered), Remote(url)).entries == 3
     assert pull(layered, Remote(url)).entries == 3  # into the writable store, which has none

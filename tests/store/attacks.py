@@ -27,7 +27,7 @@ def whole_store(root, count=1):
         store.publish_name(build_record(entry, f"f/k{seed}@v"))
         store.load(entry.key)
     store.publish(*build_entry(99))
-    orphan = store.layers[0].entry_path(build_entry(99)[0].key)
+    orphan = store.roots[0].entry_path(build_entry(99)[0].key)
     orphan.unlink()
     orphan.with_name(f".{orphan.name}.{RANDOM}-7-{RANDOM}.tmp").write_bytes(b"left")
     store.publish_tuning("sm_90a", b"{}")

@@ -31,7 +31,7 @@ def store(tmp_path):
 
 
 def files(store):
-    (entry, _), own = build_entry(), store.layers[0]
+    (entry, _), own = build_entry(), store.roots[0]
     return {
         "blob": own.blob_path(entry.cubin_sha256),
         "entry": own.entry_path(entry.key),
@@ -103,7 +103,7 @@ DAMAGES = [flip, cut, empty, append, zeros, over_long, swap, link, link_to_the_s
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("kind", ["blob", "entry", "name"])
 def test_damage_is_refused(store, kind, damage):
-    own = store.layers[0]
+    own = store.roots[0]
     other_entry, _ = build_entry(1)
     others = {
         "blob": own.blob_path(other_entry.cubin_sha256),
@@ -126,7 +126,7 @@ def test_damage_is_refused(store, kind, damage):
 def test_what_is_missing_behind_a_name_is_no_result(store, kind):
     files(store)[kind].unlink()
     if kind == "blob":
-        with pytest.raises(IntegrityError, match="in no store layer"):
+        with pytest.raises(IntegrityError, match="in no root of the store"):
             load(store)
     else:
         assert load(store) is None
@@ -166,7 +166,7 @@ def test_swapped_launch_records(store, tmp_path):
     generate(tmp_path / "key")
     signed = Store(store.root, signing_key=tmp_path / "key")
     sign_selection(signed, select(signed))
-    paths = [store.layers[0].entry_path(build_entry(seed)[0].key) for seed in range(2)]
+    paths = [store.roots[0].entry_path(build_entry(seed)[0].key) for seed in range(2)]
     documents = [unseal(path.read_bytes(), path) for path in paths]
     records = [canonical_json(document["launch"]).encode() for document in documents]
     for path, own, other in zip(paths, records, reversed(records), strict=True):
@@ -188,7 +188,7 @@ def test_swapped_launch_records(store, tmp_path):
 
 def test_an_entry_under_another_key(store):
     (entry, _), (other, _) = build_entry(0), build_entry(1)
-    own = store.layers[0]
+    own = store.roots[0]
     shutil.copy(own.entry_path(other.key), own.entry_path(entry.key).with_suffix(".new"))
     own.entry_path(entry.key).with_suffix(".new").replace(own.entry_path(entry.key))
     with pytest.raises(IntegrityError, match=f"is the entry of key {other.key}"):
@@ -252,7 +252,7 @@ def test_a_name_for_another_architecture_than_its_entry(store):
 def test_a_name_that_leads_nowhere(store):
     replant(files(store)["name"], lambda d: d.update(key="0" * 64))
     (problem,) = store.verify().bad
-    assert "which no layer holds" in problem.problem
+    assert "which no root holds" in problem.problem
 
 
 def test_strange_files_are_found(store):

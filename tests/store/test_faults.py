@@ -44,7 +44,7 @@ def prepare(folder):
     (folder / "keys").mkdir()
     generate(folder / "keys" / "k")
     shutil.copytree(folder / "s", folder / "orphans")
-    orphan = Store(folder / "orphans").layers[0].blob_path(sha256(b"orphan"))
+    orphan = Store(folder / "orphans").roots[0].blob_path(sha256(b"orphan"))
     orphan.parent.mkdir(exist_ok=True)
     orphan.write_bytes(b"orphan")
 

@@ -100,10 +100,10 @@ def test_verifying(store, figure):
 
 
 def test_collecting(store, figure, tmp_path):
-    entries = [path.name.removesuffix(".json") for path in store.layers[0].entry_files()]
+    entries = [path.name.removesuffix(".json") for path in store.roots[0].entry_files()]
     figure(f"`fusekit gc` of {COUNT} with nothing to do: {best(lambda: command(store, 'gc'), 2):.1f} s")
     for number, key in enumerate(entries):
-        for path in (mark_path(store.root, key), store.layers[0].entry_path(key)):
+        for path in (mark_path(store.root, key), store.roots[0].entry_path(key)):
             os.utime(path, (time.time() - number, time.time() - number))
     start = time.perf_counter()
     report = store.collect(max_age=COUNT / 2)

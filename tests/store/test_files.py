@@ -181,7 +181,7 @@ def test_a_cubin_somebody_else_left_is_synced_before_an_entry_names_it(tmp_path,
     entry, cubin = make_entry()
     first = Store(tmp_path)
     first.publish(entry, cubin)
-    first.layers[0].entry_path(entry.key).unlink()
+    first.roots[0].entry_path(entry.key).unlink()
     disk = Recorder(tmp_path)
     Store(tmp_path, disk=disk).publish(entry, cubin)
     assert disk.steps.count(("sync", "blobs")) >= 2

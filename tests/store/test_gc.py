@@ -98,7 +98,7 @@ def test_a_build_that_finds_a_kernel_uses_it(tmp_path):
 def test_a_dry_run_says_the_same_and_changes_nothing(tmp_path):
     store, _ = fill(tmp_path)
     (tmp_path / "entries" / ".x.tmp").parent.mkdir(exist_ok=True)
-    left = store.layers[0].entry_path(build_entry()[0].key).with_name(".x.json.tmp")
+    left = store.roots[0].entry_path(build_entry()[0].key).with_name(".x.json.tmp")
     left.write_bytes(b"1")
     age(left, 2 * DAY)
     before = everything(tmp_path)
@@ -131,7 +131,7 @@ def test_orphans_go_at_once_but_not_while_a_build_runs(tmp_path):
     with store.lease():
         time.sleep(0.02)
         store.publish(entry, cubin)
-        store.layers[0].entry_path(entry.key).unlink()
+        store.roots[0].entry_path(entry.key).unlink()
         time.sleep(0.1)
         assert store.collect().orphans == 0
     report = store.collect()
@@ -181,7 +181,7 @@ def test_a_lease_from_elsewhere_ends_when_it_is_not_renewed(tmp_path):
 
 def test_temporaries_go_when_their_writer_is_gone_or_long_silent(tmp_path):
     store, entries = fill(tmp_path)
-    folder, name = store.layers[0].entry_path(entries[0].key).parent, f"{entries[0].key}.json"
+    folder, name = store.roots[0].entry_path(entries[0].key).parent, f"{entries[0].key}.json"
     child = os.fork()
     if not child:
         os._exit(0)
@@ -212,7 +212,7 @@ def test_locks_that_nobody_needs_go(tmp_path):
     for key in (entries[0].key, entries[1].key, young, old):
         with store.lock(key):
             pass
-    age(store.layers[0].lock_path(old), 2 * DAY)
+    age(store.roots[0].lock_path(old), 2 * DAY)
     with store.lock(entries[1].key):
         assert store.collect().locks == 2
     assert sorted(path.stem for path in (tmp_path / "locks").iterdir()) == sorted([entries[1].key, young])
@@ -228,7 +228,7 @@ def test_signatures_go_with_what_they_sign(tmp_path):
         age(path, ago)
         return path
 
-    own = store.layers[0]
+    own = store.roots[0]
     signed = [
         [sign(path.read_bytes(), 3 * DAY) for path in (own.entry_path(entry.key), own.name_path(name, "sm_90a"))]
         for entry, name in zip(entries, ("f/k0@v", "f/k1@v"), strict=True)
@@ -240,7 +240,7 @@ def test_signatures_go_with_what_they_sign(tmp_path):
 
 def test_marks_of_no_entry_go(tmp_path):
     store, entries = fill(tmp_path)
-    store.layers[0].entry_path(entries[0].key).unlink()
+    store.roots[0].entry_path(entries[0].key).unlink()
     store.collect()
     assert not mark_path(tmp_path, entries[0].key).exists()
     assert mark_path(tmp_path, entries[1].key).exists()
@@ -274,9 +274,9 @@ def test_size_holds_though_every_stamp_is_in_the_future(tmp_path):
 
 def test_what_a_later_version_wrote_keeps_its_cubin(tmp_path):
     store, entries = fill(tmp_path, 1)
-    replant(store.layers[0].entry_path(entries[0].key), lambda d: d.update(schema=9, more={"x": 1}))
+    replant(store.roots[0].entry_path(entries[0].key), lambda d: d.update(schema=9, more={"x": 1}))
     assert store.collect().orphans == 0
-    assert store.layers[0].blob(entries[0].cubin_sha256) is not None
+    assert store.roots[0].blob(entries[0].cubin_sha256) is not None
     use(store, entries[0], 100)
     assert store.collect(max_age=50).removed == 1
     assert everything(tmp_path) == []
@@ -284,19 +284,19 @@ def test_what_a_later_version_wrote_keeps_its_cubin(tmp_path):
 
 def test_an_entry_that_cannot_be_read_stops_the_removal_of_cubins(tmp_path):
     store, entries = fill(tmp_path, 2)
-    path = store.layers[0].entry_path(entries[0].key)
+    path = store.roots[0].entry_path(entries[0].key)
     path.chmod(0o644)
     with path.open("r+b") as file:
         file.truncate(1 << 36)
     report = store.collect(max_age=150)
     assert str(path) in report.notes[0]
-    assert store.layers[0].blob(entries[0].cubin_sha256) is not None
+    assert store.roots[0].blob(entries[0].cubin_sha256) is not None
     assert store.load(entries[1].key) is not None
 
 
 def test_what_lies_behind_a_link_to_a_folder_keeps_its_cubin(tmp_path):
     store, entries = fill(tmp_path / "store")
-    folder = store.layers[0].entry_path(entries[0].key).parent
+    folder = store.roots[0].entry_path(entries[0].key).parent
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
     assert store.load(entries[0].key, mark=False) is not None
@@ -327,7 +327,7 @@ def test_what_is_not_the_stores_is_left_alone(tmp_path):
     assert (root / "blobs" / "sha256" / "yy" / ("1" * 64)).exists()
 
 
-def test_lower_layers_are_left_alone(tmp_path):
+def test_lower_roots_are_left_alone(tmp_path):
     lower, _ = fill(tmp_path / "lower")
     before = everything(tmp_path / "lower")
     upper = Store(tmp_path / "upper", [lower.root])
@@ -361,7 +361,7 @@ def unreadable(request, monkeypatch):
 
 def test_what_an_unreadable_name_may_stand_for_stays(tmp_path, unreadable):
     store, _ = fill(tmp_path)
-    name = store.layers[0].name_path("f/k0@v", "sm_90a")
+    name = store.roots[0].name_path("f/k0@v", "sm_90a")
     before = everything(tmp_path)
     unreadable(name)
     for dry_run in (True, False):
@@ -376,7 +376,7 @@ def test_removal_leaves_what_an_unreadable_name_may_stand_for(tmp_path, unreadab
     store, entries = fill(tmp_path)
     store.publish_name(build_record(entries[0], "g/other@v"))
     time.sleep(0.1)
-    other = store.layers[0].name_path("g/other@v", "sm_90a")
+    other = store.roots[0].name_path("g/other@v", "sm_90a")
     unreadable(other)
     said = store.discard([("f/k0@v", "sm_90a")], dry_run=True)
     done = store.discard([("f/k0@v", "sm_90a")])
@@ -388,7 +388,7 @@ def test_removal_leaves_what_an_unreadable_name_may_stand_for(tmp_path, unreadab
 
 def test_an_unreadable_name_can_be_removed_and_its_kernel_stays(tmp_path, unreadable):
     store, entries = fill(tmp_path)
-    name = store.layers[0].name_path("f/k0@v", "sm_90a")
+    name = store.roots[0].name_path("f/k0@v", "sm_90a")
     unreadable(name)
     done = store.discard([("f/k0@v", "sm_90a")])
     assert (done.names, done.without_entry, done.unread) == ([("f/k0@v", "sm_90a")],) * 2 + ([str(name)],)
@@ -397,20 +397,20 @@ def test_an_unreadable_name_can_be_removed_and_its_kernel_stays(tmp_path, unread
 
 def test_removal_says_that_it_leaves_cubins(tmp_path, unreadable):
     store, entries = fill(tmp_path, 2)
-    unreadable(store.layers[0].entry_path(entries[1].key))
+    unreadable(store.roots[0].entry_path(entries[1].key))
     done = store.discard([("f/k0@v", "sm_90a")])
-    assert (done.entries, done.cubins, done.unread) == (1, 1, [str(store.layers[0].entry_path(entries[1].key))])
-    assert store.layers[0].blob(entries[0].cubin_sha256) is not None
+    assert (done.entries, done.cubins, done.unread) == (1, 1, [str(store.roots[0].entry_path(entries[1].key))])
+    assert store.roots[0].blob(entries[0].cubin_sha256) is not None
 
 
 def test_a_cubin_that_was_left_aside_stays_while_an_entry_cannot_be_read(tmp_path, unreadable):
     """A collection that was killed may have left it aside, and the entry that needs it may be the unreadable one."""
     store, entries = fill(tmp_path, 2)
-    blob = store.layers[0].blob_path(entries[0].cubin_sha256)
+    blob = store.roots[0].blob_path(entries[0].cubin_sha256)
     blob.rename(blob.with_name(f".{blob.name}.{process.host()}-{4194305}-{RANDOM}.tmp"))
-    unreadable(store.layers[0].entry_path(entries[0].key))
+    unreadable(store.roots[0].entry_path(entries[0].key))
     assert store.collect().temporaries == 0
-    assert store.layers[0].blob(entries[0].cubin_sha256) is not None
+    assert store.roots[0].blob(entries[0].cubin_sha256) is not None
 
 
 def test_an_unreadable_lease_protects_everything(tmp_path, unreadable):
@@ -442,8 +442,8 @@ def test_a_dry_run_goes_by_the_clock_of_the_file_system(tmp_path, monkeypatch, d
 
 def test_removal_says_that_it_leaves_the_cubin_of_an_unreadable_entry(tmp_path, unreadable):
     store, entries = fill(tmp_path, 2)
-    path = store.layers[0].entry_path(entries[0].key)
+    path = store.roots[0].entry_path(entries[0].key)
     unreadable(path)
     done = store.discard([("f/k0@v", "sm_90a")])
     assert (done.entries, done.cubins, done.unread) == (1, 1, [str(path)])
-    assert store.layers[0].blob(entries[0].cubin_sha256) is not None
+    assert store.roots[0].blob(entries[0].cubin_sha256) is not None

@@ -192,7 +192,7 @@ def test_a_new_entry_keeps_a_cubin_that_was_about_to_go(tmp_path, before):
     assert other.cubin_sha256 == entries[0].cubin_sha256
 
     def plant():  # as a builder that found the cubin there, and stopped before it could look again
-        path = store.layers[0].entry_path(other.key)
+        path = store.roots[0].entry_path(other.key)
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(other.to_bytes())
 
@@ -266,7 +266,7 @@ def test_a_collection_that_is_killed_at_any_step_leaves_a_store_that_is_whole(tm
 
 def test_a_cubin_left_aside_that_an_entry_needs_is_put_back(tmp_path):
     store, entries = fill(tmp_path, 1)
-    blob = store.layers[0].blob_path(entries[0].cubin_sha256)
+    blob = store.roots[0].blob_path(entries[0].cubin_sha256)
     aside = blob.with_name(f".{blob.name}.0123456789ab-7-0123456789ab.tmp")
     blob.rename(aside)
     assert store.load(entries[0].key) is not None

@@ -88,7 +88,7 @@ def test_cubins_stay_that_something_behind_a_link_may_need(tmp_path, folder):
     assert (report.orphans, report.signatures) == (0, 0)
     assert str(link) in report.notes[0]
     assert "no cubin and no signature is removed" in report.notes[0]
-    assert store.layers[0].blob_path(ENTRY.cubin_sha256).exists()
+    assert store.roots[0].blob_path(ENTRY.cubin_sha256).exists()
 
 
 def names_in(root):
@@ -225,7 +225,7 @@ def test_a_temporary_writes_through_nothing(tmp_path, monkeypatch):
     store, victim = whole_store(tmp_path / "store"), tmp_path / "victim"
     victim.write_text("precious")
     monkeypatch.setattr(os, "urandom", lambda count: b"\x01" * count)
-    path = store.layers[0].tuning_path("sm_100a")
+    path = store.roots[0].tuning_path("sm_100a")
     temporary = Publisher(store.root).temporary(path)
     temporary.symlink_to(victim)
     with pytest.raises(StoreError, match="File exists"):
@@ -235,7 +235,7 @@ def test_a_temporary_writes_through_nothing(tmp_path, monkeypatch):
 
 def test_a_lock_is_no_link(tmp_path):
     store, victim = whole_store(tmp_path / "store"), tmp_path / "victim"
-    path = store.layers[0].lock_path(ENTRY.key)
+    path = store.roots[0].lock_path(ENTRY.key)
     path.unlink()
     path.symlink_to(victim)
     with store.lock(ENTRY.key, patience=0) as is_held:

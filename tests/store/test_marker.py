@@ -152,7 +152,7 @@ def test_readers_of_a_store_of_a_later_format(tmp_path):
         reader.load(build_entry()[0].key)
     assert "format" in reader.overview().problems[0]
     assert "format" in reader.verify().bad[0].problem
-    # The other layers go on.
+    # The other roots go on.
     assert Store(store.root, [below.root]).load(build_entry()[0].key) == build_entry()
     assert len(Store(store.root, [below.root]).overview().rows) == 1
     assert state(store.root) == before
@@ -188,7 +188,7 @@ def test_a_marker_that_is_none(tmp_path, aside, kind):
 def test_what_a_dry_run_says_is_what_goes(tmp_path):
     """File by file, for a store with everything in it: in use, held, damaged, left behind, strange."""
     store = whole_store(tmp_path, 6)
-    own = store.layers[0]
+    own = store.roots[0]
     keys = [build_entry(seed)[0].key for seed in range(6)]
     for number, key in enumerate(keys):
         for path in (own.entry_path(key), tmp_path / "used" / key[:2] / key):

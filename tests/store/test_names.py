@@ -97,7 +97,7 @@ def test_variants(store):
 
 
 def test_variants_that_are_all_damaged_are_not_missing(store):
-    path = store.layers[0].name_path("a/fc2@64x64", "sm_90a")
+    path = store.roots[0].name_path("a/fc2@64x64", "sm_90a")
     path.chmod(0o644)
     path.write_bytes(b"")
     with pytest.raises(IntegrityError):

@@ -98,7 +98,7 @@ def test_what_is_damaged_is_made_again(tmp_path):
     store = Store(tmp_path)
     entry, cubin = build_entry()
     store.publish(entry, cubin)
-    store.layers[0].blob_path(entry.cubin_sha256).unlink()
+    store.roots[0].blob_path(entry.cubin_sha256).unlink()
     assert store.ensure(entry.key, lambda: (entry, cubin)) == (entry, True)
     assert store.load(entry.key) == (entry, cubin)
 

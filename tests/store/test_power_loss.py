@@ -99,7 +99,7 @@ def test_a_cubin_that_somebody_else_left_unsynced(tmp_path):
         entry, cubin = build_entry(0)
         disk = PowerDisk(root)
         Store(root, disk=disk).publish(entry, cubin)
-        own = Store(root).layers[0]
+        own = Store(root).roots[0]
         # The entry is gone, the cubin's name is there and is not safe.
         disk.remove(own.entry_path(entry.key))
         disk.sync(own.entry_path(entry.key).parent)
@@ -133,7 +133,7 @@ def test_collecting(tmp_path, soak):
         store = Store(root, disk=disk)
         for seed in range(4):
             publish(store, seed)
-        own = store.layers[0]
+        own = store.roots[0]
         for seed in range(3):
             stamp = time.time() - 100
             os.utime(own.entry_path(build_entry(seed)[0].key), (stamp, stamp))
@@ -179,7 +179,7 @@ def test_the_model_finds_what_is_wrong(tmp_path, fault):
         try:
             entry, cubin = build_entry(0)
             if fault == "the entry comes first":
-                store._publisher.claim(store.layers[0].entry_path(entry.key), entry.to_bytes())
+                store._publisher.claim(store.roots[0].entry_path(entry.key), entry.to_bytes())
             store.publish(entry, cubin)
         except KeyboardInterrupt:
             pass

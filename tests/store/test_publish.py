@@ -144,7 +144,7 @@ def test_threads_that_race_agree(tmp_path, make_entry):
 def test_a_builder_repairs(tmp_path, make_entry):
     store = Store(tmp_path)
     entry, cubin = make_entry()
-    own = store.layers[0]
+    own = store.roots[0]
     for path in (own.blob_path(entry.cubin_sha256), own.entry_path(entry.key)):
         for damage in ("cut", "link", "missing"):
             store.publish(entry, cubin)
@@ -162,7 +162,7 @@ def test_an_entry_whose_cubin_is_lost_is_replaced(tmp_path, make_entry):
     store = Store(tmp_path)
     first, cubin = make_entry()
     store.publish(first, cubin)
-    store.layers[0].blob_path(first.cubin_sha256).unlink()
+    store.roots[0].blob_path(first.cubin_sha256).unlink()
     second, other = make_entry(cubin=b"the same kernel, other bytes", seconds=2.0)
     assert store.publish(second, other) == second
     assert store.load(first.key) == (second, other)
@@ -172,7 +172,7 @@ def test_a_directory_in_the_place_of_a_file_is_said(tmp_path, make_entry):
     store = Store(tmp_path)
     entry, cubin = make_entry()
     store.publish(*make_entry(1))
-    store.layers[0].entry_path(entry.key).mkdir(parents=True)
+    store.roots[0].entry_path(entry.key).mkdir(parents=True)
     with pytest.raises(IntegrityError, match="is a directory"):
         store.publish(entry, cubin)
 
@@ -206,7 +206,7 @@ def test_without_permission_to_read(unprivileged, make_entry):
     entry, cubin = make_entry()
     store = Store(root)
     store.publish(entry, cubin)
-    store.layers[0].entry_path(entry.key).chmod(0)
+    store.roots[0].entry_path(entry.key).chmod(0)
     with pytest.raises(StoreError, match="Permission denied"):
         store.find_entry(entry.key)
     assert len(store.verify().bad) == 1

@@ -25,9 +25,9 @@ def signed_store(keys, name="ours", trust=None, root="store"):
     return Store(keys / root, trust=trust, signing_key=keys / name)
 
 
-def trusting(keys, *names, root="store", layers=(), signing_key=None):
+def trusting(keys, *names, root="store", read_only=(), signing_key=None):
     trust = Trust([keys / f"{name}.pub" for name in names or ("ours",)])
-    return Store(keys / root, layers, trust=trust, signing_key=signing_key)
+    return Store(keys / root, read_only, trust=trust, signing_key=signing_key)
 
 
 def fill(store, seed=0, signatures=None):
@@ -306,7 +306,7 @@ def test_tampering_with_a_signed_store(keys):
     other, cubin = build_entry(1)
     fill(Store(keys / "elsewhere"), seed=1)
     store, plain = trusting(keys), Store(keys / "store")
-    own = plain.layers[0]
+    own = plain.roots[0]
 
     def replace(path, data):
         path.chmod(0o644)
@@ -353,31 +353,31 @@ def test_a_signed_name_does_not_vouch_for_the_listing_of_its_entry(keys, what):
     store = signed_store(keys)
     entry, _ = fill(store)
     ours = read_signing_key(keys / "ours").public.id
-    path = store.layers[0].signature_path(sha256(entry.to_bytes()), ours)
+    path = store.roots[0].signature_path(sha256(entry.to_bytes()), ours)
     path.unlink()
     if what != "unsigned":
         path.write_bytes(read_signing_key(keys / "stranger").sign("entry", entry.to_bytes()).popitem()[1])
     overview = trusting(keys).overview()
     assert overview.rows == ()
     (problem,) = overview.problems
-    assert str(store.layers[0].entry_path(entry.key)) in problem
+    assert str(store.roots[0].entry_path(entry.key)) in problem
     assert len(Store(keys / "store").overview().rows) == 1
 
 
 def test_a_changed_cubin_of_a_signed_entry_is_refused(keys):
     entry, _ = fill(signed_store(keys))
     store = trusting(keys)
-    blob = store.layers[0].blob_path(entry.cubin_sha256)
+    blob = store.roots[0].blob_path(entry.cubin_sha256)
     blob.chmod(0o644)
     blob.write_bytes(blob.read_bytes()[:-1] + b"!")
     with pytest.raises(IntegrityError, match="digest"):
         store.load(entry.key)
 
 
-def test_an_unsigned_layer_does_not_hide_a_signed_one_below(keys):
+def test_an_unsigned_root_does_not_hide_a_signed_one_below(keys):
     fill(Store(keys / "store"))
     entry, record = fill(signed_store(keys, root="below"))
-    store = trusting(keys, layers=[keys / "below"])
+    store = trusting(keys, read_only=[keys / "below"])
     assert store.load(entry.key)[0] == entry
     assert store.find_name(record.name, record.arch) == record
 
@@ -410,7 +410,7 @@ def test_a_planted_signature_file_is_replaced(keys):
     store = signed_store(keys)
     entry, cubin = build_entry()
     ((key_id, signature),) = store.sign("entry", entry.to_bytes()).items()
-    path = store.layers[0].signature_path(documents.sha256(entry.to_bytes()), key_id)
+    path = store.roots[0].signature_path(documents.sha256(entry.to_bytes()), key_id)
     path.parent.mkdir(parents=True)
     path.write_bytes(bytes(64))
     store.publish(entry, cubin)
@@ -421,7 +421,7 @@ def test_signing_what_is_there_checks_it_first(keys):
     entry, _ = fill(Store(keys / "store"))
     store = signed_store(keys)
     selection = select(store)
-    blob = store.layers[0].blob_path(entry.cubin_sha256)
+    blob = store.roots[0].blob_path(entry.cubin_sha256)
     whole = blob.read_bytes()
     blob.chmod(0o644)
     blob.write_bytes(whole[:-1] + b"!")
@@ -519,7 +519,7 @@ def test_a_signature_that_is_relied_on_again_is_young(keys):
 
 def test_copying_up_takes_the_signatures_along(keys):
     entry, record = fill(signed_store(keys, root="below"))
-    store = trusting(keys, layers=[keys / "below"])
+    store = trusting(keys, read_only=[keys / "below"])
     assert store.adopt(store.find_name(record.name, record.arch))
     assert trusting(keys).load(entry.key)[0] == entry
     assert trusting(keys).find_name(record.name, record.arch) == record

@@ -128,14 +128,14 @@ def identity():
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
-    [(lambda path: path.parent.chmod(0), "Permission denied"), (cut, "bytes"), (os.unlink, "is in no store")],
+    [(lambda path: path.parent.chmod(0), "Permission denied"), (cut, "bytes"), (os.unlink, "is in no root")],
 )
 def test_a_lock_says_what_is_wrong_with_a_kernel(identity, unprivileged, spoil, said):
     root = unprivileged / "store"
     entry = fill(root)
     locked, wrong = locked_in(Store(root), [SPEC], identity)
     assert (set(locked), wrong) == ({SPEC.full_name}, {})
-    manifest, path = Manifest(SPEC.arch, {}, locked), Store(root).layers[0].blob_path(entry.cubin_sha256)
+    manifest, path = Manifest(SPEC.arch, {}, locked), Store(root).roots[0].blob_path(entry.cubin_sha256)
     spoil(path)
     built, wrong = locked_in(Store(root), [SPEC], identity)
     ((name, why),) = manifest.compare(built, [SPEC.full_name], wrong).missing
@@ -190,7 +190,7 @@ class TestAFolderThatNobodyMayEnter:
         closed.root.parent.chmod(0)
         report = own.verify(full=True)
         assert report.entries == 1
-        assert {problem.layer for problem in report.bad} == {closed.root}
+        assert {problem.root for problem in report.bad} == {closed.root}
         assert all("Permission denied" in problem.problem for problem in report.bad)
         assert own.load(build_entry(1)[0].key) == build_entry(1)
 
@@ -294,7 +294,7 @@ def test_a_stale_handle_is_opened_again(tmp_path, monkeypatch, call, times):
 def test_a_cubin_that_is_seen_later_than_its_entry(store, monkeypatch):
     """A network file system that does not show a new file yet: the reader waits a moment, and asks again."""
     entry, cubin = build_entry()
-    blob = store.layers[0].blob_path(entry.cubin_sha256)
+    blob = store.roots[0].blob_path(entry.cubin_sha256)
     hidden = blob.with_name("hidden")
     blob.rename(hidden)
     looked = []
@@ -329,7 +329,7 @@ def test_what_is_lost_for_good_is_not_waited_for(store, monkeypatch):
     """Marks outlive entries that somebody removed by hand, thousands perhaps."""
     entry, cubin = build_entry()
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waits"))
-    store.layers[0].entry_path(entry.key).unlink()
+    store.roots[0].entry_path(entry.key).unlink()
     assert mark_path(store.root, entry.key).exists()
     assert store.present(entry.key) is None
     assert store.ensure(entry.key, lambda: (entry, cubin)) == (entry, True)
@@ -380,7 +380,7 @@ class TestSettled:
     @pytest.mark.parametrize("damage", ["cut", "flip", "missing", "link", "directory"])
     def test_damage_is_looked_at_closely(self, store, kind, damage):
         entry, _ = build_entry()
-        own, record = store.layers[0], build_record(entry)
+        own, record = store.roots[0], build_record(entry)
         path = {
             "blob": own.blob_path(entry.cubin_sha256),
             "entry": own.entry_path(entry.key),
@@ -405,13 +405,13 @@ class TestSettled:
 
     def test_a_mended_entry_is_looked_at_closely_once(self, store):
         entry, cubin = build_entry()
-        path = store.layers[0].entry_path(entry.key)
+        path = store.roots[0].entry_path(entry.key)
         path.write_bytes(path.read_bytes()[:-2] + b"!\n")
         assert self.look(store) is None
         store.publish_name(build_record(entry), store.publish(entry, cubin))
         assert self.look(store) == entry.summary()
 
-    def test_a_lower_layer_settles_it_without_a_copy(self, store, tmp_path):
+    def test_a_lower_root_settles_it_without_a_copy(self, store, tmp_path):
         upper = Store(tmp_path / "upper", [store.root])
         assert self.look(upper) == build_entry()[0].summary()
         upper.publish_name(build_record(build_entry()[0]))

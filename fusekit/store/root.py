@@ -1,4 +1,4 @@
-"""One store on the disk, read-only: where things lie, and reading them with every check.
+"""One root of a store on the disk, read-only: where things lie, and reading them with every check.
 
     <root>/fusekit-store.json                            the marker: the format of the store (fusekit.store.marker)
     <root>/blobs/sha256/<2 digits>/<64 digits>           a cubin, under its own digest
@@ -45,12 +45,12 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """The store under `root`, which need not exist: it is empty then. With `trust`, what it has not signed is refused
+class Root:
+    """What lies under `path`, which need not exist: it is empty then. With `trust`, what it has not signed is refused
     before it is parsed.
     """
 
-    root: Path
+    path: Path
     trust: Trust | None = None
     _checked: list[bool] = field(default_factory=list, init=False, compare=False, repr=False)
 
@@ -58,7 +58,7 @@ class Layer:
         """Raises NoStoreError for a store of a format that this fusekit does not know; looks once."""
         if not self._checked:
             with contextlib.suppress(IntegrityError):  # a damaged marker keeps nobody from reading
-                check_format(self.root)
+                check_format(self.path)
             self._checked.append(True)
 
     def entry_path(self, key: str) -> Path:
@@ -68,16 +68,16 @@ class Layer:
         return Path(self._blob(digest))
 
     def name_path(self, name: str, arch: str) -> Path:
-        return self.root / names.record_path(name, arch)
+        return self.path / names.record_path(name, arch)
 
     def lock_path(self, key: str) -> Path:
-        return self.root / "locks" / f"{key}.lock"
+        return self.path / "locks" / f"{key}.lock"
 
     def tuning_path(self, arch: str) -> Path:
-        return self.root / "tuning" / f"{names.check_arch(arch)}.json"
+        return self.path / "tuning" / f"{names.check_arch(arch)}.json"
 
     def signature_path(self, digest: str, key_id: str) -> Path:
-        return self.root / "signatures" / digest[:2] / f"{digest}.{key_id}"
+        return self.path / "signatures" / digest[:2] / f"{digest}.{key_id}"
 
     def signatures(self, digest: str) -> dict[str, bytes]:
         """Key id -> signature, of every signature over the document of SHA-256 `digest`; unchecked."""
@@ -117,13 +117,13 @@ class Layer:
 
     def name(self, name: str, arch: str) -> NameRecord | None:
         """The record of the full name `name` for `arch`, checked; None when there is none."""
-        path = f"{self.root}/{names.record_path(name, arch)}"
+        path = f"{self.path}/{names.record_path(name, arch)}"
         data = self._document("name", path)
         return None if data is None else NameRecord.from_bytes(data, path, name, arch)
 
     def brief(self, name: str, arch: str) -> Brief | None:
         """As `name`, for a listing. `name` and `arch` are known to be well-formed."""
-        path = f"{self.root}/names/{name}.{arch}.json"
+        path = f"{self.path}/names/{name}.{arch}.json"
         data = self._document("name", path)
         return None if data is None else Brief.from_bytes(data, path, name, arch)
 
@@ -156,7 +156,7 @@ class Layer:
     def stamp_of_name(self, name: str, arch: str) -> int | None:
         """When the record of `name` was written, in nanoseconds as its file system counts; None when there is none."""
         with contextlib.suppress(OSError):
-            return os.lstat(f"{self.root}/names/{name}.{arch}.json").st_mtime_ns
+            return os.lstat(f"{self.path}/names/{name}.{arch}.json").st_mtime_ns
         return None
 
     def is_settled(self, key: str, summary: Mapping[str, Any], named: int | None = None) -> bool:
@@ -198,7 +198,7 @@ class Layer:
         """Temporaries that writers are using or have left behind."""
         for top in (("entries",), ("blobs", "sha256"), ("names",), ("signatures",)):
             for folder in self._listing(*top):
-                directory = self.root.joinpath(*top, folder)
+                directory = self.path.joinpath(*top, folder)
                 yield from (directory / name for name in self._listing(*top, folder, temporary=True))
 
     def _document(self, kind: str, path: str) -> bytes | None:
@@ -216,41 +216,41 @@ class Layer:
 
     def entry_file(self, key: str) -> str:
         """As `entry_path`, but cheap: to make a `Path` costs as much as to look at a file."""
-        return f"{self.root}/entries/{key[:2]}/{key}.json"
+        return f"{self.path}/entries/{key[:2]}/{key}.json"
 
     def _blob(self, digest: str) -> str:
-        return f"{self.root}/blobs/sha256/{digest[:2]}/{digest}"
+        return f"{self.path}/blobs/sha256/{digest[:2]}/{digest}"
 
     def _two_deep(self, *top: str) -> Iterator[Path]:
         self.check()
         for folder in self._listing(*top, top=True):
             for name in self._listing(*top, folder):
-                yield self.root.joinpath(*top, folder, name)
+                yield self.path.joinpath(*top, folder, name)
 
     def _listing(self, *parts: str, temporary: bool = False, start: str = "", top: bool = False) -> list[str]:
         """Names in the folder `parts`, none where there is none. A file or a link in its place is a stray one, but at
         the `top` an error.
         """
         try:
-            with Folders(self.root).at(*parts, listed=True) as descriptor:
+            with Folders(self.path).at(*parts, listed=True) as descriptor:
                 found = os.listdir(descriptor)  # noqa: PTH208 - names only, of an open folder
         except FileNotFoundError:
             return []
         except OSError as error:
             if error.errno in (errno.ENOTDIR, errno.ELOOP) and not top:
                 return []
-            raise store_error(self.root.joinpath(*parts), "list", error) from error
+            raise store_error(self.path.joinpath(*parts), "list", error) from error
         return sorted(name for name in found if name.startswith(start) and name.endswith(TEMPORARY_SUFFIX) == temporary)
 
 
-def first_good(layers: Sequence[Layer], read: Callable[[Layer], T | None]) -> T | None:
-    """What `read` finds in the first layer where it is good; None where none has it. Raises what was wrong with the
+def first_good(roots: Sequence[Root], read: Callable[[Root], T | None]) -> T | None:
+    """What `read` finds in the first root where it is good; None where none has it. Raises what was wrong with the
     first one that is damaged or cannot be read, if no other is good.
     """
     problem: IntegrityError | StoreError | None = None
-    for layer in layers:
+    for root in roots:
         try:
-            if (found := read(layer)) is not None:
+            if (found := read(root)) is not None:
                 return found
         except (IntegrityError, StoreError) as error:
             problem = problem or error
@@ -259,4 +259,4 @@ def first_good(layers: Sequence[Layer], read: Callable[[Layer], T | None]) -> T 
     return None
 
 
-SHELL = Layer(Path())  # the layout of a store, relative to its root
+SHELL = Root(Path())  # the layout of a store, relative to its root
