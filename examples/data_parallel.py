@@ -64,12 +64,12 @@ class Block:
         layer.forward(**given, y=self.y, kept=self.kept, scratch=scratch, stream=main)
 
     def bind(self, clusters=0):
-        """The backward pass until dx, and the rest. clusters: that their GEMMs hold back."""
+        """The backward pass until dx, and the rest. clusters: those that GEMMs leave to other kernels."""
         dw1, dw2 = self.gradients.split([self.w1.numel(), self.w2.numel()])
         given = {"dy": self.dy, "x": self.x, "w1": self.w1, "w2": self.w2}
-        made = {"dx": self.dx, "dw1": dw1.view_as(self.w1), "dw2": dw2.view_as(self.w2), "dweights": self.dweights}
+        gradients = {"dx": self.dx, "dw1": dw1.view_as(self.w1), "dw2": dw2.view_as(self.w2), "dweights": self.dweights}
         memory = {"kept": self.kept, "scratch": scratch}
-        return layer.bind_backward(**given, **made, **memory, cluster_margin=clusters).split("dx")
+        return layer.bind_backward(**given, **gradients, **memory, cluster_margin=clusters).split("dx")
 
 
 def all_reduce(tensor, group, stream):
@@ -78,33 +78,33 @@ def all_reduce(tensor, group, stream):
         distributed.all_reduce(tensor, group=group)
 
 
-def without(group, own=None):
+def without(group, kept=None):
     for block in (last, first):
         to_dx, weights = passes[block]
         to_dx(main)
         weights(main)
-        keep(block, own)
+        keep(block, kept)
         all_reduce(block.gradients, group, main)
 
 
-def overlapped(group, weights_beside, own=None):
+def overlapped(group, weights, kept=None):
     for each in passes[last]:
         each(main)
-    keep(last, own)
+    keep(last, kept)
     passes[first][0](main)
     side.wait_stream(main)  # dx comes first: the layer before waits for it, or other GPUs do
     all_reduce(last.gradients, group, side)
-    weights_beside(main)
-    keep(first, own)
+    weights(main)
+    keep(first, kept)
     side.wait_stream(main)
     all_reduce(first.gradients, group, side)
     main.wait_stream(side)
 
 
-def keep(block, own):
+def keep(block, kept):
     """What this GPU alone computed."""
-    if own is not None:
-        own.append(block.gradients.clone())
+    if kept is not None:
+        kept.append(block.gradients.clone())
 
 
 def time(run, before=lambda: None):
@@ -133,10 +133,10 @@ for block in (first, last):
 passes = {block: block.bind() for block in (first, last)}
 cluster = max(prod(launch.kernel.record.cluster) for launch in passes[first][1].launches)  # SMs
 
-own = []
-without(None, own)
+reference = []
+without(None, reference)
 wanted = [block.gradients.clone() for block in (last, first)]
-for each, total in zip(own, wanted, strict=True):
+for each, total in zip(reference, wanted, strict=True):
     parts = [torch.empty_like(each) for _ in range(count)]
     distributed.all_gather(parts, each)
     for number in range(X):  # a piece at a time: float32 takes twice the memory
@@ -144,20 +144,20 @@ for each, total in zip(own, wanted, strict=True):
         torch.testing.assert_close(total.chunk(X)[number].float(), exact, rtol=count * 2**-8, atol=1e-3)
 
 for margin in margins:
-    group, beside = communicator(margin), first.bind(margin // cluster)[1]
+    group, weights = communicator(margin), first.bind(margin // cluster)[1]
     again = []
-    overlapped(group, beside, again)
+    overlapped(group, weights, again)
     torch.cuda.synchronize()
-    for mine, before in zip(again, own, strict=True):
-        assert torch.equal(mine, before), "this GPU's gradients have other bits"
+    for value, before in zip(again, reference, strict=True):
+        assert torch.equal(value, before), "this GPU's gradients have other bits"
     for block, before in zip((last, first), wanted, strict=True):
         torch.testing.assert_close(block.gradients, before, rtol=count * 2**-8, atol=1e-3)
     clear = last.gradients.zero_  # sums of sums would grow
     line = {
         "margin": margin,
         "without": time(lambda group=group: without(group)),
-        "with": time(lambda group=group, beside=beside: overlapped(group, beside)),
-        "weight_gradients": time(lambda beside=beside: beside(main)),
+        "with": time(lambda group=group, weights=weights: overlapped(group, weights)),
+        "weight_gradients": time(lambda weights=weights: weights(main)),
         "all_reduce": time(lambda group=group: all_reduce(last.gradients, group, main), clear),
         "MB": round(last.gradients.nbytes / 1e6),
     }

@@ -44,11 +44,11 @@ class Rank:
         print(f"rank {ranks.rank}: kept {sizes.kept}, scratch {sizes.scratch}, windows {sum(sizes.windows.values())}")
         count = 300 + 100 * ranks.rank  # ranks may have other numbers of tokens
         source = np.random.default_rng(1 + ranks.rank)
-        own = slice(ranks.rank * X // ranks.count, (ranks.rank + 1) * X // ranks.count)
+        local = slice(ranks.rank * X // ranks.count, (ranks.rank + 1) * X // ranks.count)
         self.x = floats(bf16(source.standard_normal((count, H))))
         self.indices = np.argsort(source.random((count, X)), axis=1)[:, :K].astype(np.int32)
         self.weights = source.random((count, K), np.float32)
-        given = {"x": bf16(self.x), "dy": bf16(self.x), "w1": bf16(w1[own]), "w2": bf16(w2[own])}
+        given = {"x": bf16(self.x), "dy": bf16(self.x), "w1": bf16(w1[local]), "w2": bf16(w2[local])}
         given |= {"indices": self.indices, "weights": self.weights}
         self.tensors, dims = {}, layer.program.dims(count)
         for which in ("forward", "backward"):
@@ -97,10 +97,10 @@ if "OMPI_COMM_WORLD_RANK" in os.environ or "PMI_RANK" in os.environ:
 else:
     group = Ranks.in_process(devices, [rank % devices.count for rank in range(2)])
 
-mine = [Rank(ranks) for ranks in group]
-for rank in mine:
+local_ranks = [Rank(ranks) for ranks in group]
+for rank in local_ranks:
     rank.launch()
-for rank in mine:
+for rank in local_ranks:
     rank.check()
 for ranks in group:
     ranks.close()

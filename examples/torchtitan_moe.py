@@ -20,12 +20,13 @@ class FusedExperts(RoutedExperts):
     """Routed experts in one operator. Make them of a built module with `fuse`."""
 
     def forward(self, x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E):  # noqa: N803
-        own, topk = self.inner_experts, topk_scores_BLK.shape[-1]
+        experts, topk = self.inner_experts, topk_scores_BLK.shape[-1]
         tensors = {
             "x": x_BLD.reshape(-1, x_BLD.shape[-1]),
             "indices": topk_expert_ids_BLK.reshape(-1, topk),
             "weights": topk_scores_BLK.reshape(-1, topk),
-            "w1": own.mlp1_weight_EGD, "b1": own.mlp1_bias_EG, "w2": own.mlp2_weight_EDF, "b2": own.mlp2_bias_ED,
+            "w1": experts.mlp1_weight_EGD, "b1": experts.mlp1_bias_EG,
+            "w2": experts.mlp2_weight_EDF, "b2": experts.mlp2_bias_ED,
         }  # fmt: skip
         y = self.operator(self.operator.cast(tensors, everything=True))  # as torchtitan: parameters cast to bf16
         return y.reshape(x_BLD.shape).type_as(x_BLD)

@@ -34,7 +34,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[FIGURES] = []
-    # Made-up cases are the same in every run. --soak draws others, and keeps those that fail for the next run.
+    # Random cases are the same in every run. --soak draws others, and keeps those that fail for the next run.
     if not config.getoption("--soak"):
         settings.register_profile("repeatable", derandomize=True)
         settings.load_profile(config.getoption("--hypothesis-profile", None) or "repeatable")

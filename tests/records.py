@@ -21,11 +21,11 @@ def read_record(spec: Any) -> LaunchRecord:
     return read_plan(plan(spec))
 
 
-def read_plan(made: Any) -> LaunchRecord:
+def read_plan(plan: Any) -> LaunchRecord:
     """The record of a TracePlan."""
     from fusekit.compiler import hostcode
     from fusekit.compiler.trace import trace
 
     with tempfile.TemporaryDirectory() as scratch:
-        traced = trace(made, Path(scratch))
-    return hostcode.read(traced.module, made, traced.cubin)[1]
+        traced = trace(plan, Path(scratch))
+    return hostcode.read(traced.module, plan, traced.cubin)[1]

@@ -110,9 +110,9 @@ def test_slurm_builds_and_launches(slurm, tmp_path):
     (tmp_path / "local").mkdir()
     (tmp_path / "local" / "of-another").write_text("")
     slurm(HERE / "slurm" / "launch.sbatch", code=(0, NO_GPU))
-    told = slurm(HERE / "slurm" / "launch.sbatch", "sh", "-c", "fusekit ls && echo $FUSEKIT_STORES").stdout
-    assert f"{KERNELS}@128x128-c2x1" in told
-    assert str(tmp_path / "local" / "kernels-7") in told
+    printed = slurm(HERE / "slurm" / "launch.sbatch", "sh", "-c", "fusekit ls && echo $FUSEKIT_STORES").stdout
+    assert f"{KERNELS}@128x128-c2x1" in printed
+    assert str(tmp_path / "local" / "kernels-7") in printed
     assert [path.name for path in (tmp_path / "local").iterdir()] == ["of-another"]  # its own copy alone is removed
 
 

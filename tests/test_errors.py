@@ -100,9 +100,9 @@ def test_not_built_has_the_line_that_builds():
 
 def test_a_remedy_can_work():
     """A line is only given where it can make the kernel, as far as the packaged specs tell."""
-    own = errors.NotBuiltError.of("mine/fc1@128x128-c1x1")
-    assert own.command == "fusekit build mine.toml/fc1"
-    assert str(own).endswith("no packaged spec has it; build it from its spec file: " + own.command)
+    error = errors.NotBuiltError.of("mine/fc1@128x128-c1x1")
+    assert error.command == "fusekit build mine.toml/fc1"
+    assert str(error).endswith("no packaged spec has it; build it from its spec file: " + error.command)
     assert errors.NotBuiltError.of("quickstart/mine").command == "fusekit build quickstart.toml/mine"
     part = "gpt-oss-20b/moe.fc1-fwd"  # of a packaged layer
     assert errors.NotBuiltError.of(part).command == f"fusekit build {part}"

@@ -187,8 +187,8 @@ def test_library_imports(path):
         if found.module.partition(".")[0] in FRAMEWORKS:
             assert name_of(path) in FRAMEWORKS[found.module.partition(".")[0]], f"line {found.line}"
             continue
-        own = found.module == "fusekit"  # for its version
-        assert own or stdlib or within(found.module, allowed), (
+        is_version = found.module == "fusekit"  # for its version
+        assert is_version or stdlib or within(found.module, allowed), (
             f"{room} may not import {found.module} (line {found.line})"
         )
         root = found.module.partition(".")[0]
@@ -234,14 +234,16 @@ def test_no_module_level_mutable_state(path):
     for node in tree.body:
         value = getattr(node, "value", None) if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
         empty = isinstance(value, (ast.List, ast.Dict)) and not ast.unparse(value).strip("[]{}")
-        made = isinstance(value, ast.Call) and ast.unparse(value.func) in (
+        is_constructor = isinstance(value, ast.Call) and ast.unparse(value.func) in (
             "dict",
             "list",
             "set",
             "defaultdict",
             "deque",
         )
-        assert not empty and not (made and not value.args), f"line {node.lineno}: filled later, so it is state"
+        assert not empty and not (is_constructor and not value.args), (
+            f"line {node.lineno}: filled later, so it is state"
+        )
 
 
 def loaded(statement: str, folder: Path, *, tolerate_exit: bool = False) -> set[str]:

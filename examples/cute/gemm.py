@@ -77,11 +77,11 @@ def _gemm(
         stages.producer_tail(filling)
 
     if warp < LOAD_WARP:
-        own = mma.get_slice(thread)
-        operand_a = mma.make_fragment_A(own.partition_A(s_a))
-        operand_b = mma.make_fragment_B(own.partition_B(s_b))
-        out = own.partition_C(g_c)
-        where = own.partition_C(at)
+        thread_mma = mma.get_slice(thread)
+        operand_a = mma.make_fragment_A(thread_mma.partition_A(s_a))
+        operand_b = mma.make_fragment_B(thread_mma.partition_B(s_b))
+        out = thread_mma.partition_C(g_c)
+        where = thread_mma.partition_C(at)
         sums = cute.make_rmem_tensor(out.shape[:3], Float32)
         reading = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
         for tile in cutlass.range(block, tiles, blocks):

@@ -24,7 +24,7 @@ EDGE = 32
 
 
 class Inputs(dict[str, Any]):
-    """Made-up inputs by argument name, and what the reference has made of them so far."""
+    """Random inputs by argument name, and the reference's outputs for them so far."""
 
     def __init__(self, arrays: Mapping[str, Any]) -> None:
         super().__init__(arrays)
@@ -34,7 +34,7 @@ class Inputs(dict[str, Any]):
         self, spec: Mapping[str, Any], outputs: Mapping[str, Any], rows: Any = None, columns: Any = None
     ) -> list[Measurement]:
         """Measures outputs against the reference in these rows and columns, which is worked out once."""
-        chosen = tuple(each if each is None else each.tobytes() for each in (rows, columns))
+        chosen = tuple(index if index is None else index.tobytes() for index in (rows, columns))
         if chosen not in self.wanted:
             self.wanted[chosen] = expected(spec, self, rows, columns)
         wanted = self.wanted[chosen].items()
@@ -42,10 +42,10 @@ class Inputs(dict[str, Any]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """Inputs that are asked for: equal for all variants of a kernel."""
+class _Request:
+    """A request for inputs: equal for all variants of a kernel."""
 
-    said: str
+    meaning: str
     spec: Mapping[str, Any] = field(compare=False)
     problem: Mapping[str, int] = field(compare=False)
     seed: int
@@ -53,14 +53,14 @@ class _Asked:
 
 
 @lru_cache(maxsize=1)  # they may take gigabytes
-def _made(asked: _Asked) -> Inputs:
-    e, m, n, k = (asked.problem[name] for name in ("E", "M", "N", "K"))
-    return Inputs(make_inputs(asked.spec, E=e, M=m, N=n, K=k, seed=asked.seed, spare=asked.spare))
+def _random(request: _Request) -> Inputs:
+    e, m, n, k = (request.problem[name] for name in ("E", "M", "N", "K"))
+    return Inputs(make_inputs(request.spec, E=e, M=m, N=n, K=k, seed=request.seed, spare=request.spare))
 
 
 def inputs_of(spec: Mapping[str, Any], problem: Mapping[str, int], seed: int, spare: int) -> Inputs:
-    """Made-up inputs of a kernel: those of the last call, where it was for another variant of the same."""
-    return _made(_Asked(repr((vars(meaning(spec)), sorted(problem.items()))), spec, problem, seed, spare))
+    """Random inputs of a kernel, kept from the last call for other variants of the same kernel."""
+    return _random(_Request(repr((vars(meaning(spec)), sorted(problem.items()))), spec, problem, seed, spare))
 
 
 def compare(

@@ -132,9 +132,9 @@ def extents(record: LaunchRecord, given: Mapping[str, float]) -> dict[str, int]:
     """Every dim of `record`: what is given, and for the others one size, halved until all tensors fit into memory."""
     size = EXTENT
     while True:
-        found = {dim.name: _extent(dim, given.get(dim.name), size) for dim in record.dims}
-        if size == 1 or sum(_bytes(tensor, found) for tensor in record.tensors) <= MOST_BYTES:
-            return found
+        extents = {dim.name: _extent(dim, given.get(dim.name), size) for dim in record.dims}
+        if size == 1 or sum(_bytes(tensor, extents) for tensor in record.tensors) <= MOST_BYTES:
+            return extents
         size //= 2
 
 

@@ -59,23 +59,23 @@ class Line:
     error: str | None = None
 
     def document(self, peak: Any, dense: Line | None, peer: Line | None) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "what": self.what, "variant": self.variant, "ms": None, "best_ms": None, "rounds": len(self.times),
             "tflops": None, "gbs": None, "peak_share": None, "dense_share": None, "speedup": None,
             "agrees": self.agrees, "error": self.error,
         }  # fmt: skip
         if not self.times:
-            return found
-        ms = found["ms"] = median(self.times)
-        found["best_ms"] = min(self.times)
+            return entry
+        ms = entry["ms"] = median(self.times)
+        entry["best_ms"] = min(self.times)
         if self.work is not None:
-            found["tflops"], found["gbs"] = self.work.rates(ms)
-            found["peak_share"] = None if peak is None else self.work.share(ms, peak)
+            entry["tflops"], entry["gbs"] = self.work.rates(ms)
+            entry["peak_share"] = None if peak is None else self.work.share(ms, peak)
             if dense is not None and dense.times and dense.work is not None:
-                found["dense_share"] = found["tflops"] / dense.work.rates(median(dense.times))[0]
+                entry["dense_share"] = entry["tflops"] / dense.work.rates(median(dense.times))[0]
         if peer is not None and peer.times:
-            found["speedup"] = median(peer.times) / ms
-        return found
+            entry["speedup"] = median(peer.times) / ms
+        return entry
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class Subject:
 
     @property
     def fastest(self) -> Line:
-        """Of fusekit's variants."""
+        """The fastest of fusekit's variants."""
         return min((line for line in self.lines if line.what == "fusekit"), key=lambda line: median(line.times))
 
     def row(self, device: str) -> Row:
@@ -152,8 +152,8 @@ class GemmBench(Bench):
         timed: told of each kernel when its times are there.
         """
         records = {name: alike(self.library, name, self.arch) for name in self._names}
-        gated = is_gated([each[0].spec for each in records.values()])
-        problems = {name: shape.problem(each[0].spec, gated) for name, each in records.items()}
+        gated = is_gated([subjects_[0].spec for subjects_ in records.values()])
+        problems = {name: shape.problem(subjects_[0].spec, gated) for name, subjects_ in records.items()}
         dense = self._dense(records, problems)
         try:
             for name in self._names:
@@ -169,7 +169,7 @@ class GemmBench(Bench):
             self._release()
         return {
             "kernels": kernels, "steps": steps,
-            "ok": all(line["agrees"] is None or line["agrees"]["ok"] for each in kernels for line in each["lines"]),
+            "ok": all(line["agrees"] is None or line["agrees"]["ok"] for kernel in kernels for line in kernel["lines"]),
         }  # fmt: skip
 
     def _dense(self, records: Mapping[str, Any], problems: Mapping[str, Mapping[str, int]]) -> Line | None:
@@ -242,7 +242,7 @@ class GemmBench(Bench):
                 continue
             if want is None:
                 # What an accumulating twin adds to is its own: later rounds would change it.
-                want = {name: each.clone() if subject.spec["accumulate"] else each for name, each in kept.items()}
+                want = {name: sums.clone() if subject.spec["accumulate"] else sums for name, sums in kept.items()}
         self._check(subject, want, stream)
         return lines
 
@@ -272,10 +272,10 @@ class GemmBench(Bench):
             subjects = [by_role[role] for role in roles]
             lines = [Line("fusekit", sequence([subject.fastest.run for subject in subjects]))]
             for peer in self.options.peers if self._torch is not None else ():
-                each = [line for subject in subjects for line in subject.lines if line.what == peer]
-                lines.append(Line(peer, None, error=next((line.error for line in each if line.error), None)))
-                if len(each) == len(subjects) and all(line.run is not None for line in each):
-                    lines[-1].run = sequence([line.run for line in each])
+                peers = [line for subject in subjects for line in subject.lines if line.what == peer]
+                lines.append(Line(peer, None, error=next((line.error for line in peers if line.error), None)))
+                if len(peers) == len(subjects) and all(line.run is not None for line in peers):
+                    lines[-1].run = sequence([line.run for line in peers])
             flops = sum(work.flops for subject in subjects if (work := subject.lines[0].work) is not None)
             moved = sum(work.bytes for subject in subjects if (work := subject.lines[0].work) is not None)
             for line in lines:
@@ -330,9 +330,9 @@ def sequence(runs: Sequence[Run | None]) -> Run:
     """One after the other."""
 
     def run(stream: int) -> None:
-        for each in runs:
-            assert each is not None
-            each(stream)
+        for run_ in runs:
+            assert run_ is not None
+            run_(stream)
 
     return run
 

@@ -1,4 +1,4 @@
-"""Made-up tensors of a layer, on the device and for the definition, which reads weights expert by expert.
+"""BlockTensor-up tensors of a layer, on the device and for the definition, which reads weights expert by expert.
 
 A tensor is one block of random numbers, repeated: gigabytes take milliseconds to make, and the host holds one block.
 """
@@ -27,7 +27,7 @@ GIVEN = ("dloss", "total_tokens", "aux_coefficient", "indices", "weights", "logi
 
 
 @dataclass(frozen=True)
-class Made:
+class BlockTensor:
     """A tensor of `shape` whose elements are those of `block`, again and again. block: bits of a 16-bit format."""
 
     shape: tuple[int, ...]
@@ -58,25 +58,25 @@ class Made:
 class Experts:
     """Weights [X, N, K] for the definition, in float64 one expert at a time. turned: the tensor has [X, K, N]."""
 
-    def __init__(self, made: Made, *, turned: bool) -> None:
-        self._made, self._turned = made, turned
-        count, *sides = made.shape if len(made.shape) == 3 else (1, *made.shape)
+    def __init__(self, tensor: BlockTensor, *, turned: bool) -> None:
+        self._tensor, self._turned = tensor, turned
+        count, *sides = tensor.shape if len(tensor.shape) == 3 else (1, *tensor.shape)
         self._sides = tuple(sides)
         self.shape = (count, *(reversed(sides) if turned else sides))
 
     def __getitem__(self, expert: int) -> Array:
         size = self._sides[0] * self._sides[1]
-        own = self._made.values(expert * size, size).reshape(self._sides)
-        return own.T if self._turned else own
+        matrix = self._tensor.values(expert * size, size).reshape(self._sides)
+        return matrix.T if self._turned else matrix
 
     def transpose(self, *axes: int) -> Experts:
         """[X, K, N]."""
         if axes != (0, 2, 1):
             raise ValueError(f"axes {axes}; an expert's own two change places: 0, 2, 1")
-        return Experts(self._made, turned=not self._turned)
+        return Experts(self._tensor, turned=not self._turned)
 
 
-def made_up(name: str, shape: tuple[int, ...], dtype: str, options: Options, seed: int) -> Made:
+def random_tensor(name: str, shape: tuple[int, ...], dtype: str, options: Options, seed: int) -> BlockTensor:
     """The tensor `name` of a layer. Projections are scaled so that what they give has a spread of about 1."""
     count, seed = min(BLOCK, max(int(np.prod(shape)), 1)), seed + sum(name.encode())
     depth = {"w1": options.hidden, "shared_w1": options.hidden, "router": options.hidden,
@@ -84,27 +84,27 @@ def made_up(name: str, shape: tuple[int, ...], dtype: str, options: Options, see
     if dtype == "f32" and (name == "router" or not depth):
         spread = {"expert_bias": 0.25, "router": (3.0 / options.hidden) ** 0.5 / RMS}.get(name, 1.0)
         block: NDArray[Any] = np.random.default_rng(seed).uniform(-spread, spread, count).astype(np.float32)
-        return Made(shape, dtype, block)
+        return BlockTensor(shape, dtype, block)
     exponent = -round(0.5 * float(np.log2(depth * RMS**4))) if depth else 0
     exponent = -1 if name in ("b1", "b2", "router_bias") else exponent
-    return Made(shape, dtype, bits((count,), dtype, seed, exponent).view(held(dtype)))
+    return BlockTensor(shape, dtype, bits((count,), dtype, seed, exponent).view(held(dtype)))
 
 
-def given(dtype: str, value: Any) -> Made:
+def given(dtype: str, value: Any) -> BlockTensor:
     """A tensor of known numbers."""
     numbers = np.asarray(value)
-    return Made(numbers.shape, dtype, numbers.reshape(-1).astype(DTYPES[dtype].array))
+    return BlockTensor(numbers.shape, dtype, numbers.reshape(-1).astype(DTYPES[dtype].array))
 
 
-def definitions(options: Options, made: Mapping[str, Made]) -> dict[str, Any]:
+def definitions(options: Options, tensors: Mapping[str, BlockTensor]) -> dict[str, Any]:
     """The parameters as the definition takes them: an MLP is a layer of one expert that every token has."""
-    found: dict[str, Any] = {}
-    for name, tensor in made.items():
+    inputs: dict[str, Any] = {}
+    for name, tensor in tensors.items():
         if name in ("w1", "w2"):
-            found[name] = Experts(tensor, turned=options.b_major == "n")
+            inputs[name] = Experts(tensor, turned=options.b_major == "n")
         elif name not in ("x", "dy", *GIVEN):
-            found[name] = tensor.whole()
+            inputs[name] = tensor.whole()
     if options.kind == MLP:
-        found |= {name: found[name][None] for name in ("b1", "b2") if name in found}
-        found["router"] = np.zeros((1, options.hidden))
-    return found
+        inputs |= {name: inputs[name][None] for name in ("b1", "b2") if name in inputs}
+        inputs["router"] = np.zeros((1, options.hidden))
+    return inputs

@@ -1,4 +1,4 @@
-"""A whole layer on made-up tensors: is it right, forward, in inference and backward, and how fast (`fusekit run`)."""
+"""Checks and times a whole layer on random inputs: forward, inference and backward pass (`fusekit run`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusekit.bench.compare import WHOLE_ELEMENTS
-from fusekit.bench.layer_tensors import GIVEN, LOSS, Array, Made, definitions, given, made_up
+from fusekit.bench.layer_tensors import GIVEN, LOSS, Array, BlockTensor, definitions, given, random_tensor
 from fusekit.bench.replay import Replay
 from fusekit.bench.timing import Run, Timing, own_stream, time_launch
 from fusekit.bench.trial import GUARD, Verdict, written_around
@@ -50,9 +50,9 @@ class Sums:
 
     def rows(self, expert: int, rows: NDArray[np.int64]) -> Array:
         """Some rows of one expert's."""
-        own = self.groups[expert]
-        found: Array = self.left[own][:, rows].T @ self.right[own]
-        return found
+        group = self.groups[expert]
+        product: Array = self.left[group][:, rows].T @ self.right[group]
+        return product
 
 
 def checked_tokens(options: Options) -> int:
@@ -62,23 +62,23 @@ def checked_tokens(options: Options) -> int:
 
 
 def flops(layer: Layer, which: str, tokens: int) -> int:
-    """Of the GEMMs that a pass (or `BOTH`) launches for all its outputs."""
+    """Floating-point operations of the GEMMs of a pass, or of `BOTH`, for all outputs."""
     passes = (FORWARD, BACKWARD) if which == BOTH else (which,)
-    return sum(2 * m * n * k for each in passes for m, n, k in gemms(layer, each, tokens))
+    return sum(2 * m * n * k for pass_ in passes for m, n, k in gemms(layer, pass_, tokens))
 
 
 def gemms(layer: Layer, which: str, tokens: int) -> list[tuple[int, int, int]]:
     """(M, N, K) of each GEMM that a pass launches, as of one dense product."""
     program = layer.program
-    dims, found = program.dims(tokens), []
+    dims, shapes = program.dims(tokens), []
     for step in program.needed(which, layer.outputs(which)):
         keys = program.parts[step.part]
         operation = OPERATIONS[keys["op"]]
         if operation.gemm:
             rows = dims["M" if operation.ragged else "T"]
             n, k = keys["problem"]["N"], keys["problem"]["K"]
-            found.append((n, k, rows) if operation.reduces_rows else (rows, n, k))
-    return found
+            shapes.append((n, k, rows) if operation.reduces_rows else (rows, n, k))
+    return shapes
 
 
 class LayerTrial:
@@ -94,7 +94,7 @@ class LayerTrial:
         self.devices = library.devices
         self.device = self.devices.get(self.devices.current() if device is None else device)
         self.arrays: dict[str, DeviceArray] = {}
-        self.made: dict[str, Made] = {}
+        self.tensors: dict[str, BlockTensor] = {}
         self.outputs = layer.outputs(FORWARD) | layer.outputs(BACKWARD)
         self.sizes = layer.sizes(tokens)
         dims = layer.program.dims(tokens)
@@ -107,12 +107,12 @@ class LayerTrial:
             self._make(inputs, seed)
             for name, buffer in inputs.items():
                 self._place(name, buffer.extents(dims), buffer.dtype, guard=0)
-                self.made[name].place(self.arrays[name])
+                self.tensors[name].place(self.arrays[name])
             for name, buffer in (self.codes | self.outputs).items():
                 self._place(name, buffer.extents(dims), buffer.dtype)
                 if name in added:
-                    self.made[name] = made_up(name, buffer.extents(dims), buffer.dtype, self.options, seed)
-                    self.made[name].place(self.arrays[name])
+                    self.tensors[name] = random_tensor(name, buffer.extents(dims), buffer.dtype, self.options, seed)
+                    self.tensors[name].place(self.arrays[name])
             self._place("kept", (max(self.sizes.kept, 1),), "u8")
             self._place("scratch", (max(self.sizes.scratch, 1),), "u8")
         except BaseException:
@@ -132,21 +132,21 @@ class LayerTrial:
         o, dims = self.options, self._dims
         for name, buffer in inputs.items():
             if name not in GIVEN:
-                self.made[name] = made_up(name, buffer.extents(dims), buffer.dtype, o, seed)
+                self.tensors[name] = random_tensor(name, buffer.extents(dims), buffer.dtype, o, seed)
         for name, value in (("dloss", 0.5), ("aux_coefficient", LOSS * self.tokens), ("total_tokens", self.tokens)):
             if name in inputs:
-                self.made[name] = given(inputs[name].dtype, [value])
+                self.tensors[name] = given(inputs[name].dtype, [value])
         self._router = None
         if o.kind != MLP and o.router["input"] != X:
-            self._router = made_up("router", (o.experts, o.hidden), o.dtype, o, seed).whole()
-            logits = self.made["x"].whole() @ self._router.T
+            self._router = random_tensor("router", (o.experts, o.hidden), o.dtype, o, seed).whole()
+            logits = self.tensors["x"].whole() @ self._router.T
             if o.router["input"] == LOGITS:
-                self.made["logits"] = given("f32", logits)
+                self.tensors["logits"] = given("f32", logits)
             else:
                 best = np.argsort(-logits, axis=1, kind="stable")[:, : o.topk]
                 chosen = np.exp(np.take_along_axis(logits, best, axis=1))
-                self.made["indices"] = given("i32", best)
-                self.made["weights"] = given("f32", chosen / chosen.sum(axis=1, keepdims=True))
+                self.tensors["indices"] = given("i32", best)
+                self.tensors["weights"] = given("f32", chosen / chosen.sum(axis=1, keepdims=True))
 
     def _arguments(self, which: str) -> dict[str, Any]:
         names = [*self.layer.inputs(which), *self.layer.outputs(which)]
@@ -237,13 +237,13 @@ class LayerTrial:
         for name in ("kept", "scratch", *self.codes):
             problems += written_around(name, self.arrays[name])
         worst = max((errors[name] / _limit(name, self.options) for name in errors), default=0.0)
-        found = {"fro": max(errors.values(), default=0.0), "max_scaled": worst}
-        return Verdict(not problems, found, problems), errors
+        figures = {"fro": max(errors.values(), default=0.0), "max_scaled": worst}
+        return Verdict(not problems, figures, problems), errors
 
     def _wanted(self) -> dict[str, Any]:
         """Every output by the definition, as the layer calls it; and those of inference ("inference")."""
-        o, made = self.options, self.made
-        tensors = definitions(o, {name: tensor for name, tensor in made.items() if name not in self.outputs})
+        o, inputs = self.options, self.tensors
+        tensors = definitions(o, {name: tensor for name, tensor in inputs.items() if name not in self.outputs})
         if self._router is not None:
             tensors["router"] = self._router
         coefficient = LOSS * self.tokens if o.router.get("aux_loss") else None
@@ -251,14 +251,14 @@ class LayerTrial:
             _router_keys(o), Activation(**o.activation), o.glu_layout, o.router.get("scale", "output"), coefficient,
             o.recipe, o.squared(o.b_major), rounded=True,  # else a relu near 0 has the other slope
         )  # fmt: skip
-        y, loss, kept = definition.forward(layer, made["x"].whole(), tensors)
+        y, loss, kept = definition.forward(layer, inputs["x"].whole(), tensors)
         back = self._gradients(layer, tensors, kept) if o.trained else {}
-        found: dict[str, Any] = {"y": y, "loss": np.array([loss])}
-        for name in self.outputs.keys() - found.keys():
+        wanted: dict[str, Any] = {"y": y, "loss": np.array([loss])}
+        for name in self.outputs.keys() - wanted.keys():
             value = back[name.removeprefix("d")]
-            found[name] = value if isinstance(value, Sums) else value.reshape(self.arrays[name].shape)
-        found = {name: value for name, value in found.items() if name in self.outputs}
-        return found | {"inference": {name: found[name] for name in self.layer.outputs(INFERENCE)}}
+            wanted[name] = value if isinstance(value, Sums) else value.reshape(self.arrays[name].shape)
+        wanted = {name: value for name, value in wanted.items() if name in self.outputs}
+        return wanted | {"inference": {name: wanted[name] for name in self.layer.outputs(INFERENCE)}}
 
     def _gradients(self, layer: definition.Layer, tensors: dict[str, Any], kept: definition.Kept) -> dict[str, Any]:
         """Those of the definition."""
@@ -270,7 +270,7 @@ class LayerTrial:
             return Sums(*((right, left) if turned else (left, right)), definition.groups(of))
 
         loss = 0.0 if layer.aux is None else 0.5
-        back = definition.backward(layer, tensors, kept, self.made["dy"].whole(), loss, sums)
+        back = definition.backward(layer, tensors, kept, self.tensors["dy"].whole(), loss, sums)
         if o.kind != MLP and o.router["input"] != X:  # what reaches x through the logits is the caller's
             back["x"] = back["x"] - back["logits"] @ tensors["router"]
         return back
@@ -284,18 +284,18 @@ class LayerTrial:
         return np.frombuffer(array.download(start * kind.itemsize, size), kind)
 
     def _compare(self, name: str, got: NDArray[Any], want: Array, problems: list[str], where: str = "") -> float:
-        found = _Distance(name, self.arrays[name].dtype, _limit(name, self.options))
-        if name not in self.made:
-            found.look(got)
-        before = self.made[name].values() if name in self.made else None
-        found.add(got, want.reshape(-1), before)
-        return found.settle(problems, where)
+        distance = _Distance(name, self.arrays[name].dtype, _limit(name, self.options))
+        if name not in self.tensors:
+            distance.look(got)
+        before = self.tensors[name].values() if name in self.tensors else None
+        distance.add(got, want.reshape(-1), before)
+        return distance.settle(problems, where)
 
     def _sums(self, name: str, want: Sums, problems: list[str]) -> float:
         """A gradient of weights, expert by expert: all that was written, of large ones some rows compared."""
         array = self.arrays[name]
         count, height, width = array.shape if len(array.shape) == 3 else (1, *array.shape)
-        rng, found = np.random.default_rng(0), _Distance(name, array.dtype, _limit(name, self.options))
+        rng, distance = np.random.default_rng(0), _Distance(name, array.dtype, _limit(name, self.options))
         for expert in range(count):
             rows = np.arange(height)
             if count * height * width > WHOLE_ELEMENTS and height > SAMPLED_ROWS:
@@ -303,12 +303,12 @@ class LayerTrial:
             start, size = expert * height * width, height * width
             got = self._download(name, start, size)
             before = None
-            if name in self.made:
-                before = self.made[name].values(start, size).reshape(height, width)[rows].reshape(-1)
+            if name in self.tensors:
+                before = self.tensors[name].values(start, size).reshape(height, width)[rows].reshape(-1)
             else:
-                found.look(got)
-            found.add(got.reshape(height, width)[rows].reshape(-1), want.rows(expert, rows).reshape(-1), before)
-        return found.settle(problems)
+                distance.look(got)
+            distance.add(got.reshape(height, width)[rows].reshape(-1), want.rows(expert, rows).reshape(-1), before)
+        return distance.settle(problems)
 
     def close(self) -> None:
         """Frees device memory."""

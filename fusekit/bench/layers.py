@@ -49,17 +49,23 @@ class LayerBench(Bench):
             ]
             self.time(lines, stream)
         shapes = {which: gemms(layer, which, count) for which in trial.passes}
-        dense = self._dense({shape for each in shapes.values() for shape in each}, layer.options.dtype, stream)
-        sums = {which: sum(dense[shape] for shape in each) for which, each in shapes.items()} if dense else {}
+        dense = self._dense(
+            {shape for pass_shapes in shapes.values() for shape in pass_shapes}, layer.options.dtype, stream
+        )
+        sums = (
+            {which: sum(dense[shape] for shape in pass_shapes) for which, pass_shapes in shapes.items()}
+            if dense
+            else {}
+        )
         sums |= {BOTH: sum(sums.values())} if sums else {}
         o, peak = layer.options, peak_of(self.device.name)
         documents = []
         for line in lines:
-            found = line.document(peak, None, None) | {"gbs": None, "dense_ms": None}
-            if line.variant in sums and found["ms"]:
-                found["dense_ms"] = sums[line.variant]
-                found["dense_share"] = sums[line.variant] / found["ms"]
-            documents.append(found)
+            document = line.document(peak, None, None) | {"gbs": None, "dense_ms": None}
+            if line.variant in sums and document["ms"]:
+                document["dense_ms"] = sums[line.variant]
+                document["dense_share"] = sums[line.variant] / document["ms"]
+            documents.append(document)
         return {
             "name": name,
             "problem": {"T": count, "H": o.hidden, "I": o.intermediate, "X": o.experts, "K": o.topk},
@@ -70,7 +76,7 @@ class LayerBench(Bench):
 
     def _dense(self, shapes: set[tuple[int, int, int]], dtype: str, stream: int) -> dict[tuple[int, int, int], float]:
         """Milliseconds of one dense product of each shape; empty where PyTorch cannot run one."""
-        found: dict[tuple[int, int, int], float] = {}
+        times: dict[tuple[int, int, int], float] = {}
         for shape in sorted(shapes) if self._torch is not None else ():
             try:
                 work = self._torch.Dense(*shape, dtype, f"cuda:{self.device.ordinal}")
@@ -80,10 +86,10 @@ class LayerBench(Bench):
             self.settle()
             line = Line("dense", self._torch.on_stream(work, self.device.ordinal))
             self.time([line], stream)
-            found[shape] = median(line.times)
+            times[shape] = median(line.times)
             del work, line
             self._torch.release()
-        return found
+        return times
 
     def sweep(self, name: str, tokens: int | None, stream: int) -> dict[str, Any]:
         """Times the passes of the layer `name` for `tokens` (None: the spec's) with each variant of each GEMM in its
@@ -107,17 +113,17 @@ class LayerBench(Bench):
         """(row of a tuning table, variants, parts) of each GEMM that has several variants. Parts that compute the same
         share a row.
         """
-        found: dict[str, tuple[Row, list[str], list[str]]] = {}
+        by_row: dict[str, tuple[Row, list[str], list[str]]] = {}
         for part, keys in layer.program.parts.items():
             records = alike(self.library, f"{layer.name}.{part}", self.arch) if OPERATIONS[keys["op"]].gemm else []
             if len(records) > 1:
                 problem = Shape(T=tokens).problem(records[0].spec, gated=True)
                 row = Row(self.device.name, features(records[0].spec), problem, ())
                 stored = [record.name.partition("@")[2] for record in records]
-                known = found.setdefault(json.dumps(row.to_json(), sort_keys=True), (row, stored, []))
+                known = by_row.setdefault(json.dumps(row.to_json(), sort_keys=True), (row, stored, []))
                 known[1][:] = [variant for variant in known[1] if variant in stored]
                 known[2].append(part)
-        return [each for each in found.values() if len(each[1]) > 1]
+        return [entry for entry in by_row.values() if len(entry[1]) > 1]
 
     def _choose(
         self, trial: LayerTrial, row: Row, variants: Sequence[str], parts: Sequence[str], stream: int

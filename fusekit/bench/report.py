@@ -32,19 +32,19 @@ _STYLE = (
 def rows(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One row of `COLUMNS` for each thing that was timed; what does not apply is None. A step's kernel is its name."""
     shared = {name: document[name] for name in ("device", "arch", "groups")}
-    found = []
+    rows = []
     for model in document["models"]:
         for kernel in model["kernels"]:
-            found += [_row(shared, model["model"], kernel["name"], kernel["problem"], line) for line in kernel["lines"]]
+            rows += [_row(shared, model["model"], kernel["name"], kernel["problem"], line) for line in kernel["lines"]]
         for step in model["steps"]:
-            found += [_row(shared, model["model"], step["step"], {}, line) for line in step["lines"]]
+            rows += [_row(shared, model["model"], step["step"], {}, line) for line in step["lines"]]
     for kernel in document["tokens"]:
         model = kernel["name"].partition("/")[0]
-        found += [_row(shared, model, kernel["name"], kernel["problem"], line) for line in kernel["lines"]]
+        rows += [_row(shared, model, kernel["name"], kernel["problem"], line) for line in kernel["lines"]]
     for layer in document.get("layers", ()):
         model, sizes = layer["name"].partition("/")[0], {"T": layer["problem"]["T"]}
-        found += [_row(shared, model, layer["name"], sizes, line) for line in layer["lines"]]
-    return found
+        rows += [_row(shared, model, layer["name"], sizes, line) for line in layer["lines"]]
+    return rows
 
 
 def to_csv(document: Mapping[str, Any]) -> str:
@@ -111,24 +111,24 @@ def _scaled(us: float | None) -> float | None:
 
 def _best(kernel: Mapping[str, Any], figure: str) -> dict[str, Mapping[str, Any]]:
     """What was timed -> its line: of fusekit's variants the fastest."""
-    found: dict[str, Mapping[str, Any]] = {}
+    fastest: dict[str, Mapping[str, Any]] = {}
     for line in kernel["lines"]:
         time = "us" if "us" in line else "ms"
-        if line[figure] is not None and (line["what"] not in found or line[time] < found[line["what"]][time]):
-            found[line["what"]] = line
-    return found
+        if line[figure] is not None and (line["what"] not in fastest or line[time] < fastest[line["what"]][time]):
+            fastest[line["what"]] = line
+    return fastest
 
 
 def _bars(kernels: Sequence[Mapping[str, Any]], figure: str, label: str) -> str:
     best = [_best(kernel, figure) for kernel in kernels]
-    whats = list(dict.fromkeys(what for each in best for what in each))
+    whats = list(dict.fromkeys(what for lines in best for what in lines))
     if not whats:
         return ""
     height = 0.8 / len(whats)
 
     def draw(axes: Any) -> None:
         for place, what in enumerate(whats):
-            there = [(index + place * height, each[what][figure]) for index, each in enumerate(best) if what in each]
+            there = [(index + place * height, lines[what][figure]) for index, lines in enumerate(best) if what in lines]
             places, values = zip(*there, strict=True)
             bars = axes.barh(places, values, height * 0.92, label=what, color=_COLORS.get(what, _GREY))
             axes.bar_label(bars, fmt="%.4g", padding=3, fontsize=8)
@@ -195,10 +195,10 @@ def _drawn(height: float, draw: Callable[[Any], None]) -> str:
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def _table(found: Sequence[Mapping[str, Any]]) -> str:
-    shown = [name for name in COLUMNS[3:] if any(row[name] is not None for row in found)]
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    shown = [name for name in COLUMNS[3:] if any(row[name] is not None for row in rows)]
     head = "".join(f"<th>{name}</th>" for name in shown)
-    body = "".join("<tr>" + "".join(f"<td>{_cell(row[name])}</td>" for name in shown) + "</tr>\n" for row in found)
+    body = "".join("<tr>" + "".join(f"<td>{_cell(row[name])}</td>" for name in shown) + "</tr>\n" for row in rows)
     return f'<div class="wrap"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
 
 

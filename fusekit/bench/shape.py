@@ -44,33 +44,33 @@ class Shape:
 
         Raises UsageError where a size is asked for that this kernel's name does not tell the meaning of, or is missing.
         """
-        own: dict[str, int] = dict(spec.get("problem") or {})
+        problem: dict[str, int] = dict(spec.get("problem") or {})
         name, role = spec["kernel"], ROLES.get(spec["kernel"])
         if role is None and (self.H is not None or self.I is not None):
             raise UsageError(
                 f"{name} takes no hidden or intermediate size; those of {', '.join(ROLES)} are known; leave them out,"
                 " or give the kernel's problem in its spec"
             )
-        found = {
-            **own,
+        dims = {
+            **problem,
             **({"E": self.E} if self.E is not None else {}),
             **({"M": self.M} if self.M is not None else {}),
         }
         if not OPERATIONS[spec["op"]].ragged:
-            found["E"] = 1
+            dims["E"] = 1
         if self.T is not None:
-            found["M"] = self.T * (spec["layer"]["topk"] if OPERATIONS[spec["op"]].ragged else 1)
+            dims["M"] = self.T * (spec["layer"]["topk"] if OPERATIONS[spec["op"]].ragged else 1)
         for dim, meaning in zip(("N", "K"), role or (), strict=False):
             size = self.I if meaning in ("I", "W") else self.H
             if size is not None:
-                found[dim] = 2 * size if meaning == "W" and gated else size
-        missing = [dim for dim in ("E", "M", "N", "K") if dim not in found]
+                dims[dim] = 2 * size if meaning == "W" and gated else size
+        missing = [dim for dim in ("E", "M", "N", "K") if dim not in dims]
         if missing:
             raise UsageError(
                 f"{name}: no {', '.join(missing)}; its spec names no problem, so all sizes must be given: -E, --hidden,"
                 " --intermediate, --rows"
             )
-        return {dim: found[dim] for dim in ("E", "M", "N", "K")}
+        return {dim: dims[dim] for dim in ("E", "M", "N", "K")}
 
 
 def is_gated(specs: list[Mapping[str, Any]]) -> bool:

@@ -94,7 +94,7 @@ class Stopwatch:
                 check(api.cuEventRecord(pair[1], stream), "cuEventRecord")
                 pairs[index].append(pair)
         self.wait()
-        return [[check(api.cuEventElapsedTime(*pair), "cuEventElapsedTime") for pair in each] for each in pairs]
+        return [[check(api.cuEventElapsedTime(*pair), "cuEventElapsedTime") for pair in turn] for turn in pairs]
 
     def compare(
         self, runs: Sequence[Run], target_ms: float = _TARGET_MS, least: int = _SAMPLES[0]
@@ -112,9 +112,9 @@ class Stopwatch:
             max(int(target_ms / (2 * _TURNS) / max(median(self.rounds([run], _WARM_UP)[0]), 1e-3)), 2) for run in runs
         ]
         for _ in range(_TURNS):
-            for run, count, found in zip(runs, counts, times, strict=True):
+            for run, count, samples in zip(runs, counts, times, strict=True):
                 self.rounds([run], count)
-                found += self.rounds([run], count)[0]
+                samples += self.rounds([run], count)[0]
         return times
 
 
@@ -126,7 +126,7 @@ def time_launch(devices: Devices, device: Device, launch: Run, stream: int) -> T
 
 
 def median(values: Sequence[float]) -> float:
-    """Of at least one value."""
+    """The median of one or more values."""
     # Not the module statistics: importing it would be a good part of a cold start.
     ordered, middle = sorted(values), len(values) // 2
     return (ordered[middle] + ordered[~middle]) / 2

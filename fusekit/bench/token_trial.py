@@ -49,7 +49,7 @@ def token_work(spec: Mapping[str, Any], *, tokens: int, hidden: int = 0, choices
 class TokenTrial(Trial):
     """A `Trial` of a kernel that works token by token, for `rows` (None: the spec's) tokens.
 
-    inputs: in place of made-up ones.
+    inputs: instead of random ones.
     """
 
     def __init__(
@@ -83,16 +83,16 @@ class TokenTrial(Trial):
             measured, wrong = permutation_check(self.kernel.spec, self.inputs, outputs)
             problems += wrong
         operands = TOKENS[self.kernel.spec["op"]].operands
-        by_token = {each.name for each in operands if each.shape.split()[:1] == ["T"]}
+        by_token = {operand.name for operand in operands if operand.shape.split()[:1] == ["T"]}
         step = max(1, CHUNK // self.problem.get("X", 1))
         if self.kernel.spec["op"] == "moe-aux-loss":  # one number for all tokens
             step = max(1, self.tokens)
         for start in range(0, max(1, self.tokens) if self.routes else 0, step):
             rows = slice(start, start + step)
-            inputs = {name: each[rows] if name in by_token else each for name, each in self.inputs.items()}
+            inputs = {name: array[rows] if name in by_token else array for name, array in self.inputs.items()}
             if "tokens" in inputs:
                 inputs["tokens"] = min(step, self.tokens - start)
-            part = {name: each[rows] for name, each in outputs.items()}
+            part = {name: array[rows] for name, array in outputs.items()}
             more, wrong = router_check(self.kernel.spec, inputs, part)
             measured += more
             problems += [f"tokens from {start}: {line}" for line in wrong]

@@ -63,7 +63,7 @@ class TokenBench(Bench):
             moved = hidden if OPERATIONS[records[0].spec["op"]].wide else None
             asked = {dim: size for dim, size in (("T", tokens), ("H", moved)) if size is not None}
             records = [self.library.find(name, self.arch, self.device.ordinal, asked)]
-        kernels = [self.library.load(each.name, self.arch, self.device.ordinal) for each in records]
+        kernels = [self.library.load(record.name, self.arch, self.device.ordinal) for record in records]
         for kernel in kernels:
             if hidden is not None and OPERATIONS[kernel.spec["op"]].wide:
                 kernel.spec["problem"] = {**(kernel.spec.get("problem") or {"T": 4096}), "H": hidden}
@@ -127,7 +127,7 @@ class TokenBench(Bench):
         make = module.eager if peer == "torch" else module.transformer_engine
         try:
             views = [{name: module.view(array) for name, array in trial.arrays.items()} for trial in trials]
-            works = [make(spec, each, trials[0].kernel.defaults) for each in views]
+            works = [make(spec, view, trials[0].kernel.defaults) for view in views]
             if any(work is None for work in works):
                 return None
             self.settle()
@@ -145,8 +145,8 @@ class TokenBench(Bench):
         running = [line for line in lines if line.replay is not None]
         with Stopwatch(self.library.devices, self.device, stream) as watch:
             times = watch.compare([line.replay for line in running], self.options.target_ms * _SHARE, _LEAST_ROUNDS)
-        for line, each in zip(running, times, strict=True):
-            line.times = [ms * 1e3 / line.replay.count for ms in each]
+        for line, samples in zip(running, times, strict=True):
+            line.times = [ms * 1e3 / line.replay.count for ms in samples]
 
     def _verdict(self, kernel: Kernel, trial: TokenTrial) -> dict[str, Any]:
         for name in trial.outputs:
@@ -167,12 +167,12 @@ class TokenBench(Bench):
         documents = []
         for line in lines:
             us = median(line.times) if line.times else None
-            own = line.what in ("fusekit", "copy")
+            moves = line.what in ("fusekit", "copy")
             documents.append(
                 {
                     "what": line.what, "variant": line.variant, "us": us, "best_us": min(line.times, default=None),
-                    "rounds": len(line.times), "gbs": work.bytes / us * 1e-3 if us and own else None,
-                    "peak_share": work.share(us * 1e-3, peak) if us and own and peak is not None else None,
+                    "rounds": len(line.times), "gbs": work.bytes / us * 1e-3 if us and moves else None,
+                    "peak_share": work.share(us * 1e-3, peak) if us and moves and peak is not None else None,
                     "of_copy": us / median(copy.times) if us and copy is not None else None,
                     "speedup": median(peer.times) / us if us and peer is not None else None,
                     "check": next(checks) if line.what == "fusekit" else None, "error": line.error,
@@ -189,6 +189,6 @@ class TokenBench(Bench):
 
 
 def _close(opened: Any) -> None:
-    """Of a trial, a replay, an array or a kernel."""
+    """Closes a trial, a replay, an array or a kernel."""
     closing: Callable[[], None] = getattr(opened, "close", None) or getattr(opened, "free", None) or opened.unload
     closing()

@@ -129,18 +129,18 @@ class Unfused:
 
     def _scaled_product(self) -> Tensor:
         """PyTorch's product of codes with scales of rows and columns; for blocks that of their values in 16 bits."""
-        told, grouped = Quant.of(self.spec["quant"]), self._grouped
+        quant, grouped = Quant.of(self.spec["quant"]), self._grouped
         x, w, x_s, w_s = (self._t[name] for name in ("x", "w", "x_s", "w_s"))
         dtype = DTYPES[self.spec["dtype"]]
-        if told.by_block:
+        if quant.by_block:
             x = (x.float() * x_s.T.repeat_interleave(SIDE, 1)[:, : x.shape[1]]).to(dtype)
             scale = w_s.repeat_interleave(SIDE, -2)[..., : w.shape[-2], :]
             w = (w.float() * scale.repeat_interleave(SIDE, -1)[..., : w.shape[-1]]).to(dtype).transpose(-1, -2)
             return torch._grouped_mm(x, w, offs=self._t["offsets"]) if grouped else torch.mm(x, w)
-        if told.inputs != ROW:
+        if quant.inputs != ROW:
             x_s = x_s.expand(x.shape[0]).contiguous()
             w_s = w_s[:, None].expand(w.shape[:-1]).contiguous() if grouped else w_s.expand(w.shape[0]).contiguous()
-        options = {"out_dtype": dtype, "use_fast_accum": not told.promoted}
+        options = {"out_dtype": dtype, "use_fast_accum": not quant.promoted}
         w = w.transpose(-1, -2)
         if grouped:
             return torch._scaled_grouped_mm(x, w, x_s, w_s, offs=self._t["offsets"], **options)

@@ -28,8 +28,8 @@ class Captured:
             on_stream(work, device)(stream)
         torch.cuda.synchronize(device)
         self._graph = torch.cuda.CUDAGraph()
-        own = torch.cuda.ExternalStream(stream, device=f"cuda:{device}")
-        with torch.cuda.graph(self._graph, stream=own, capture_error_mode="thread_local"):
+        capture_stream = torch.cuda.ExternalStream(stream, device=f"cuda:{device}")
+        with torch.cuda.graph(self._graph, stream=capture_stream, capture_error_mode="thread_local"):
             for index in range(count):
                 works[index % len(works)]()
         self._run = on_stream(self._graph.replay, device)
@@ -170,14 +170,14 @@ def _index(indices: Tensor, experts: int, tokens: bool = False) -> dict[str, Ten
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device).scatter_add_(
         0, owner.long(), torch.ones_like(owner, dtype=torch.int64)
     )
-    made = {
+    arrays = {
         "offsets": counts[:experts].cumsum(0).int(),
         "order": order.int(),
         "inverse": inverse.int().view_as(indices),
     }
     if tokens:
-        made["token"] = torch.where(owner[order] < experts, order // indices.shape[1], -1).int()
-    return made
+        arrays["token"] = torch.where(owner[order] < experts, order // indices.shape[1], -1).int()
+    return arrays
 
 
 def _choices(inverse: Tensor) -> Tensor:

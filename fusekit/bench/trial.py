@@ -1,4 +1,4 @@
-"""One kernel on made-up tensors: buffers with guards, launch, comparison with the reference, timing."""
+"""One kernel on random inputs: buffers with guards, launch, comparison with the reference, timing."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class Verdict:
     @classmethod
     def of(cls, measured: Sequence[Measurement], problems: Sequence[str]) -> Verdict:
         """From what was compared and what else is wrong."""
-        wrong = [*problems, *(str(each) for each in measured if not each.ok)]
+        wrong = [*problems, *(str(distance) for distance in measured if not distance.ok)]
         error = {
-            "fro": max((each.fro for each in measured), default=0.0),
-            "max_scaled": max((each.max_scaled for each in measured), default=0.0),
+            "fro": max((distance.fro for distance in measured), default=0.0),
+            "max_scaled": max((distance.max_scaled for distance in measured), default=0.0),
         }
         return cls(not wrong, error, wrong)
 
@@ -60,7 +60,8 @@ class Verdict:
 class Trial:
     """Inputs on host and device, outputs poisoned, for `kernel` and `rows` (None: the spec's) rows.
 
-    `guarded` leaves spare rows behind the last group of a grouped kernel. What is added to begins as made-up inputs.
+    `guarded` leaves spare rows after the last group of a grouped kernel. An output that accumulates begins as a random
+    input.
     """
 
     notes: tuple[str, ...] = ()  # on every result, in words
@@ -119,7 +120,7 @@ class Trial:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the kernel is called with: arrays, and the made-up scalars; the spec's own are its defaults."""
+        """The arguments of a call: arrays, and random scalars where the spec has no defaults."""
         scalars = {
             scalar.name: self.inputs[scalar.name] for scalar in self.kernel.record.scalars if scalar.name in self.inputs
         }
@@ -142,7 +143,7 @@ class Trial:
         problems: list[str] = []
         assert isinstance(self.inputs, Inputs)
         means = meaning(self.kernel.spec)
-        codes = {name for each in coded(means) for name in each.outputs} | largest_shapes(means, 1).keys()
+        codes = {name for result in coded(means) for name in result.outputs} | largest_shapes(means, 1).keys()
         outputs, around = self.fetch(codes)
         outputs |= {name: self._fetch(name, problems) for name in self.outputs.keys() - codes}
         problems += around

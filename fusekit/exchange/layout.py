@@ -65,27 +65,27 @@ class Layout:
 
     @property
     def bytes(self) -> int:
-        """Of a window."""
+        """Bytes of a window."""
         return int(self._regions().end)
 
     def parts(self, address: int, device: int) -> dict[str, Part]:
         """Its parts by name, of the window at `address`: rows [S, H], indices and weights [S, K] and scales
         [ceil(H / 128), S] where it has them, and flags [ranks, capacity / 16].
         """
-        found, topk = self._regions(), self.spec["topk"]
+        regions, topk = self._regions(), self.spec["topk"]
         index_bytes, weight_bytes = parts(self.spec)
-        made = {}
+        tensors = {}
         if wide(self.spec):
-            made["rows"] = Part(address + found.rows, (self.slots, self.hidden), self.spec["dtype"], device)
+            tensors["rows"] = Part(address + regions.rows, (self.slots, self.hidden), self.spec["dtype"], device)
         if index_bytes:
-            made["indices"] = Part(address + found.indices, (self.slots, topk), "i32", device)
+            tensors["indices"] = Part(address + regions.indices, (self.slots, topk), "i32", device)
         if weight_bytes:
-            made["weights"] = Part(address + found.weights, (self.slots, topk), "f32", device)
+            tensors["weights"] = Part(address + regions.weights, (self.slots, topk), "f32", device)
         if coded(self.spec):
-            blocks = (found.end - found.scales) // (4 * self.slots)
-            made["scales"] = Part(address + found.scales, (blocks, self.slots), "f32", device)
+            blocks = (regions.end - regions.scales) // (4 * self.slots)
+            tensors["scales"] = Part(address + regions.scales, (blocks, self.slots), "f32", device)
         flags = (self.spec["ranks"], self.capacity // CHUNK)
-        return {**made, "flags": Part(address + found.flags, flags, "u32", device)}
+        return {**tensors, "flags": Part(address + regions.flags, flags, "u32", device)}
 
     def _regions(self) -> Any:
         row, scales = of_row(self.spec, self.hidden)

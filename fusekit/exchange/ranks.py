@@ -50,12 +50,12 @@ class Ranks(SharedHandle):
         on one, launch all of them before you wait, and see that their blocks fit it together
         (docs/expert-parallelism.md, "Rules"). Raises ArgumentError for no ranks or too many.
         """
-        count, made = len(ordinals), _Made(devices, ordinals)
+        count, windows = len(ordinals), _ProcessWindows(devices, ordinals)
         layers: dict[str, tuple[str, int]] = {}
         if not 1 <= count <= MOST_RANKS:
             raise ArgumentError(f"{count} ranks; there are 1 to {MOST_RANKS}")
         return [
-            cls(rank, count, device, timeout, made.of(rank), layers, sharing=list(ordinals).count(device))
+            cls(rank, count, device, timeout, windows.of(rank), layers, sharing=list(ordinals).count(device))
             for rank, device in enumerate(ordinals)
         ]
 
@@ -68,9 +68,11 @@ class Ranks(SharedHandle):
         together. Raises ArgumentError where ranks do not say their numbers in order.
         """
         rank = ArgumentError.integer("rank", rank, "a whole number, 0 or more")
-        said = [int.from_bytes(each, "little", signed=True) for each in gather(rank.to_bytes(8, "little", signed=True))]
-        if said != list(range(len(said))):
-            raise ArgumentError(f"the ranks call themselves {said}; they are 0, 1, ..., in the order of `gather`")
+        gathered = [
+            int.from_bytes(number, "little", signed=True) for number in gather(rank.to_bytes(8, "little", signed=True))
+        ]
+        if gathered != list(range(len(gathered))):
+            raise ArgumentError(f"the ranks call themselves {gathered}; they are 0, 1, ..., in the order of `gather`")
 
         used: dict[str, str] = {}
 
@@ -79,7 +81,7 @@ class Ranks(SharedHandle):
             digest = hashlib.sha256(json.dumps(used, sort_keys=True).encode()).digest()
             return between_processes(devices, device, rank, size, gather, digest)
 
-        return cls(rank, len(said), device, timeout, make, {}, used)
+        return cls(rank, len(gathered), device, timeout, make, {}, used)
 
     def __repr__(self) -> str:
         return f"<rank {self.rank} of {self.count} on device {self.device}, {len(self._windows)} windows>"
@@ -156,7 +158,7 @@ def milliseconds(timeout: int) -> int:
     return number
 
 
-class _Made:
+class _ProcessWindows:
     """The windows of all ranks of a process: whoever asks first makes those of all."""
 
     def __init__(self, devices: Devices, ordinals: Sequence[int]) -> None:
@@ -168,8 +170,8 @@ class _Made:
         def make(key: tuple[Any, ...], size: int) -> Window:
             with self._lock:
                 if (rank, key) not in self._left:
-                    made = in_process(self._devices, self._ordinals, size)
-                    self._left |= {(other, key): window for other, window in enumerate(made)}
+                    allocated = in_process(self._devices, self._ordinals, size)
+                    self._left |= {(other, key): window for other, window in enumerate(allocated)}
                 return self._left.pop((rank, key))
 
         return make

@@ -39,7 +39,7 @@ class Window(SharedHandle):
 
     @property
     def address(self) -> int:
-        """Of this rank's own window."""
+        """The address of this rank's window."""
         return self.peers[self.rank]
 
     def __repr__(self) -> str:
@@ -97,8 +97,8 @@ class Window(SharedHandle):
             if gather is not None:
                 gather(b"")
         if self.peers:
-            own, self.peers = self.address, []
-            free(self._devices, self._device, own)
+            address, self.peers = self.address, []
+            free(self._devices, self._device, address)
 
 
 def in_process(devices: Devices, ordinals: Sequence[int], size: int) -> list[Window]:
@@ -139,26 +139,26 @@ def between_processes(
     """
     device, size = devices.get(ordinal), _whole(size)
     window = Window(devices, device, rank, (), size)
-    own = allocate(devices, device, size)
+    address = allocate(devices, device, size)
     try:
-        window.peers = _exchanged(window, own, gather, layers)
+        window.peers = _exchanged(window, address, gather, layers)
     except BaseException:  # whatever the caller's `gather` raises
         window.close(alone=True)
-        free(devices, device, own)
+        free(devices, device, address)
         raise
     window._gather = gather
     return window
 
 
-def _exchanged(window: Window, own: int, gather: Gather, layers: bytes) -> list[int]:
-    """The address of each rank's window in this process; `own` is this rank's."""
+def _exchanged(window: Window, address: int, gather: Gather, layers: bytes) -> list[int]:
+    """The address of each rank's window in this process; `address` is this rank's."""
     devices, device = window._devices, window._device
     api, check = devices.driver.api, devices.driver.check
     with devices.active(device), devices.apart():
-        handle = bytes(check(api.cuIpcGetMemHandle(own), "cuIpcGetMemHandle").reserved)
-    told = [bytes(each) for each in gather(window.size.to_bytes(8, "little") + handle + layers)]
-    _check_ranks(len(told))
-    others = [rank for rank, each in enumerate(told) if each[_HANDLE.stop :] != told[0][_HANDLE.stop :]]
+        handle = bytes(check(api.cuIpcGetMemHandle(address), "cuIpcGetMemHandle").reserved)
+    records = [bytes(record) for record in gather(window.size.to_bytes(8, "little") + handle + layers)]
+    _check_ranks(len(records))
+    others = [rank for rank, record in enumerate(records) if record[_HANDLE.stop :] != records[0][_HANDLE.stop :]]
     if others:
         raise ArgumentError(
             f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))} opened other layers than rank 0,"
@@ -166,18 +166,18 @@ def _exchanged(window: Window, own: int, gather: Gather, layers: bytes) -> list[
             " build runs",
             argument="ranks",
         )
-    sizes = [int.from_bytes(each[:8], "little") for each in told]
+    sizes = [int.from_bytes(record[:8], "little") for record in records]
     if len(set(sizes)) > 1:
         raise ArgumentError(f"the ranks' windows have {sizes} bytes; give every rank the same size", argument="size")
     peers = []
     flags = int(api.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
     with devices.active(device), devices.apart():
-        for rank, each in enumerate(told):
+        for rank, record in enumerate(records):
             if rank == window.rank:
-                peers.append(own)
+                peers.append(address)
                 continue
             there = api.CUipcMemHandle()
-            there.reserved = each[_HANDLE]
+            there.reserved = record[_HANDLE]
             opened = int(check(api.cuIpcOpenMemHandle(there, flags), f"cuIpcOpenMemHandle of rank {rank}"))
             window._opened.append(opened)
             peers.append(opened)

@@ -75,9 +75,9 @@ def operator(
             kernel.prepare(device)
         dims = dims_of(record, {key: array.shape for key, array in arrays.items()})
         shapes = [_shape([evaluate(extent, dims) for extent in output.shape], output.dtype) for output in outputs]
-        found = jax.ffi.ffi_call(name, shapes)(*(arrays[tensor.name] for tensor in inputs), **attributes)
-        found = _varying(found, _axes(arrays))
-        return found[0] if len(found) == 1 else tuple(found)
+        results = jax.ffi.ffi_call(name, shapes)(*(arrays[tensor.name] for tensor in inputs), **attributes)
+        results = _varying(results, _axes(arrays))
+        return results[0] if len(results) == 1 else tuple(results)
 
     return call
 
@@ -120,9 +120,9 @@ def moe(
         )
     placed = Placed(layer, mesh, axis, timeout, gather, platform)
     layer, inputs = placed.layer, _inputs(layer)
-    gradients = {f"d{each}" for each in inputs} & layer.outputs("backward").keys()
-    own = [*_LEAD, _QUANTISE] if layer.outputs(_QUANTISE) else [*_LEAD]
-    passes = {which: _Pass(placed, which, f"{name}.{which}", platform, in_place) for which in own}
+    gradients = {f"d{input}" for input in inputs} & layer.outputs("backward").keys()
+    which_passes = [*_LEAD, _QUANTISE] if layer.outputs(_QUANTISE) else [*_LEAD]
+    passes = {which: _Pass(placed, which, f"{name}.{which}", platform, in_place) for which in which_passes}
 
     def inference(given: Arrays) -> Arrays:
         return passes["inference"](given, layer.outputs("inference"))
@@ -130,22 +130,27 @@ def moe(
     def forward(given: Arrays) -> tuple[Arrays, Any]:
         if not layer.options.trained:
             raise ArgumentError(untrained(layer.options))
-        asked = gradients & {f"d{each}" for each, leaf in given.items() if leaf.perturbed}
-        arrays = {each: leaf.value for each, leaf in given.items()}
-        made = passes["forward"](arrays, layer.outputs("forward"))
-        arrays["kept"] = made.pop("kept")
-        stays = [each for each in passes["backward"].reads(asked) if each in arrays]
+        asked = gradients & {f"d{arg_name}" for arg_name, leaf in given.items() if leaf.perturbed}
+        arrays = {arg_name: leaf.value for arg_name, leaf in given.items()}
+        results = passes["forward"](arrays, layer.outputs("forward"))
+        arrays["kept"] = results.pop("kept")
+        stays = [arg_name for arg_name in passes["backward"].reads(asked) if arg_name in arrays]
         # The names asked for stay as a dict's keys: a residual's structure is constant, and its leaves are arrays.
-        return made, ({each: arrays[each] for each in stays}, dict.fromkeys(sorted(asked), ()))
+        return results, ({arg_name: arrays[arg_name] for arg_name in stays}, dict.fromkeys(sorted(asked), ()))
 
     def backward(residual: Any, cotangents: Arrays) -> tuple[Arrays]:
         arrays, asked = residual
-        found: Arrays = {}
+        gradients: Arrays = {}
         if asked:
-            arrays = {**arrays, **{f"d{each}": _instantiate(value) for each, value in cotangents.items()}}
-            found = passes["backward"](arrays, asked)
-        types = {each: DTYPES[buffer.dtype].array for each, buffer in inputs.items()}
-        return ({each: found[f"d{each}"].astype(types[each]) if f"d{each}" in found else None for each in inputs},)
+            arrays = {**arrays, **{f"d{arg_name}": _instantiate(value) for arg_name, value in cotangents.items()}}
+            gradients = passes["backward"](arrays, asked)
+        types = {arg_name: DTYPES[buffer.dtype].array for arg_name, buffer in inputs.items()}
+        return (
+            {
+                arg_name: gradients[f"d{arg_name}"].astype(types[arg_name]) if f"d{arg_name}" in gradients else None
+                for arg_name in inputs
+            },
+        )
 
     run = jax.custom_vjp(inference)
     run.defvjp(forward, backward, symbolic_zeros=True)
@@ -159,7 +164,7 @@ def _calls(
     """What `moe` returns. run: the passes on every input by name, with a derivative."""
     layer = placed.layer
     weights, codes = layer.inputs(_QUANTISE), layer.outputs(_QUANTISE)
-    inputs = {each: buffer for each, buffer in _inputs(layer).items() if each not in codes}
+    inputs = {arg_name: buffer for arg_name, buffer in _inputs(layer).items() if arg_name not in codes}
 
     def coded(params: Mapping[str, Any]) -> Arrays:
         if not codes:
@@ -172,14 +177,14 @@ def _calls(
         return coded(params)
 
     def call(x: Any, params: Mapping[str, Any], **more: Any) -> Any:
-        held = {each: params[each] for each in codes if each in params}
-        given = {each: array for each, array in params.items() if each not in held}
+        held = {arg_name: params[arg_name] for arg_name in codes if arg_name in params}
+        given = {arg_name: array for arg_name, array in params.items() if arg_name not in held}
         given = _arguments(layer, name, inputs, {"x": x, **given, **more})
         placed.load(given["x"].shape[0])  # not in a handler: XLA may be capturing then
         given |= held or coded(given)
-        made = run(_varying(given, _axes(given)))  # so that what is the same everywhere has the sum of its gradients
-        y = made["y"].reshape(jnp.shape(x))
-        return (y, made["loss"][0]) if "loss" in made else y
+        results = run(_varying(given, _axes(given)))  # so that what is the same everywhere has the sum of its gradients
+        y = results["y"].reshape(jnp.shape(x))
+        return (y, results["loss"][0]) if "loss" in results else y
 
     call.quantise = quantise  # type: ignore[attr-defined]
     call.check, call.close = placed.check, placed.close  # type: ignore[attr-defined]
@@ -206,29 +211,35 @@ class _Pass:
 
     def reads(self, asked: Collection[str]) -> list[str]:
         """The operands that these outputs need, by name."""
-        needed = {each for step in self.layer.program.needed(self.which, asked) for each in step.reads.values()}
-        found = [each for each in self.inputs if each in needed or each == _LEAD.get(self.which)]
-        return [*found, "kept"] if self.which == "backward" else found
+        needed = {arg_name for step in self.layer.program.needed(self.which, asked) for arg_name in step.reads.values()}
+        needed_inputs = [
+            arg_name for arg_name in self.inputs if arg_name in needed or arg_name == _LEAD.get(self.which)
+        ]
+        return [*needed_inputs, "kept"] if self.which == "backward" else needed_inputs
 
     def __call__(self, arrays: Arrays, asked: Collection[str]) -> Arrays:
         """The outputs `asked` by name, and what the forward pass keeps; arrays: by name, `reads` at least."""
-        chosen = sum(1 << index for index, each in enumerate(self.outputs) if each in asked)
+        chosen = sum(1 << index for index, output in enumerate(self.outputs) if output in asked)
         operands, results = self._names(chosen)
         tokens = arrays[_LEAD[self.which]].shape[0] if self.which in _LEAD else 0
         sizes = self.layer.sizes(tokens, asked if self.which == "backward" else None, in_place=self.in_place)
         dims = self.layer.program.dims(tokens)
         memory = {"kept": sizes.kept, _USED: sizes.kept, "scratch": getattr(sizes, self.which, 0)}
         shapes = [
-            _shape((memory[each],), "u8")
-            if each in memory
-            else _shape(self.outputs[each].extents(dims), self.outputs[each].dtype)
-            for each in results
+            _shape((memory[result],), "u8")
+            if result in memory
+            else _shape(self.outputs[result].extents(dims), self.outputs[result].dtype)
+            for result in results
         ]
-        given = [arrays[each] for each in operands]
+        given = [arrays[operand] for operand in operands]
         same = {operands.index("kept"): results.index(_USED)} if self.in_place else {}
         call = jax.ffi.ffi_call(self.name, shapes, input_output_aliases=same)
-        found = _varying(call(*given, outputs=jnp.dtype("int32").type(chosen)), _axes(given))
-        return {each: array for each, array in zip(results, found, strict=True) if each not in ("scratch", _USED)}
+        results_by_order = _varying(call(*given, outputs=jnp.dtype("int32").type(chosen)), _axes(given))
+        return {
+            result: array
+            for result, array in zip(results, results_by_order, strict=True)
+            if result not in ("scratch", _USED)
+        }
 
     def _of(self, chosen: int) -> tuple[list[str], list[str]]:
         """Operands and results by name; chosen: a bit for each output."""
@@ -253,54 +264,56 @@ def _arguments(layer: Layer, name: str, inputs: Mapping[str, Any], given: Arrays
     if "total_tokens" in inputs and given.get("total_tokens") is None:
         given["total_tokens"] = math.prod(_array(name, "x", given["x"]).shape[:-1])
     _check_names(name, list(inputs), given)
-    found = {}
-    for each, buffer in inputs.items():
-        array = _array(name, each, given[each])
-        if each in _CONSTANTS:
+    arrays = {}
+    for arg_name, buffer in inputs.items():
+        array = _array(name, arg_name, given[arg_name])
+        if arg_name in _CONSTANTS:
             kind = DTYPES[buffer.dtype].array
             if array.size != 1 or not jnp.can_cast(array.dtype, kind, "same_kind") or array.dtype == bool:
-                is_ = f"{given[each]!r}, {array.dtype} {list(array.shape)}"
-                raise ArgumentError(f"{name}: {each} is {is_}; it must be one {kind} number", argument=each)
-            if each == "total_tokens":
-                _check_count(name, each, given[each])
-            found[each] = array.astype(kind).reshape(1)
+                is_ = f"{given[arg_name]!r}, {array.dtype} {list(array.shape)}"
+                raise ArgumentError(f"{name}: {arg_name} is {is_}; it must be one {kind} number", argument=arg_name)
+            if arg_name == "total_tokens":
+                _check_count(name, arg_name, given[arg_name])
+            arrays[arg_name] = array.astype(kind).reshape(1)
         elif buffer.shape[0] == "T" and array.shape[-1:] != (0,):
-            found[each] = array.reshape(-1, *array.shape[-1:])
+            arrays[arg_name] = array.reshape(-1, *array.shape[-1:])
         else:
-            found[each] = array
-    tokens = found["x"].shape[0]
-    for each, buffer in inputs.items():
+            arrays[arg_name] = array
+    tokens = arrays["x"].shape[0]
+    for arg_name, buffer in inputs.items():
         wanted = _shape(buffer.extents(layer.program.dims(tokens)), buffer.dtype)
-        if found[each].shape != wanted.shape or found[each].dtype != wanted.dtype:
+        if arrays[arg_name].shape != wanted.shape or arrays[arg_name].dtype != wanted.dtype:
             raise ArgumentError(
-                f"{name}: {each} is {found[each].dtype} {list(jnp.shape(given[each]))}; for {tokens} tokens it must be"
-                f" {wanted.dtype} {list(wanted.shape)}",
-                argument=each,
+                f"{name}: {arg_name} is {arrays[arg_name].dtype} {list(jnp.shape(given[arg_name]))}; for"
+                f" {tokens} tokens it must be {wanted.dtype} {list(wanted.shape)}",
+                argument=arg_name,
             )
-    return found
+    return arrays
 
 
-def _check_count(name: str, each: str, value: Any) -> None:
+def _check_count(name: str, argument: str, value: Any) -> None:
     """Raises ArgumentError for a number of the host's that is no count. Asking a device for its own would wait."""
     (number,) = jax.tree.leaves(value)
     known = not isinstance(number, jax.Array)
     if known and not 0 <= (number.item() if hasattr(number, "item") else number) <= _MOST:
-        raise ArgumentError(f"{name}: {each} is {value!r}; it must be a number from 0 to {_MOST}", argument=each)
+        raise ArgumentError(
+            f"{name}: {argument} is {value!r}; it must be a number from 0 to {_MOST}", argument=argument
+        )
 
 
-def _array(name: str, each: str, value: Any) -> Any:
+def _array(name: str, argument: str, value: Any) -> Any:
     """`value` as an array of JAX's, or a tracer of one. Raises ArgumentError."""
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ArgumentError(
-            f"{name}: {each} is a {type(value).__name__}, of which JAX makes no array: {error}", argument=each
+            f"{name}: {argument} is a {type(value).__name__}, of which JAX makes no array: {error}", argument=argument
         ) from error
 
 
 def _check_names(name: str, wanted: Sequence[str], given: Collection[str], more: Collection[str] = ()) -> None:
     """Raises ArgumentError unless `given` has the names `wanted`, and no other."""
-    missing = [each for each in wanted if each not in given]
+    missing = [argument for argument in wanted if argument not in given]
     unknown = sorted(set(given) - set(wanted))
     if missing or unknown:
         raise ArgumentError(
@@ -315,13 +328,13 @@ def _register(name: str, launch: xla.Launch, platform: str) -> None:
 
 def _tensors(buffers: list[xla.Buffer], types: Mapping[str, str], device: int) -> Arrays:
     """XLA's buffers by name, in the terms that launches read. types: of each, in order."""
-    found = {}
+    slices = {}
     for (name, wanted), buffer in zip(types.items(), buffers, strict=True):
         dtype = _XLA.get(buffer.dtype, f"XLA type {buffer.dtype}")
         if dtype == "u8" and DTYPES[wanted].array == "uint8":  # JAX has no type for two codes in a byte
             dtype = wanted
-        found[name] = Slice(buffer.data or 0, tuple(buffer.dims[: buffer.rank]), dtype, device)
-    return found
+        slices[name] = Slice(buffer.data or 0, tuple(buffer.dims[: buffer.rank]), dtype, device)
+    return slices
 
 
 def _shape(extents: Sequence[Any], dtype: str) -> Any:
@@ -337,11 +350,11 @@ def _axes(arrays: Any) -> frozenset[str]:
 def _varying(arrays: Any, axes: frozenset[str]) -> Any:
     """The same, told to jax.shard_map to differ along `axes`: it cannot see that of a call."""
 
-    def told(array: Any) -> Any:
+    def varying(array: Any) -> Any:
         more = tuple(sorted(axes - _axes(array)))
         return jax.lax.pcast(array, more, to="varying") if more else array
 
-    return jax.tree.map(told, arrays) if axes else arrays
+    return jax.tree.map(varying, arrays) if axes else arrays
 
 
 def _instantiate(cotangent: Any) -> Any:

@@ -37,22 +37,24 @@ def ranks_of(
 @cache
 def _ranks(devices: Devices, mesh: Any, axis: str, timeout: int, gather: Gather | None) -> list[Ranks]:
     groups = mesh.devices.swapaxes(mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
-    own, made = jax.process_index(), []
+    process, ranks = jax.process_index(), []
     for group in groups:
         processes = [device.process_index for device in group]
-        mine = [(rank, device.local_hardware_id) for rank, device in enumerate(group) if device.process_index == own]
+        local_ranks = [
+            (rank, device.local_hardware_id) for rank, device in enumerate(group) if device.process_index == process
+        ]
         if len(set(processes)) == 1:
-            made += Ranks.in_process(devices, [device for _, device in mine], timeout) if mine else []
+            ranks += Ranks.in_process(devices, [device for _, device in local_ranks], timeout) if local_ranks else []
         elif len(set(processes)) == len(group):
-            for rank, device in mine:
-                made.append(Ranks.of_process(devices, device, rank, gather or _over(tuple(processes)), timeout))
+            for rank, device in local_ranks:
+                ranks.append(Ranks.of_process(devices, device, rank, gather or _over(tuple(processes)), timeout))
         else:
             raise ArgumentError(
                 f"the devices along {axis!r} are of processes {processes}; the ranks of a layer are all in one process,"
                 " or each in a process of its own",
                 argument="mesh",
             )
-    return made
+    return ranks
 
 
 def _over(processes: tuple[int, ...]) -> Gather:
@@ -62,8 +64,8 @@ def _over(processes: tuple[int, ...]) -> Gather:
         from jax.experimental import multihost_utils
 
         # One byte more, since there are no arrays of 0 bytes between processes.
-        told = multihost_utils.process_allgather(jnp.frombuffer(value + b"\0", jnp.uint8))
-        return [bytes(told[process][:-1]) for process in processes]
+        gathered = multihost_utils.process_allgather(jnp.frombuffer(value + b"\0", jnp.uint8))
+        return [bytes(gathered[process][:-1]) for process in processes]
 
     return gathered
 
@@ -87,10 +89,10 @@ def layers_of(
             argument="mesh",
         )
     ranks = ranks_of(layer.devices, mesh, axis, timeout=timeout, gather=gather)
-    made = {each.device: layer.over(each) for each in ranks}
-    for each in made.values():
-        each.connect(training=layer.options.trained)
-    return made
+    ranked = {each.device: layer.over(each) for each in ranks}
+    for ranked_layer in ranked.values():
+        ranked_layer.connect(training=layer.options.trained)
+    return ranked
 
 
 def devices_of(platform: str, like: int) -> list[int]:
@@ -149,18 +151,18 @@ class Placed:
                 f" with tokens = {tokens} or more",
                 argument="x",
             )
-        for each in self._ranked.values():
-            each.load(tokens)
+        for layer in self._ranked.values():
+            layer.load(tokens)
 
     def check(self) -> None:
         """Raises, once, CapacityError if a pass had too few rows; PeerTimeoutError if a rank did not come. Waits for
         nothing.
         """
-        for each in self._ranked.values():
-            each.check()
+        for layer in self._ranked.values():
+            layer.check()
 
     def close(self, *, alone: bool = False) -> None:
         """Gives the windows back when nothing uses them any more; all processes together, or alone if one is gone."""
-        for each in self._ranked.values():
-            assert each.ranks is not None
-            each.ranks.close(alone=alone)
+        for layer in self._ranked.values():
+            assert layer.ranks is not None
+            layer.ranks.close(alone=alone)

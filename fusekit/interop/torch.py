@@ -89,16 +89,16 @@ def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) ->
         like = arguments[inputs[0].name]
         return {output.name: _empty(output, dims, like) for output in outputs}
 
-    def returned(made: dict[str, torch.Tensor]) -> Any:
-        return tuple(made.values()) if len(made) > 1 else next(iter(made.values()))
+    def returned(outputs: dict[str, torch.Tensor]) -> Any:
+        return tuple(outputs.values()) if len(outputs) > 1 else next(iter(outputs.values()))
 
     def launch(*values: Any, **named: Any) -> Any:
         arguments = {**dict(zip(names, values, strict=False)), **named}
         given = {key: value for key, value in arguments.items() if value is not None}
-        made = allocate(given)
+        outputs = allocate(given)
         stream = torch.cuda.current_stream(given[inputs[0].name].device).cuda_stream
-        defined.kernel(**given, **made, stream=stream, cluster_margin=cluster_margin)
-        return returned(made)
+        defined.kernel(**given, **outputs, stream=stream, cluster_margin=cluster_margin)
+        return returned(outputs)
 
     def fake(*values: Any, **named: Any) -> Any:
         return returned(allocate({**dict(zip(names, values, strict=False)), **named}))

@@ -20,14 +20,14 @@ def define(
     name: "namespace::name". run: the operator, for the dispatch key `key`; it raises the versions of what it mutates.
     fake: what it returns, without values. autograd: (backward, set_up), as torch.library.register_autograd takes them.
     """
-    namespace, _, own = name.partition("::")
+    namespace, _, operator = name.partition("::")
     library = _library(namespace)
-    library.define(own + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl(own, _undisturbed(run), key)
+    library.define(operator + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(operator, _undisturbed(run), key)
     torch.library.register_fake(name, fake, lib=library)
     if autograd is not None:
         torch.library.register_autograd(name, autograd[0], setup_context=autograd[1], lib=library)
-    return getattr(getattr(torch.ops, namespace), own).default
+    return getattr(getattr(torch.ops, namespace), operator).default
 
 
 @cache

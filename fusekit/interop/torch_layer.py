@@ -70,7 +70,7 @@ class Operator:
         # One cache for each operator: its results are those of this layer.
         self._read = lru_cache(_SIZES_KEPT)(self._read_by)
         self._scratch = lru_cache(_SIZES_KEPT)(self._scratch_bytes)
-        self._gradients_of = lru_cache(_SIZES_KEPT)(self._made)
+        self._gradients_of = lru_cache(_SIZES_KEPT)(self._gradient_buffers)
         self._returned = tuple(name for name in self.gradients if name not in self.summed)
         self._backward: Any = None
         if layer.options.trained:
@@ -100,22 +100,22 @@ class Operator:
         """
         if self.codes and self.codes[0] not in tensors:
             tensors = {**tensors, **quantised(self.name, self.weights, self.codes, tensors)}
-        made = launch(self.name, [tensors[name] for name in self.inputs], sums)
-        return (made[0], made[1].reshape(())) if self.loss else made[0]
+        results = launch(self.name, [tensors[name] for name in self.inputs], sums)
+        return (results[0], results[1].reshape(())) if self.loss else results[0]
 
     def run(self, tensors: Sequence[Any], sums: Sequence[Any], keep: bool) -> tuple[Any, ...]:
         """The outputs, without the dispatcher. tensors, sums, keep: as the operator takes them."""
         if not keep:
             return self._run_forward(*tensors, *sums, False)
-        made = _Layer.apply(*tensors, *sums, self)
-        return made if self.loss else (made,)
+        results = _Layer.apply(*tensors, *sums, self)
+        return results if self.loss else (results,)
 
     def cast(self, tensors: Mapping[str, Any], everything: bool = False) -> dict[str, Any]:
         """The tensors in the types that the layer reads; those of the layer's own dtype only where `everything` is.
 
         Raises ArgumentError for what would be cut to integers.
         """
-        found = {}
+        tensors_by_name = {}
         for name, tensor in tensors.items():
             kind = self._types[name]
             if tensor.dtype != kind and (everything or name in self._others):
@@ -124,8 +124,8 @@ class Operator:
                         f"{name} is {tensor.dtype}; it must be of integers, such as int32", argument=name
                     )
                 tensor = _within(tensor, kind).to(kind)
-            found[name] = tensor
-        return found
+            tensors_by_name[name] = tensor
+        return tensors_by_name
 
     # -- definitions --------------------------------------------------------------------------------------------------
 
@@ -155,9 +155,9 @@ class Operator:
             wanted = buffer.extents(dims)
             fits = tensor.dtype == DTYPES[buffer.dtype] and len(shape) == len(wanted)
             if not fits or any(
-                found != extent
-                for found, extent, known in zip(shape, wanted, buffer.shape, strict=True)
-                if type(known) is int or (type(found) is int and type(extent) is int)
+                extent_given != extent
+                for extent_given, extent, known in zip(shape, wanted, buffer.shape, strict=True)
+                if type(known) is int or (type(extent_given) is int and type(extent) is int)
             ):
                 raise ArgumentError(
                     f"{self.layer.name}: {name} is {tensor.dtype} {list(tensor.shape)}; for {tokens} tokens it must be"
@@ -181,9 +181,9 @@ class Operator:
 
     def _run_quantise(self, *weights: Any) -> tuple[Any, ...]:
         given = dict(zip(self.weights, map(_dense, weights), strict=True))
-        made = self._new_codes(weights[0])
-        self.layer.quantise(**given, **dict(zip(self.codes, made, strict=True)), stream=_stream(weights[0]))
-        return made
+        codes = self._new_codes(weights[0])
+        self.layer.quantise(**given, **dict(zip(self.codes, codes, strict=True)), stream=_stream(weights[0]))
+        return codes
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -200,17 +200,17 @@ class Operator:
         arguments = {
             name: _dense(tensor) for name, tensor in zip(self.inputs, given, strict=False) if name in self._reads
         }
-        made = self._results(arguments["x"], keep)
+        results = self._results(arguments["x"], keep)
         arguments["x"] = x = _rows(arguments["x"])
         scratch = self._memory("forward" if keep else "inference", x, self._outputs)
-        arguments["y"] = _rows(made[0])
+        arguments["y"] = _rows(results[0])
         if self.loss:
-            arguments["loss"] = made[1]
+            arguments["loss"] = results[1]
         self.layer.forward(
-            **arguments, kept=made[-1] if keep else None, scratch=scratch, stream=_stream(x),
+            **arguments, kept=results[-1] if keep else None, scratch=scratch, stream=_stream(x),
             cluster_margin=self.cluster_margin,
         )  # fmt: skip
-        return made
+        return results
 
     def _memory(self, which: str, rows: Any, outputs: tuple[str, ...]) -> Any:
         size = self._scratch(which, rows.shape[0], outputs)
@@ -246,12 +246,14 @@ class Operator:
 
     def _gradients(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
         with torch.no_grad():
-            found = self._backward_pass(ctx, grads)
+            gradients = self._backward_pass(ctx, grads)
         if not torch.is_grad_enabled():
-            return found
+            return gradients
         # With create_graph=True: a use of these in a second backward pass is an error, and not zeros.
-        refusing = torch._C._functions.DelayedError(b"second derivatives of a layer are not computed", len(found))
-        return tuple(refusing(*(None if each is None else each.detach().requires_grad_() for each in found)))
+        refusing = torch._C._functions.DelayedError(b"second derivatives of a layer are not computed", len(gradients))
+        return tuple(
+            refusing(*(None if gradient is None else gradient.detach().requires_grad_() for gradient in gradients))
+        )
 
     def _backward_pass(self, ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         if self.in_place:
@@ -274,23 +276,23 @@ class Operator:
         dloss = grads[1] if self.loss else None
         run = ctx.run if ctx.run is not None and _is_plain((dy, kept)) else self._backward
         given = (dy, dloss, kept, saved, *([sums] if self.summed else []), list(ctx.shape), list(asked))
-        made = run(*given)
-        made = dict(zip(self._returned, made if len(self._returned) > 1 else (made,), strict=True))
-        found = {name: made[name] for name in asked if name in made} | self._announced(ctx, asked)
-        return *(found.get(name) for name in self.inputs), *(None for _ in self.summed), None
+        results = run(*given)
+        results = dict(zip(self._returned, results if len(self._returned) > 1 else (results,), strict=True))
+        gradients = {name: results[name] for name in asked if name in results} | self._announced(ctx, asked)
+        return *(gradients.get(name) for name in self.inputs), *(None for _ in self.summed), None
 
     def _announced(self, ctx: Any, asked: tuple[str, ...]) -> dict[str, Any]:
         """A gradient for each parameter that says whether its own is in `main_grad` already, as Megatron's do: hooks
         that wait for gradients are called then, and leave this one out.
         """
-        found, nodes = {}, dict(zip(self.inputs, (node for node, _ in ctx.next_functions), strict=False))
+        announced, nodes = {}, dict(zip(self.inputs, (node for node, _ in ctx.next_functions), strict=False))
         for name in self.summed:
             parameter: Any = getattr(nodes[name], "variable", None)
             if name in asked and hasattr(parameter, "grad_added_to_main_grad"):
                 parameter.grad_added_to_main_grad = True
                 new = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
-                found[name] = new(parameter, requires_grad=False)
-        return found
+                announced[name] = new(parameter, requires_grad=False)
+        return announced
 
     def _wanted(self, ctx: Any) -> tuple[str, ...]:
         """Those of `ctx.asked` that this backward pass leads to: torch.autograd.grad(loss, x) wants no gradient of a
@@ -299,29 +301,29 @@ class Operator:
         nodes = dict(zip(self.inputs, (node for node, _ in ctx.next_functions), strict=False))
         return tuple(name for name in ctx.asked if _is_wanted(nodes[name]))
 
-    def _made(self, tokens: Any, asked: tuple[str, ...]) -> list[tuple[str, tuple[Any, ...], Any, Any]]:
+    def _gradient_buffers(self, tokens: Any, asked: tuple[str, ...]) -> list[tuple[str, tuple[Any, ...], Any, Any]]:
         """(input, extents of its gradient, dtype, what allocates it) for all that the backward operator returns: of
         those that are not asked for nothing.
         """
         program = self.layer.program
-        dims, found = program.dims(tokens), []
+        dims, shapes = program.dims(tokens), []
         for name in self._returned:
             buffer = program.buffers[self.gradients[name]]
             extents = buffer.extents(dims) if name in asked else (0,)
-            found.append(
+            shapes.append(
                 (name, extents, DTYPES[buffer.dtype], torch.zeros if buffer.name in self.zeroed else torch.empty)
             )
-        return found
+        return shapes
 
     def _fresh(self, dy: Any, shape: Sequence[Any], asked: Sequence[str]) -> Any:
         """Memory for what the backward operator returns."""
         tokens, device = prod(shape[:-1]), dy.device
-        known = self._gradients_of if type(tokens) is int else self._made  # symbols are no keys
-        found = [
+        known = self._gradients_of if type(tokens) is int else self._gradient_buffers  # symbols are no keys
+        buffers = [
             new(shape if name == "x" and name in asked else extents, dtype=dtype, device=device)
             for name, extents, dtype, new in known(tokens, tuple(asked))
         ]
-        return tuple(found) if len(found) > 1 else found[0]
+        return tuple(buffers) if len(buffers) > 1 else buffers[0]
 
     def _backward_operator(self, dy: Any, dloss: Any, kept: Any, saved: list[Any], *rest: Any) -> Any:
         *sums, shape, asked = rest
@@ -331,14 +333,14 @@ class Operator:
 
     def _run_backward(self, dy: Any, dloss: Any, kept: Any, saved: list[Any], *rest: Any) -> Any:
         *sums, shape, asked = rest
-        made = self._fresh(dy, shape, asked)
+        results = self._fresh(dy, shape, asked)
         if not asked:
-            return made
-        found = dict(zip(self._returned, made if isinstance(made, tuple) else (made,), strict=True))
+            return results
+        by_name = dict(zip(self._returned, results if isinstance(results, tuple) else (results,), strict=True))
         if sums:
-            found |= dict(zip([name for name in self.summed if name in asked], sums[0], strict=True))
+            by_name |= dict(zip([name for name in self.summed if name in asked], sums[0], strict=True))
             increment_version(sums[0])
-        outputs = {self.gradients[name]: found[name] for name in asked}
+        outputs = {self.gradients[name]: by_name[name] for name in asked}
         if "dx" in outputs:
             outputs["dx"] = _rows(outputs["dx"])
         arguments = dict(zip(self._read(tuple(asked)), map(_dense, saved), strict=True))
@@ -354,7 +356,7 @@ class Operator:
             dy=dy, **arguments, **outputs, kept=kept, scratch=scratch, stream=_stream(dy),
             cluster_margin=self.cluster_margin, in_place=self.in_place,
         )  # fmt: skip
-        return made
+        return results
 
 
 class _Layer(torch.autograd.Function):  # type: ignore[misc]
@@ -363,10 +365,10 @@ class _Layer(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
         *inputs, operator = given
-        made = operator._run_forward(*inputs, True)
-        operator._set_up(ctx, (*inputs, True), made)
+        results = operator._run_forward(*inputs, True)
+        operator._set_up(ctx, (*inputs, True), results)
         ctx.operator, ctx.run = operator, operator._run_backward
-        return made[:-1] if operator.loss else made[0]
+        return results[:-1] if operator.loss else results[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -403,8 +405,8 @@ def _is_plain(tensors: Sequence[Any]) -> bool:
 
 def quantised(name: str, weights: Sequence[str], codes: Sequence[str], tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Codes of the weights by name, for the forward operator of that name. torch.compile follows this."""
-    made = op_of(f"{name}{_QUANTISE}")(*(tensors[each].detach() for each in weights))
-    return dict(zip(codes, made, strict=True))
+    fp8 = op_of(f"{name}{_QUANTISE}")(*(tensors[weight].detach() for weight in weights))
+    return dict(zip(codes, fp8, strict=True))
 
 
 def operator_of(layer: Layer, cluster_margin: int | None = None, in_place: bool = False) -> Operator:
@@ -418,13 +420,13 @@ def operator_of(layer: Layer, cluster_margin: int | None = None, in_place: bool 
 @cache
 def _registered(layer: Layer, cluster_margin: int | None, in_place: bool) -> Operator:
     # All that torch.compile's cache on disk takes a name for.
-    said = json.dumps([layer.options.canonical(), in_place], sort_keys=True)
-    name = re.sub(r"\W", "_", layer.name) + "_" + hashlib.sha256(said.encode()).hexdigest()[:8]
+    settings = json.dumps([layer.options.canonical(), in_place], sort_keys=True)
+    name = re.sub(r"\W", "_", layer.name) + "_" + hashlib.sha256(settings.encode()).hexdigest()[:8]
     others = (f"{name}_{number}" for number in count(2))  # the same layer of another library, or with other settings
     known = getattr(torch.ops, NAMESPACE)
     free = next(each for each in chain([name], others) if not hasattr(known, each))
-    made = _operators()[free] = Operator(layer, free, cluster_margin, in_place)
-    return made
+    operator = _operators()[free] = Operator(layer, free, cluster_margin, in_place)
+    return operator
 
 
 @cache

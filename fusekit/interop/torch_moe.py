@@ -54,8 +54,8 @@ class MoE(nn.Module):  # type: ignore[misc]
     has the experts of its rank, and takes its share of a checkpoint that has all. A call raises PeerTimeoutError within
     a second or so after a launch has waited `timeout` milliseconds for another rank.
 
-    cluster_margin: clusters that each GEMM of forward and backward passes holds back for kernels of other streams, such
-    as NCCL's; None takes the spec's, which is 0. Results have the same bits.
+    cluster_margin: reserved clusters: each GEMM of forward and backward passes leaves their SMs to kernels of other
+    streams, such as NCCL's; None takes the spec's, which is 0. Results have the same bits.
 
     in_place: a backward pass writes dz over z, which saves as much memory as z takes. Then a second backward pass
     through the same call (`retain_graph=True`) raises ArgumentError.
@@ -192,9 +192,9 @@ def _over(layer: Layer, group: Any, timeout: int) -> Layer:
             f"{layer.name} is a layer of one GPU, which takes no group; say ranks = R in its table, and build it again",
             argument="group",
         )
-    made = layer.over(ranks_of(layer.devices, group, timeout=timeout))
-    made.connect(training=False)  # while all ranks are here
-    return made
+    ranked = layer.over(ranks_of(layer.devices, group, timeout=timeout))
+    ranked.connect(training=False)  # while all ranks are here
+    return ranked
 
 
 def expert_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -214,14 +214,14 @@ def main_grad(parameter: Any, name: str) -> Any:
     """The tensor that a parameter's gradient is added to; of one without a gradient itself. Raises ArgumentError."""
     if not (parameter.requires_grad and torch.is_grad_enabled()):
         return parameter  # the operator wants a tensor, and does not touch it
-    found = getattr(parameter, "main_grad", None)
-    if found is None:
+    main = getattr(parameter, "main_grad", None)
+    if main is None:
         raise ArgumentError(
             f"{name} has no main_grad, to which a layer with accumulate = true adds its gradient; set it to"
             " torch.zeros_like(parameter, dtype=torch.float32), or build the layer without accumulate",
             argument=name,
         )
-    return found
+    return main
 
 
 def default_names(layer: Layer) -> dict[str, str]:

@@ -42,8 +42,8 @@ def _known() -> dict[tuple[Devices, Any, int], Ranks]:
 
 
 def _ranks(devices: Devices, group: Any, timeout: int) -> Ranks:
-    own = distributed.get_rank(group)
-    return Ranks.of_process(devices, torch.cuda.current_device(), own, gather(group, timeout), timeout)
+    rank = distributed.get_rank(group)
+    return Ranks.of_process(devices, torch.cuda.current_device(), rank, gather(group, timeout), timeout)
 
 
 def gather(group: Any, timeout: int) -> Callable[[bytes], Sequence[bytes]]:
@@ -64,12 +64,12 @@ def gather(group: Any, timeout: int) -> Callable[[bytes], Sequence[bytes]]:
         raise late(error) from error
 
     def gathered(value: bytes) -> Sequence[bytes]:
-        found: list[Any] = [None] * len(members)
+        values: list[Any] = [None] * len(members)
         try:
-            distributed.all_gather_object(found, value, group=over)
+            distributed.all_gather_object(values, value, group=over)
         except RuntimeError as error:
             raise late(error) from error
-        return found
+        return values
 
     return gathered
 

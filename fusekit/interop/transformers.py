@@ -60,13 +60,13 @@ class Experts:
 
     def fits(self, options: Options) -> bool:
         """Whether a layer computes this, and nothing more. Weights that it wants in dtype are cast to that."""
-        plain = (each.name for each in fields(self) if each.name not in ("activation", "weight_dtype"))
+        plain = (field_.name for field_ in fields(self) if field_.name not in ("activation", "weight_dtype"))
         return (
             options.kind == "moe"
             and options.ranks == 1
             and options.weight_dtype in ("", self.weight_dtype)
             and (options.router["input"], options.router["scale"], options.shared) == ("choices", "output", 0)
-            and _said(options.activation) == self.activation
+            and _given_parameters(options.activation) == self.activation
             and all(getattr(options, name) == getattr(self, name) for name in plain)
         )
 
@@ -108,19 +108,19 @@ def backend(
 ) -> Callable[..., Any]:
     """The function that `register` registers."""
     opened: list[Library] = [] if library is None else [library]
-    found: dict[tuple[Any, ...], _Found] = {}
+    known: dict[tuple[Any, ...], _Found] = {}
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def look_up(*key: Any) -> _Found:
-        if key not in found:
+        if key not in known:
             if not opened:
                 opened.append(open_library())
             wanted = replace(described(*key), recipe=recipe)
             layer = opened[0].layer(layer_for(opened[0], layers, wanted, key[0].__name__))
             operator, buffers = operator_of(layer, in_place=in_place), layer.program.buffers
             types = tuple(buffers[name].dtype for name in operator.inputs)
-            found[key] = operator.name, operator.inputs, types, operator.summed, operator.weights, operator.codes
-        return found[key]
+            known[key] = operator.name, operator.inputs, types, operator.summed, operator.weights, operator.codes
+        return known[key]
 
     def experts(module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         """Transformers' call: [T, H], [T, K] and [T, K] to [T, H]."""
@@ -129,27 +129,27 @@ def backend(
                 f"{type(module).__name__}: it normalises what each expert gives, for which fusekit has no kernel; use"
                 ' experts_implementation="grouped_mm" for this model'
             )
-        own, device = module.down_proj.dtype, hidden_states.device.type
+        weight_dtype, device = module.down_proj.dtype, hidden_states.device.type
         cast = casting(device)
-        dtype = torch.get_autocast_dtype(device) if cast else own
+        dtype = torch.get_autocast_dtype(device) if cast else weight_dtype
         shape = (*module.down_proj.shape, top_k_index.shape[-1])
         # As text: torch.compile would make symbols of floats.
-        numbers = [_text(getattr(module, each, None)) for each in _NUMBERS]
+        numbers = [_text(getattr(module, attribute, None)) for attribute in _NUMBERS]
         flags = module.has_gate, module.has_bias, module.is_transposed
         kinds = type(module), type(getattr(module, "act_fn", None))
-        name, inputs, types, summed, weights, codes = look_up(*kinds, dtype, own, *shape, *flags, *numbers)
+        name, inputs, types, summed, weights, codes = look_up(*kinds, dtype, weight_dtype, *shape, *flags, *numbers)
         tensors = {"x": hidden_states, "indices": top_k_index.to(torch.int32), "weights": top_k_weights.float()}
-        for each, (gated, plain) in NAMES.items():
-            if each in inputs:
-                tensors[each] = getattr(module, gated if module.has_gate else plain)
+        for argument, (gated, plain) in NAMES.items():
+            if argument in inputs:
+                tensors[argument] = getattr(module, gated if module.has_gate else plain)
         if cast:
-            for each, kind in zip(inputs, types, strict=True):
-                if each in ("x", *NAMES):
-                    tensors[each] = tensors[each].to(DTYPES[kind])
+            for argument, kind in zip(inputs, types, strict=True):
+                if argument in ("x", *NAMES):
+                    tensors[argument] = tensors[argument].to(DTYPES[kind])
         if codes:
             tensors |= quantised(name, weights, codes, tensors)
-        sums = [main_grad(getattr(module, NAMES[each][not module.has_gate]), each) for each in summed]
-        return launch(name, [tensors[each] for each in inputs], sums)[0]
+        sums = [main_grad(getattr(module, NAMES[weight][not module.has_gate]), weight) for weight in summed]
+        return launch(name, [tensors[argument] for argument in inputs], sums)[0]
 
     return experts
 
@@ -178,22 +178,25 @@ def layer_for(library: Library, layers: str, experts: Experts, module: str) -> s
 
 
 def described(
-    module: type, act_fn: type, dtype: Any, own: Any, experts: int, rows: int, columns: int, topk: int, has_gate: bool,
-    has_bias: bool, is_transposed: bool, *numbers: str | None,
+    module: type, act_fn: type, dtype: Any, weight_dtype: Any, experts: int, rows: int, columns: int, topk: int,
+    has_gate: bool, has_bias: bool, is_transposed: bool, *numbers: str | None,
 ) -> Experts:  # fmt: skip
     """What an experts module computes, from its class and numbers. Raises ArgumentError where fusekit has no kernel.
 
-    act_fn: the class of its activation. dtype: of the products; own: of the weights. rows, columns: of an expert's
-    down_proj. numbers: its `_NUMBERS`, as `float.hex` writes them.
+    act_fn: the class of its activation. dtype: of the products. rows, columns: of an expert's down_proj. numbers: its
+    `_NUMBERS`, as `float.hex` writes them.
     """
     intermediate, hidden = (rows, columns) if is_transposed else (columns, rows)
     kind, weights = (
-        next((name for name, known in DTYPES.items() if known == each), str(each)) for each in (dtype, own)
+        next((name for name, known in DTYPES.items() if known == torch_dtype), str(torch_dtype))
+        for torch_dtype in (dtype, weight_dtype)
     )
     activation, layout = recognised(module, act_fn, has_gate, _numbers(numbers))
     major = "n" if is_transposed else "k"
-    found = Experts(hidden, intermediate, experts, topk, kind, _said(activation), layout, has_bias, major)
-    return found if weights == kind else replace(found, weight_dtype=weights)
+    experts_ = Experts(
+        hidden, intermediate, experts, topk, kind, _given_parameters(activation), layout, has_bias, major
+    )
+    return experts_ if weights == kind else replace(experts_, weight_dtype=weights)
 
 
 # -- activations ------------------------------------------------------------------------------------------------------
@@ -208,21 +211,21 @@ def _numbers(texts: tuple[str | None, ...]) -> dict[str, float]:
 
 
 def recognised(module: type, act_fn: type, has_gate: bool, numbers: dict[str, float]) -> tuple[dict[str, Any], str]:
-    """The activation and the GLU layout that give what the module's own code gives, on made-up numbers in float64."""
+    """The activation and the GLU layout that give what the module's own code gives, on test numbers in float64."""
     widest = max([20.0, *(2.0 * value for value in numbers.values())])
     z = torch.linspace(-widest, widest, 16 * 128, dtype=torch.float64, device="cpu")
     z = z[torch.randperm(z.numel(), generator=torch.Generator().manual_seed(0))].reshape(16, 128)
     try:
-        own = SimpleNamespace(**numbers, act_fn=act_fn())
-        want = module._apply_gate(own, z) if has_gate else own.act_fn(z)  # type: ignore[attr-defined]
+        stand_in = SimpleNamespace(**numbers, act_fn=act_fn())
+        want = module._apply_gate(stand_in, z) if has_gate else stand_in.act_fn(z)  # type: ignore[attr-defined]
     except Exception as error:  # of whatever the module's code needs beyond
         raise ArgumentError(
             f"{module.__name__}: its activation cannot be looked at ({type(error).__name__}: {error}); use"
             ' experts_implementation="grouped_mm" for this model'
         ) from error
     for activation, layout in _candidates(has_gate, numbers):
-        made = _activated(activation, layout, z)
-        if made.shape == want.shape and torch.allclose(made, want, rtol=1e-9, atol=1e-12):
+        result = _activated(activation, layout, z)
+        if result.shape == want.shape and torch.allclose(result, want, rtol=1e-9, atol=1e-12):
             return activation, layout
     raise ArgumentError(
         f"{module.__name__}: its activation is none of {', '.join(_GATED if has_gate else _PLAIN)} with its numbers"
@@ -240,8 +243,8 @@ def _candidates(has_gate: bool, numbers: dict[str, float]) -> Iterator[tuple[dic
         return
     for kind, layout, limit, offset in product(_GATED, ("concat", "interleaved", "interleaved-32"), limits, (0.0, 1.0)):
         for alpha, approximate in product(alphas, approximations):
-            own = {"kind": kind, "alpha": alpha, "approximate": approximate}
-            yield {**own, "limit": limit, "up_offset": offset}, layout
+            settings = {"kind": kind, "alpha": alpha, "approximate": approximate}
+            yield {**settings, "limit": limit, "up_offset": offset}, layout
 
 
 def _activated(activation: dict[str, Any], layout: str, z: Any) -> Any:
@@ -266,17 +269,17 @@ def _activated(activation: dict[str, Any], layout: str, z: Any) -> Any:
     return gates[kind](gate) * (up + activation["up_offset"])
 
 
-def _said(activation: Any) -> tuple[tuple[str, Any], ...]:
+def _given_parameters(activation: Any) -> tuple[tuple[str, Any], ...]:
     """An activation without what its kind does not have or what is the default, so that equal ones are equal."""
     defaults = {"approximate": "none", "alpha": 1.0, "limit": None, "up_offset": 0.0}
-    said = {name: value for name, value in activation.items() if name in defaults and value != defaults[name]}
-    if said.get("limit") in ("inf", float("inf")):
-        del said["limit"]
+    given = {name: value for name, value in activation.items() if name in defaults and value != defaults[name]}
+    if given.get("limit") in ("inf", float("inf")):
+        del given["limit"]
     if activation["kind"] not in ("gelu", "geglu"):
-        said.pop("approximate", None)
+        given.pop("approximate", None)
     if activation["kind"] != "swiglu":
-        said.pop("alpha", None)
-    return (("kind", activation["kind"]), *sorted((name, _plain(value)) for name, value in said.items()))
+        given.pop("alpha", None)
+    return (("kind", activation["kind"]), *sorted((name, _plain(value)) for name, value in given.items()))
 
 
 def _plain(value: Any) -> Any:

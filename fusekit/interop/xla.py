@@ -127,17 +127,17 @@ def handler(launch: Launch) -> Any:
         except Exception as error:
             return _error(frame, INTERNAL, f"{type(error).__name__}: {error}")
 
-    made = Handler(called)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
-    return made
+    handler = Handler(called)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(handler))
+    return handler
 
 
 def _answer(extension: int) -> bool:
     """Whether the call only asks for version and traits, which are then filled in."""
-    found = Extension.from_address(extension)
-    if found.type != METADATA:
+    header = Extension.from_address(extension)
+    if header.type != METADATA:
         return False
-    metadata = found.metadata.contents
+    metadata = header.metadata.contents
     metadata.version.major, metadata.version.minor = VERSION
     metadata.traits = COMMAND_BUFFER_COMPATIBLE
     return True
@@ -145,15 +145,15 @@ def _answer(extension: int) -> bool:
 
 def _numbers(attributes: Attributes) -> dict[str, float | int]:
     """The call's attributes that are numbers of a scalar argument's type, by name."""
-    found = {}
+    numbers: dict[str, float | int] = {}
     for index in range(attributes.size):
         if attributes.types[index] != SCALAR:
             continue
         name, scalar = attributes.names[index].contents, Scalar.from_address(attributes.items[index])
         if scalar.dtype in SCALARS:
             value = SCALARS[scalar.dtype].from_address(scalar.value).value
-            found[ctypes.string_at(name.data, name.size).decode()] = value
-    return found
+            numbers[ctypes.string_at(name.data, name.size).decode()] = value
+    return numbers
 
 
 def _launch(frame: CallFrame, launch: Launch, given: list[Buffer], scalars: dict[str, float | int]) -> int | None:
@@ -178,12 +178,12 @@ def stream_of(frame: CallFrame) -> tuple[int | None, int]:
 
 def _error(frame: CallFrame, code: int, message: str) -> int | None:
     details = ErrorCreate(sizeof(ErrorCreate), None, message.encode(), code)
-    made: int | None = frame.api.contents.error_create(ctypes.byref(details))
-    return made
+    error_handle: int | None = frame.api.contents.error_create(ctypes.byref(details))
+    return error_handle
 
 
-def capsule(made: Any) -> Any:
+def capsule(handler: Any) -> Any:
     """The handler's address in a PyCapsule, as registration wants it."""
     new = ctypes.pythonapi.PyCapsule_New
     prototype = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, c_char_p, c_void_p)
-    return cast(new, prototype)(cast(made, c_void_p), None, None)
+    return cast(new, prototype)(cast(handler, c_void_p), None, None)

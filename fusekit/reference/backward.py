@@ -61,13 +61,15 @@ def expected(
         da_error * np.abs(slope) + (np.abs(da) + da_error) * error
         for slope, error in zip(slopes, slope_errors, strict=True)
     ]
-    dz, dz_error = (layouts.join(each[0], each[1], layout) if activation.gated else each[0] for each in (parts, errors))
+    dz, dz_error = (
+        layouts.join(halves[0], halves[1], layout) if activation.gated else halves[0] for halves in (parts, errors)
+    )
     sums = limit_of(means, single=True)
-    made = Gradients(
+    gradients = Gradients(
         rows, columns, z_columns, chosen, whole, ends, k, terms, (value, y_error), (dz, dz_error), sums
     )  # fmt: skip
     outputs = {"dz": Expected(means.dtype, chosen, dz, dz_error, z_columns, whole, limit_of(means))}
     for twin in twins(means):
         if hasattr(twin, "gradient"):
-            outputs |= twin.gradient(means, made)
+            outputs |= twin.gradient(means, gradients)
     return outputs

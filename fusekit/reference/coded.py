@@ -36,18 +36,18 @@ class Block(NamedTuple):
 def coded_outputs(means: Meaning, results: Mapping[str, Array], ends: NDArray[np.int64]) -> dict[str, Array]:
     """Every coded output, whole buffers, from bf16 ``results`` by name; what is not written holds all ones."""
     keys = {"out": BLOCK, "blocks": ROWS, "scales": means.quant.scales, "transpose": True}
-    found: dict[str, Array] = {}
-    for each in coded(means):
-        result = results[each.name]
+    wanted: dict[str, Array] = {}
+    for tensor in coded(means):
+        result = results[tensor.name]
         if means.quant.mx:
-            made = mx.outputs(each.name, result, int(ends[-1]), means.quant)
-            found |= {name: made[name] for name in each.outputs}
+            quantised = mx.outputs(tensor.name, result, int(ends[-1]), means.quant)
+            wanted |= {name: quantised[name] for name in tensor.outputs}
             continue
-        squares = {"transpose_blocks": SQUARE if each.columns == SIDE else ROWS}
-        made = quantise(keys | squares, {"x": result, "offsets": ends})
-        for name, (shape, _) in coded_shapes(means, each.name, result.shape, ends.size).items():
-            found[name] = made[f"x_{name.rpartition('_')[2]}"][tuple(map(slice, shape))]
-    return found
+        squares = {"transpose_blocks": SQUARE if tensor.columns == SIDE else ROWS}
+        quantised = quantise(keys | squares, {"x": result, "offsets": ends})
+        for name, (shape, _) in coded_shapes(means, tensor.name, result.shape, ends.size).items():
+            wanted[name] = quantised[f"x_{name.rpartition('_')[2]}"][tuple(map(slice, shape))]
+    return wanted
 
 
 def token_blocks(ends: NDArray[np.int64]) -> list[Block]:
@@ -80,72 +80,82 @@ def coded_faults(
     """What is wrong in the ``chosen`` blocks, one line each; of results that are not kept, against ``wanted``, whose
     rows are those of the blocks, one after the other.
     """
-    found: list[str] = []
-    for each in coded(means):
-        exact, first = each.name in outputs, 0
+    problems: list[str] = []
+    for tensor in coded(means):
+        exact, first = tensor.name in outputs, 0
         counts: dict[str, list[int]] = {}
         for block in chosen:
             room = None
             if exact:
-                v = values(np.asarray(outputs[each.name][block.begin : block.stop]), "bf16")
+                v = values(np.asarray(outputs[tensor.name][block.begin : block.stop]), "bf16")
             else:
                 rows = slice(first, first + block.stop - block.begin)
-                value, room = wanted[each.name].value[rows], bound(wanted[each.name])[rows]
+                value, room = wanted[tensor.name].value[rows], bound(wanted[tensor.name])[rows]
                 v, first = values(encode(value, "bf16"), "bf16"), rows.stop
             compared = _compared_mx if means.quant.mx else _compared
-            for name, got, want in compared(each, means.quant, outputs, block, v.astype(np.float32), room):
+            for name, got, want in compared(tensor, means.quant, outputs, block, v.astype(np.float32), room):
                 wrong = _differing(got, want, exact=exact)
                 counts.setdefault(name, [0, 0])
                 counts[name][0] += wrong
                 counts[name][1] += got[0].size
                 if exact and wrong:
-                    found.append(f"{name}: {wrong} elements of tokens {block.begin} to {block.stop - 1} differ")
+                    problems.append(f"{name}: {wrong} elements of tokens {block.begin} to {block.stop - 1} differ")
         if not exact:
-            found += [
+            problems += [
                 f"{name}: {wrong} of {total} elements differ from those of the float64 result"
                 for name, (wrong, total) in counts.items()
                 if wrong > (1 - EQUAL) * total
             ]
-    return found
+    return problems
 
 
 def _compared(
-    each: Coded, recipe: Quant, outputs: Mapping[str, Array], block: Block, v: NDArray[np.float32], room: Array | None
+    tensor: Coded,
+    recipe: Quant,
+    outputs: Mapping[str, Array],
+    block: Block,
+    v: NDArray[np.float32],
+    room: Array | None,
 ) -> list[Any]:
     """(name, what was written, what it must be) of a block: codes and the scale of each, or scales and None; and of
     what must be the numbers ``v`` that the codes are of, with how far from them the kernel's may be.
     """
     rows, tokens = slice(block.begin, block.stop), slice(block.number * SIDE, (block.number + 1) * SIDE)
-    found = []
-    if each.rows:
-        q, s = outputs[f"{each.name}_q"][rows], outputs[f"{each.name}_s"][:, rows].T
+    pairs = []
+    if tensor.rows:
+        q, s = outputs[f"{tensor.name}_q"][rows], outputs[f"{tensor.name}_s"][:, rows].T
         codes, scales = blocks(v, 1, SIDE, recipe.scales)
-        found += _pairs(each.name, "q", "s", (q, s), (codes, scales), (v, room))
-    if each.turned:
+        pairs += _pairs(tensor.name, "q", "s", (q, s), (codes, scales), (v, room))
+    if tensor.turned:
         padded = _turned(v)
-        t, ts = outputs[f"{each.name}_t"][:, tokens], outputs[f"{each.name}_ts"][block.number][:, None]
-        codes, scales = blocks(padded, each.columns, SIDE, recipe.scales)
+        t, ts = outputs[f"{tensor.name}_t"][:, tokens], outputs[f"{tensor.name}_ts"][block.number][:, None]
+        codes, scales = blocks(padded, tensor.columns, SIDE, recipe.scales)
         near = padded, None if room is None else _turned(room)
-        found += _pairs(each.name, "t", "ts", (t, ts), (codes, scales), near, each.columns)
-    return found
+        pairs += _pairs(tensor.name, "t", "ts", (t, ts), (codes, scales), near, tensor.columns)
+    return pairs
 
 
 def _compared_mx(
-    each: Coded, recipe: Quant, outputs: Mapping[str, Array], block: Block, v: NDArray[np.float32], room: Array | None
+    tensor: Coded,
+    recipe: Quant,
+    outputs: Mapping[str, Array],
+    block: Block,
+    v: NDArray[np.float32],
+    room: Array | None,
 ) -> list[Any]:
     """The same of MXFP8."""
-    rows, columns, found = slice(block.begin, block.stop), v.shape[1], []
-    if each.rows:
-        got = outputs[f"{each.name}_q"][rows], mx.of_block(outputs, each.name, "s", rows, columns, recipe)
+    rows, columns, pairs = slice(block.begin, block.stop), v.shape[1], []
+    if tensor.rows:
+        got = outputs[f"{tensor.name}_q"][rows], mx.of_block(outputs, tensor.name, "s", rows, columns, recipe)
         codes, scales = mx_blocks(v)
-        found += _pairs(each.name, "q", "s", got, (codes, mx.numbers(scales)), (v, room), side=each.side)
-    if each.turned:
+        pairs += _pairs(tensor.name, "q", "s", got, (codes, mx.numbers(scales)), (v, room), side=tensor.side)
+    if tensor.turned:
         codes, scales = mx_blocks(_turned(v))
-        turned = outputs[f"{each.name}_t"][rows].T, mx.of_block(outputs, each.name, "ts", rows, columns, recipe)
+        turned = outputs[f"{tensor.name}_t"][rows].T, mx.of_block(outputs, tensor.name, "ts", rows, columns, recipe)
         near = v.T, None if room is None else room.T
         want = codes[:, : len(v)], mx.numbers(scales)
-        found += _pairs(each.name, "t", "ts", turned, want, near, side=each.side)
-    return found
+        pairs += _pairs(tensor.name, "t", "ts", turned, want, near, side=tensor.side)
+    return pairs
 
 
 def _turned(rows: Array) -> Array:

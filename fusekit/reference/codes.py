@@ -31,14 +31,14 @@ def table(name: str) -> NDArray[np.float32]:
     value[value > form.max] = np.nan
     if name == "e5m2":
         value[0x7C] = np.inf
-    found: NDArray[np.float32] = np.concatenate([value, -value]).astype(np.float32)
-    return found
+    values_: NDArray[np.float32] = np.concatenate([value, -value]).astype(np.float32)
+    return values_
 
 
 def decode(codes: Array, name: str) -> NDArray[np.float32]:
     """The values of ``codes``: uint8, or an array of ml_dtypes' type of that name."""
-    found: NDArray[np.float32] = table(name)[np.asarray(codes).view(np.uint8)]
-    return found
+    decoded: NDArray[np.float32] = table(name)[np.asarray(codes).view(np.uint8)]
+    return decoded
 
 
 def encode(numbers: Array, name: str) -> NDArray[np.uint8]:
@@ -76,8 +76,10 @@ class Coded(NamedTuple):
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names of what a launch writes."""
-        own = [("q", "s")] if self.rows else []
-        return tuple(f"{self.name}_{end}" for pair in [*own, *([("t", "ts")] if self.turned else [])] for end in pair)
+        rowwise = [("q", "s")] if self.rows else []
+        return tuple(
+            f"{self.name}_{end}" for pair in [*rowwise, *([("t", "ts")] if self.turned else [])] for end in pair
+        )
 
 
 def coded(means: Meaning) -> list[Coded]:
@@ -86,17 +88,17 @@ def coded(means: Meaning) -> list[Coded]:
     columns = {name: SIDE if recipe.turned_square(name) else 1 for name in ("y", "dz")}
     name = "dz" if backward else "y"
     side = MX_SIDE if recipe.mx else SIDE
-    found = [Coded(name, True, recipe.transpose, columns[name], side)] if recipe.coded else []
+    results = [Coded(name, True, recipe.transpose, columns[name], side)] if recipe.coded else []
     if backward and recipe.transpose and means.operands["recompute"]:
-        found.append(Coded("y", False, True, columns["y"], side))
-    return found
+        results.append(Coded("y", False, True, columns["y"], side))
+    return results
 
 
 def coded_shapes(means: Meaning, name: str, shape: tuple[int, int], groups: int) -> dict[str, tuple[Any, str]]:
     """Shape and dtype of what is stored of the result ``name`` [M, N]; the transpose has room for M + 127 E tokens."""
     if means.quant.mx:
         every = mx_shapes(name, shape, means.quant)
-        return {each: every[each] for one in coded(means) if one.name == name for each in one.outputs}
+        return {output: every[output] for one in coded(means) if one.name == name for output in one.outputs}
     rows, columns = shape
     spare = (SIDE - 1) * groups if means.grouped else 0
     room = max(-(-(rows + spare) // SIDE), 1) * SIDE
@@ -105,26 +107,26 @@ def coded_shapes(means: Meaning, name: str, shape: tuple[int, int], groups: int)
         f"{name}_s": ((-(-columns // SIDE), rows), "f32"),
         f"{name}_t": ((columns, room), CODES),
     }
-    found: dict[str, tuple[Any, str]] = {}
+    shapes: dict[str, tuple[Any, str]] = {}
     for one in coded(means):
         if one.name == name:
             every[f"{name}_ts"] = ((room // SIDE, -(-columns // one.columns)), "f32")
-            found = {each: every[each] for each in one.outputs}
-    return found
+            shapes = {output: every[output] for output in one.outputs}
+    return shapes
 
 
 def mx_shapes(name: str, shape: tuple[int, int], recipe: Quant) -> dict[str, tuple[Any, str]]:
     """Shape and dtype of what is stored of the result ``name`` [M, N] as MXFP8."""
     tall, wide = (-(-extent // SIDE) for extent in shape)
     blocks = SIDE // MX_SIDE
-    found: dict[str, tuple[Any, str]] = {
+    shapes: dict[str, tuple[Any, str]] = {
         f"{name}_q": (shape, CODES),
         f"{name}_s": ((tall * SIDE, wide * blocks), "e8m0"),
     }
     if recipe.transpose:
         turned = (wide * SIDE, tall * blocks) if recipe.swizzled else (tall * blocks, wide * SIDE)
-        found |= {f"{name}_t": (shape, CODES), f"{name}_ts": (turned, "e8m0")}
-    return found
+        shapes |= {f"{name}_t": (shape, CODES), f"{name}_ts": (turned, "e8m0")}
+    return shapes
 
 
 def largest_shapes(means: Meaning, groups: int) -> dict[str, tuple[Any, str]]:

@@ -19,7 +19,7 @@ def owners(indices: Array, experts: int, ranks: int) -> Array:
     """bool[T, ranks]: whether a rank has an expert that the token chose (indices [T, K])."""
     known = (indices >= 0) & (indices < experts)
     rank = np.where(known, indices, 0) // (experts // ranks)
-    return np.stack([(known & (rank == each)).any(axis=1) for each in range(ranks)], axis=1)
+    return np.stack([(known & (rank == target)).any(axis=1) for target in range(ranks)], axis=1)
 
 
 def dispatch(
@@ -41,24 +41,24 @@ def dispatch(
         sent = np.zeros((ranks, capacity), bool)
         chosen = np.full((ranks, capacity, topk), -1, np.int32)
         factors = np.zeros((ranks, capacity, topk), np.float32)
-        for source, (own, choices) in enumerate(zip(x, indices, strict=True)):
-            tokens = len(own)
-            rows[source, :tokens] = own
+        for source, (tokens_, choices) in enumerate(zip(x, indices, strict=True)):
+            tokens = len(tokens_)
+            rows[source, :tokens] = tokens_
             sent[source, :tokens] = owners(choices, experts, ranks)[:, target]
-            mine = (choices >= target * local) & (choices < (target + 1) * local)
-            chosen[source, :tokens] = np.where(mine, choices - target * local, -1)
+            here = (choices >= target * local) & (choices < (target + 1) * local)
+            chosen[source, :tokens] = np.where(here, choices - target * local, -1)
             if weights is not None:
-                factors[source, :tokens] = np.where(mine, weights[source], 0)
+                factors[source, :tokens] = np.where(here, weights[source], 0)
         slots = ranks * capacity
-        made = {"rows": rows.reshape(slots, hidden), "sent": sent.reshape(slots)}
-        made["indices"] = chosen.reshape(slots, topk)
+        arrays = {"rows": rows.reshape(slots, hidden), "sent": sent.reshape(slots)}
+        arrays["indices"] = chosen.reshape(slots, topk)
         if scales is not None:
-            room = [np.pad(each, ((0, 0), (0, capacity - each.shape[1]))) for each in scales]
-            made["scales"] = np.concatenate(room, axis=1)
-        made |= {} if weights is None else {"weights": factors.reshape(slots, topk)}
+            room = [np.pad(scale, ((0, 0), (0, capacity - scale.shape[1]))) for scale in scales]
+            arrays["scales"] = np.concatenate(room, axis=1)
+        arrays |= {} if weights is None else {"weights": factors.reshape(slots, topk)}
         kept = {CHOICES: ("indices", "weights"), ROWS: ("rows", "sent", "scales"), NOTHING: ()}
-        sent_alone = kept.get(spec.get("sends", ALL), tuple(made))
-        received.append({name: each for name, each in made.items() if name in sent_alone})
+        sent_alone = kept.get(spec.get("sends", ALL), tuple(arrays))
+        received.append({name: array_name for name, array_name in arrays.items() if name in sent_alone})
     return received
 
 
@@ -66,7 +66,7 @@ def combine(
     spec: Mapping[str, Any], x: Sequence[Array], inverse: Sequence[Array], weights: Sequence[Array] | None,
     indices: Sequence[Array], capacity: int, addends: Sequence[Sequence[Array]] = (),
 ) -> list[tuple[Array, Array]]:  # fmt: skip
-    """Of each rank y [T, H] in the rows' format, and float64 sums of magnitudes.
+    """For each rank y [T, H] in the rows' format, and float64 sums of magnitudes.
 
     x: [M, H] rows in expert order of each rank; inverse, weights: [S, K], of what it received; indices: [T, K], what
     its own tokens chose. A part is summed in float32 in the order of k and rounded; parts are so in the order of ranks.
@@ -85,9 +85,9 @@ def combine(
         total = np.zeros((tokens, parts[0].shape[2]), np.float32)
         magnitude = np.zeros(total.shape)
         for source in range(ranks):
-            mine = there[:, source, None]
-            total = total + np.where(mine, parts[source][rank, :tokens], np.float32(0))
-            magnitude += np.where(mine, sizes[source][rank, :tokens], 0)
+            held_there = there[:, source, None]
+            total = total + np.where(held_there, parts[source][rank, :tokens], np.float32(0))
+            magnitude += np.where(held_there, sizes[source][rank, :tokens], 0)
         for addend in addends[rank] if addends else ():
             total = total + values(addend, dtype)
             magnitude += np.abs(values(addend, dtype))
@@ -100,24 +100,24 @@ def returned(
 ) -> list[Array]:
     """float32 [T, K] of each rank: what the rank of a choice's expert has in grad_weights [S, K]; 0 for no expert."""
     ranks, experts = spec["ranks"], spec["experts"]
-    made = []
+    gradients = []
     for rank, choices in enumerate(indices):
         known = (choices >= 0) & (choices < experts)
         owner = np.where(known, choices, 0) // (experts // ranks)
         token, choice = np.indices(choices.shape)
-        table = np.stack([each.reshape(ranks, capacity, -1)[rank] for each in grad_weights])
-        made.append(np.where(known, table[owner, token, choice], np.float32(0)).astype(np.float32))
-    return made
+        table = np.stack([table_.reshape(ranks, capacity, -1)[rank] for table_ in grad_weights])
+        gradients.append(np.where(known, table[owner, token, choice], np.float32(0)).astype(np.float32))
+    return gradients
 
 
 def overflow(before: Array, wanted: Sequence[int], rows: Sequence[int]) -> Array:
     """int32 [4], what every rank is told after a launch: of launches in which some rank's choices wanted more than its
     rows, how many there were; of the last, the first rank with the most rows, and these; and the most rows of all.
     """
-    beyond = [each if each > room else 0 for each, room in zip(wanted, rows, strict=True)]
+    beyond = [count if count > room else 0 for count, room in zip(wanted, rows, strict=True)]
     most = max(beyond)
-    told = [before[0] + 1, beyond.index(most), most, max(before[3], most)] if most else before
-    return np.array(told, np.int32)
+    words = [before[0] + 1, beyond.index(most), most, max(before[3], most)] if most else before
+    return np.array(words, np.int32)
 
 
 def _part(x: Array, inverse: Array, weights: Array | None) -> tuple[Array, Array]:

@@ -35,10 +35,10 @@ def x_values(means: Meaning, inputs: Mapping[str, Any], rows: NDArray[np.int64])
         return values(x, means.dtype).astype(np.float64)
     scale = need(inputs, "x_s", None).astype(np.float64)
     if means.quant.by_block:
-        each = np.repeat(scale[:, rows].T, SIDE, axis=1)[:, : x.shape[1]]
+        scales = np.repeat(scale[:, rows].T, SIDE, axis=1)[:, : x.shape[1]]
     else:
-        each = scale if means.quant.inputs == TENSOR else scale[rows, None]
-    return decode(x, means.factors[0]) * each
+        scales = scale if means.quant.inputs == TENSOR else scale[rows, None]
+    return decode(x, means.factors[0]) * scales
 
 
 def w_values(means: Meaning, inputs: Mapping[str, Any], w: Array, group: int, columns: Any) -> Array:
@@ -48,9 +48,9 @@ def w_values(means: Meaning, inputs: Mapping[str, Any], w: Array, group: int, co
     scale = need(inputs, "w_s", None).astype(np.float64)
     if means.quant.by_block:
         blocks = scale.reshape(w.shape[0], *scale.shape[-2:])[group]
-        each = np.repeat(blocks[np.arange(w.shape[1])[columns] // SIDE], SIDE, axis=1)[:, : w.shape[2]]
+        scales = np.repeat(blocks[np.arange(w.shape[1])[columns] // SIDE], SIDE, axis=1)[:, : w.shape[2]]
     else:
         scale = scale.reshape(w.shape[0], -1)[group]
-        each = scale if scale.size == 1 else scale[columns, None]
-    found: Array = decode(w[group, columns], means.factors[1]) * each
-    return found
+        scales = scale if scale.size == 1 else scale[columns, None]
+    value: Array = decode(w[group, columns], means.factors[1]) * scales
+    return value

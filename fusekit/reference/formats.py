@@ -131,5 +131,5 @@ def bits(shape: tuple[int, ...], dtype: str, seed: int, exponent: int = 0) -> ND
     raw = np.random.SFC64(seed).random_raw(-(-count * form.bits // 64)).view(kind)[:count]
     raw &= kind(1 << form.bits - 1 | ((4 << fraction) - 1))
     raw += kind(lowest << fraction)
-    made: NDArray[Any] = raw.reshape(shape)
-    return made
+    array: NDArray[Any] = raw.reshape(shape)
+    return array

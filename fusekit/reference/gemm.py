@@ -99,18 +99,18 @@ def coded_check(
     if not results and not means.quant.largest:
         return []
     ends = group_ends(inputs, len(need(inputs, "x" if means.operands["gather"] == "none" else "index", None)), means)
-    found = []
+    problems = []
     for name, numbers in largest(means, outputs, ends).items():
         wrong = np.asarray(outputs[name]).view(np.uint32) != numbers.view(np.uint32)
         if wrong.any():
             place = tuple(map(int, np.argwhere(wrong)[0]))
-            found.append(f"{name}: {outputs[name][place]} at {place}; the largest number is {numbers[place]}")
-    for name in (name for each in results for name in each.outputs):
+            problems.append(f"{name}: {outputs[name][place]} at {place}; the largest number is {numbers[place]}")
+    for name in (name for tensor in results for name in tensor.outputs):
         mask, untouched = written(means, name, outputs[name].shape, ends), poisoned(outputs[name])
         for wrong, what in ((mask & untouched, "not written"), (~mask & ~untouched, "written, of no group's")):
             if wrong.any():
                 place = tuple(map(int, np.argwhere(wrong)[0]))
-                found.append(f"{name}: {int(wrong.sum())} elements {what}, the first at {place}")
+                problems.append(f"{name}: {int(wrong.sum())} elements {what}, the first at {place}")
     chosen = token_blocks(ends)
     if len(chosen) > most:
         chosen = [chosen[int(number)] for number in np.unique(np.linspace(0, len(chosen) - 1, most).astype(int))]
@@ -118,7 +118,7 @@ def coded_check(
     if chosen and not means.quant.wide:
         rows = np.concatenate([np.arange(block.begin, block.stop) for block in chosen])
         wanted = _results(spec, inputs, rows, None)
-    return found + coded_faults(means, outputs, chosen, wanted)
+    return problems + coded_faults(means, outputs, chosen, wanted)
 
 
 def expected(
@@ -126,7 +126,7 @@ def expected(
 ) -> dict[str, Expected]:
     """What ``gemm`` gives, for the rows that groups own, with the error that float32 arithmetic may make of it."""
     means = meaning(spec)
-    hidden = set() if means.quant.wide else {each.name for each in coded(means)}
+    hidden = set() if means.quant.wide else {tensor.name for tensor in coded(means)}
     return {name: want for name, want in _results(spec, inputs, rows, columns).items() if name not in hidden}
 
 

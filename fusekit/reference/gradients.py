@@ -49,6 +49,6 @@ class Gradients:
             steps = math.ceil(part.shape[0] / STEP) + math.ceil(self.k / STEP)
             most = max(most, steps)
             value[index] = part.sum(axis=0)
-            own = UNIT * ((8 + 2 * math.sqrt(steps)) * np.abs(part).sum(axis=0) + steps * np.abs(value[index]))
-            slack[index] = 4 * np.sqrt((error**2).sum(axis=0)) + own
+            rounding = UNIT * ((8 + 2 * math.sqrt(steps)) * np.abs(part).sum(axis=0) + steps * np.abs(value[index]))
+            slack[index] = 4 * np.sqrt((error**2).sum(axis=0)) + rounding
         return value, slack, self.limit or UNIT * (32 + most)

@@ -1,4 +1,4 @@
-"""Made-up inputs: repeatable from a seed, uneven like a real router's, and made at memory speed.
+"""Random inputs: repeatable from a seed, uneven like a real router's, and made at memory speed.
 
 Every number is nonzero and lies in +-[1/8, 2) times a power of two: random sign, exponent and mantissa bits, so that a
 GPU's multipliers switch as they do on real data, and an element that was left out shows in the result.

@@ -17,13 +17,13 @@ from fusekit.reference.quantise import quantise
 
 def largest(means: Meaning, results: Mapping[str, Array], ends: NDArray[np.int64]) -> dict[str, Array]:
     """They, from bf16 ``results`` by name."""
-    found: dict[str, Array] = {}
+    wanted: dict[str, Array] = {}
     for name, (shape, _) in largest_shapes(means, ends.size).items():
         result, _, end = name.partition("_")
         sides = [results[result]]
         if result == "dz" and means.glu_layout != "none":
             sides = list(layouts.split(results[result], means.glu_layout))
         keys = {"out": AMAX, "blocks": "1x128", "scales": "", "transpose": False, "rht_amax": means.quant.rht_amax}
-        made = [quantise(keys, {"x": np.ascontiguousarray(side), "offsets": ends})[f"x_{end}"] for side in sides]
-        found[name] = np.stack(made, axis=-1).reshape(shape)
-    return found
+        halves = [quantise(keys, {"x": np.ascontiguousarray(side), "offsets": ends})[f"x_{end}"] for side in sides]
+        wanted[name] = np.stack(halves, axis=-1).reshape(shape)
+    return wanted

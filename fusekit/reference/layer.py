@@ -46,23 +46,23 @@ Sums = Callable[[Array, Array, "Kept"], Any]
 
 
 class Factors:
-    """What the products of projections read of their factors: all of it."""
+    """The values that GEMMs of projections read: unchanged here, quantised in `Blocks`."""
 
     def rows(self, v: Array) -> Array:
-        """Of rows [M, K] that are multiplied by weights."""
+        """Rows [M, K] as they are multiplied by weights."""
         return v
 
     def weights(self, w: Array) -> Array:
-        """Of one expert's weights [N, K]."""
+        """One expert's weights [N, K]."""
         return w
 
     def tokens(self, v: Array, owners: list[slice], squares: bool = False) -> Array:
-        """Of rows [M, N] that a weight gradient sums over, those of `owners` each on its own; maybe in squares."""
+        """Rows [M, N] that a weight gradient sums over, quantised for each of `owners`; squares: 128 x 128 blocks."""
         return v
 
 
 class Blocks(Factors):
-    """What codes of "fp8-block" are worth."""
+    """The values after a quantisation by "fp8-block"."""
 
     def rows(self, v: Array) -> Array:
         return worth(v, 1, SIDE)
@@ -71,18 +71,18 @@ class Blocks(Factors):
         return worth(w, SIDE, SIDE)
 
     def tokens(self, v: Array, owners: list[slice], squares: bool = False) -> Array:
-        made = np.zeros(v.shape)
-        for own in owners:
-            made[own] = worth(v[own], SIDE, SIDE if squares else 1)
-        return made
+        result = np.zeros(v.shape)
+        for group in owners:
+            result[group] = worth(v[group], SIDE, SIDE if squares else 1)
+        return result
 
 
 def worth(v: Array, down: int, across: int) -> Array:
     """The values of the codes of v [R, C], rounded to bf16 first, with a scale for each block of `down` by `across`."""
     codes, scale = blocks(numbers(bits(v, "bf16"), "bf16"), down, across, POW2)
     each = np.repeat(np.repeat(scale.astype(np.float64), down, axis=0), across, axis=1)
-    found: Array = decode(codes, "e4m3") * each[: v.shape[0], : v.shape[1]]
-    return found
+    value: Array = decode(codes, "e4m3") * each[: v.shape[0], : v.shape[1]]
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ def backward(
     grad_a = _products(f, grad_rows, tensors["w2"].transpose(0, 2, 1), None, kept)  # of r a
     grad_z = _by_slopes(layer, out_of * grad_a, slopes)
     grad_in = _products(f, grad_z, tensors["w1"].transpose(0, 2, 1), None, kept)  # of s x
-    found: dict[str, Any] = {
+    gradients: dict[str, Any] = {
         "w1": (sums or _sums)(f.tokens(grad_z, owners, of_gradients), f.tokens(into * rows, owners, of_rows), kept),
         "w2": (sums or _sums)(f.tokens(grad_rows, owners, of_gradients), f.tokens(out_of * a, owners, of_rows), kept),
         "b1": _sums(grad_z, np.ones((len(rows), 1)), kept)[..., 0],
@@ -186,13 +186,13 @@ def backward(
         by_row += (grad_rows * tensors["b2"][_owner(kept)]).sum(axis=1)
     grad_x = _by_token(into * grad_in, kept)
     if "shared_w1" in tensors:
-        grad_x += _shared_gradient(layer, tensors, kept.x, grad_y, found)
+        grad_x += _shared_gradient(layer, tensors, kept.x, grad_y, gradients)
     given = {"logits": kept.logits, "indices": kept.indices, "grad_weights": by_row[kept.inverse]}
     grad_logits = router.topk_gradient(layer.router, given)[0] + grad_loss * _aux_gradient(layer, kept)
-    found |= {"logits": grad_logits, "router": grad_logits.T @ kept.x, "router_bias": grad_logits.sum(axis=0)}
-    found = {name: gradient for name, gradient in found.items() if name in tensors or name == "logits"}
-    found["weights"] = by_row[kept.inverse]
-    return found | {"x": grad_x + grad_logits @ tensors["router"]}
+    gradients |= {"logits": grad_logits, "router": grad_logits.T @ kept.x, "router_bias": grad_logits.sum(axis=0)}
+    gradients = {name: gradient for name, gradient in gradients.items() if name in tensors or name == "logits"}
+    gradients["weights"] = by_row[kept.inverse]
+    return gradients | {"x": grad_x + grad_logits @ tensors["router"]}
 
 
 def _scales(layer: Layer, kept: Kept) -> tuple[Array, Array]:
@@ -215,28 +215,28 @@ def _owner(kept: Kept) -> NDArray[np.int64]:
 
 def _products(f: Factors, rows: Array, w: Array, bias: Array | None, kept: Kept) -> Array:
     """rows [M, K] by their experts' w [X, N, K], plus bias [X, N]."""
-    made, rows = np.empty((len(rows), w.shape[1])), f.rows(rows)
+    product, rows = np.empty((len(rows), w.shape[1])), f.rows(rows)
 
-    def multiply(expert: int, own: slice) -> None:
-        made[own] = rows[own] @ f.weights(w[expert]).T + (0.0 if bias is None else bias[expert])
+    def multiply(expert: int, group: slice) -> None:
+        product[group] = rows[group] @ f.weights(w[expert]).T + (0.0 if bias is None else bias[expert])
 
     with ThreadPoolExecutor(min(os.cpu_count() or 1, WORKERS)) as pool:
         # w may be read expert by expert, at a cost: only where an expert has rows
         waiting = [pool.submit(multiply, *each) for each in enumerate(groups(kept)) if each[1].start < each[1].stop]
         for each in waiting:
             each.result()
-    return made
+    return product
 
 
 def _sums(left: Array, right: Array, kept: Kept) -> Array:
     """[X, N, K]: left [M, N] transposed by right [M, K], over each expert's rows."""
-    return np.stack([left[own].T @ right[own] for own in groups(kept)])
+    return np.stack([left[group].T @ right[group] for group in groups(kept)])
 
 
 def _by_token(rows: Array, kept: Kept) -> Array:
     """[T, H]: the sum of each token's rows."""
-    made: Array = rows[kept.inverse].sum(axis=1)
-    return made
+    result: Array = rows[kept.inverse].sum(axis=1)
+    return result
 
 
 def _activated(layer: Layer, z: Array) -> Array:
@@ -249,18 +249,18 @@ def _by_slopes(layer: Layer, grad_a: Array, slopes: tuple[Array, ...]) -> Array:
     return parts[0] if len(parts) == 1 else layouts.join(parts[0], parts[1], layer.glu_layout)
 
 
-def _shared_gradient(layer: Layer, tensors: Tensors, x: Array, grad_y: Array, found: dict[str, Array]) -> Array:
-    """The shared expert's part of the gradient of x; those of its weights go into `found`."""
+def _shared_gradient(layer: Layer, tensors: Tensors, x: Array, grad_y: Array, gradients: dict[str, Array]) -> Array:
+    """The shared expert's part of the gradient of x; those of its weights go into `gradients`."""
     f, every = layer.factors, [slice(0, len(x))]
     w1, w2 = (f.weights(tensors[name]) for name in ("shared_w1", "shared_w2"))
     a, slopes = activations.derivative(layer.activation, layer.glu_layout, f.rows(x) @ w1.T)
     grad_z = _by_slopes(layer, f.rows(grad_y) @ w2, slopes)
-    found |= {
+    gradients |= {
         "shared_w1": f.tokens(grad_z, every).T @ f.tokens(x, every, bool(layer.squares)),
         "shared_w2": f.tokens(grad_y, every).T @ f.tokens(a, every, bool(layer.squares)),
     }
-    made: Array = f.rows(grad_z) @ w1
-    return made
+    result: Array = f.rows(grad_z) @ w1
+    return result
 
 
 def _loss_factor(layer: Layer, kept: Kept) -> Array:

@@ -69,10 +69,10 @@ def indices(what: str, chosen: Sequence[int] | Array | None, count: int, owner: 
     """The ``chosen`` rows or columns; None: all. ``owner``, for an error, says whose they are, ``count`` in all."""
     if chosen is None:
         return None
-    found = np.asarray(chosen, dtype=np.int64).reshape(-1)
-    if found.size and (found.min() < 0 or found.max() >= count):
-        raise ValueError(f"{what} {found.min()}..{found.max()}; {owner} {what} 0..{count - 1} only")
-    return found
+    numbers = np.asarray(chosen, dtype=np.int64).reshape(-1)
+    if numbers.size and (numbers.min() < 0 or numbers.max() >= count):
+        raise ValueError(f"{what} {numbers.min()}..{numbers.max()}; {owner} {what} 0..{count - 1} only")
+    return numbers
 
 
 def row_groups(ends: NDArray[np.int64]) -> NDArray[np.int64]:

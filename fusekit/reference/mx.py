@@ -25,14 +25,14 @@ def outputs(name: str, result: Array, last: int, recipe: Quant) -> dict[str, Arr
     writes nothing.
     """
     keys = {"out": MXFP8, "blocks": "1x128", "scales": recipe.scales, "transpose": recipe.transpose}
-    made = quantise({**keys, "scale_layout": recipe.scale_layout}, {"x": result[:last]})
-    found = {}
-    for each, (shape, _) in mx_shapes(name, result.shape, recipe).items():
-        end = each.rpartition("_")[2]
-        whole, part = np.full(shape, 0xFF, np.uint8), in_rows(made[f"x_{end}"], end, recipe)
+    quantised = quantise({**keys, "scale_layout": recipe.scale_layout}, {"x": result[:last]})
+    arrays = {}
+    for array_name, (shape, _) in mx_shapes(name, result.shape, recipe).items():
+        end = array_name.rpartition("_")[2]
+        whole, part = np.full(shape, 0xFF, np.uint8), in_rows(quantised[f"x_{end}"], end, recipe)
         whole[: part.shape[0], : part.shape[1]] = part
-        found[each] = in_rows(whole, end, recipe, back=True)
-    return found
+        arrays[array_name] = in_rows(whole, end, recipe, back=True)
+    return arrays
 
 
 def written(end: str, shape: tuple[int, ...], last: int, recipe: Quant) -> NDArray[np.bool_]:

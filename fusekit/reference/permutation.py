@@ -1,4 +1,4 @@
-"""What the operations between router and GEMM mean, their made-up inputs, and whether a kernel's outputs are right.
+"""What the operations between router and GEMM mean, their random inputs, and whether a kernel's outputs are right.
 
 Rows are choices sorted by expert, those of one expert in the order of t * K + k. ``inverse`` says which row a choice
 is, -1 for a choice of no expert of [0, experts); ``order`` says which choice a row is, for the rows that there are;
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Float32 sums of K products, or of H for a weight's gradient, against the sum of magnitudes.
 ARITHMETIC = 2.0**-20
 MADE_UP_EXPERTS = 61
-DROPPED = 0.02  # of made-up choices
+DROPPED = 0.02  # share of random choices
 CHUNK = 4 * 10**6  # elements that are widened to float64 at a time
 SAMPLED = 10**8  # elements of a large problem that sums are compared for, in about a second
 
@@ -35,8 +35,8 @@ BY_EXPERT = {"moe-permute-bwd": "grad_y", "moe-unpermute": "x", "moe-unpermute-b
 
 
 def index(indices: Array, experts: int, bound: int | None = None) -> dict[str, Array]:
-    """Of the choices [T, K]: offsets int32[experts], order int32[rows], inverse int32[T, K], token int32[T K], and the
-    rows that there would be without `bound`, wanted int32[1]. bound: where rows end; token then has as many elements.
+    """Sorts the choices [T, K] by expert: offsets int32[experts], order int32[rows], inverse int32[T, K], token
+    int32[T K], and wanted int32[1], the rows without `bound`. bound: the most rows; token then has as many elements.
     """
     flat = np.asarray(indices).reshape(-1).astype(np.int64)
     owned = (flat >= 0) & (flat < experts)
@@ -72,15 +72,15 @@ def unpermute(x: Array, inverse: Array, weights: Array | None) -> tuple[Array, A
 def rows_of(x: Array, inverse: Array) -> Array:
     """The rows of x [M, H] that an index names, zeros where it is -1, also where there are none."""
     there = inverse >= 0
-    made: Array = np.zeros((*inverse.shape, x.shape[1]))
-    made[there] = x[inverse[there]]
-    return made
+    result: Array = np.zeros((*inverse.shape, x.shape[1]))
+    result[there] = x[inverse[there]]
+    return result
 
 
 def spread(x: Array, weights: Array) -> Array:
     """float64[T, K, H]: each token's row of x (float64 [T, H]) times the weight of each of its choices."""
-    made: Array = weights.astype(np.float64)[..., None] * x[:, None, :]
-    return made
+    products: Array = weights.astype(np.float64)[..., None] * x[:, None, :]
+    return products
 
 
 def weight_gradient(by_token: Array, by_expert: Array, inverse: Array) -> tuple[Array, Array]:
@@ -93,13 +93,13 @@ def weight_gradient(by_token: Array, by_expert: Array, inverse: Array) -> tuple[
 def by_choice(inputs: Mapping[str, Any]) -> Array:
     """[T, K]: dprob [M] of each choice's row, and addend [T, X] of its expert if there is one; 0 without a row."""
     there = inputs["inverse"] >= 0
-    made = inputs["dprob"][np.where(there, inputs["inverse"], 0)] if inputs["dprob"].size else np.zeros(there.shape)
+    gradient = inputs["dprob"][np.where(there, inputs["inverse"], 0)] if inputs["dprob"].size else np.zeros(there.shape)
     if "addend" in inputs:
         experts = inputs["addend"].shape[1]
         known = there & (inputs["indices"] >= 0) & (inputs["indices"] < experts)
         more = np.take_along_axis(inputs["addend"], np.where(known, inputs["indices"], 0).astype(np.int64), axis=1)
-        made = made + np.where(known, more, 0)
-    return np.where(there, made, 0)
+        gradient = gradient + np.where(known, more, 0)
+    return np.where(there, gradient, 0)
 
 
 def bias_gradient(grad_y: Array, token: Array, row_scale: Array, offsets: Array) -> tuple[Array, Array]:
@@ -114,23 +114,23 @@ def bias_gradient(grad_y: Array, token: Array, row_scale: Array, offsets: Array)
 
 def split(w: Array, terms: int) -> Array:
     """uint16[terms * T, H]: bf16 terms of float32 numbers [T, H], each of what the ones before have left."""
-    found, rest = [], np.asarray(w, np.float32)
+    parts, rest = [], np.asarray(w, np.float32)
     with np.errstate(invalid="ignore"):
         for _ in range(terms):
-            found.append(encode(rest, "bf16"))
-            rest = rest - decode(found[-1], "bf16")
+            parts.append(encode(rest, "bf16"))
+            rest = rest - decode(parts[-1], "bf16")
             rest = np.where(np.isnan(rest), np.float32(0), rest)
-    return np.concatenate(found)
+    return np.concatenate(parts)
 
 
 def summed(x: Array, terms: int, bias: Array | None) -> Array:
     """float32[T, X]: the sum of the terms of x [T, terms * X], the last first, and then the bias [X]."""
     parts = x.reshape(len(x), terms, x.shape[1] // terms)
     with np.errstate(all="ignore"):
-        made: Array = parts[:, -1]
+        sums: Array = parts[:, -1]
         for term in reversed(range(terms - 1)):
-            made = made + parts[:, term]
-        return made if bias is None else made + bias
+            sums = sums + parts[:, term]
+        return sums if bias is None else sums + bias
 
 
 def permutation_inputs(
@@ -168,9 +168,9 @@ def permutation_inputs(
         return rng.standard_normal((rows, H), dtype=np.float32)
 
     if keys["op"] == "moe-bias-bwd":
-        made = index(indices, experts)
+        order = index(indices, experts)
         scales = rng.standard_normal(T * topk, np.float32)
-        return {"grad_y": matrix(T, 1), "token": made["token"], "row_scale": scales, "offsets": made["offsets"]}
+        return {"grad_y": matrix(T, 1), "token": order["token"], "row_scale": scales, "offsets": order["offsets"]}
     inputs = {}
     if keys["op"] in BY_TOKEN:
         inputs[BY_TOKEN[keys["op"]]] = matrix(T, 1)

@@ -77,8 +77,8 @@ def quantise(spec: QuantiseSpec | Mapping[str, Any], inputs: Mapping[str, Any]) 
     rule = keys["scales"]
     if keys["blocks"] == SQUARE:
         w = _numbers(keys, inputs["w"])
-        made = _squares(keys, w if keys["groups"] else w[None])
-        return made if keys["groups"] else {name: each[0] for name, each in made.items()}
+        result = _squares(keys, w if keys["groups"] else w[None])
+        return result if keys["groups"] else {name: array[0] for name, array in result.items()}
     x = _numbers(keys, inputs["x"])
     if keys["gather"]:
         index = np.asarray(inputs["index"])
@@ -97,12 +97,12 @@ def quantise(spec: QuantiseSpec | Mapping[str, Any], inputs: Mapping[str, Any]) 
     ends = np.asarray(inputs["offsets"] if keys["transpose"] and keys["groups"] else [rows])
     starts, last = padded_starts(ends), int(ends[-1])
     shapes = quantise_output_shapes(keys, E=ends.size, M=rows, K=columns)
-    found = {name: _ones(shape, dtype) for name, (shape, dtype) in shapes.items()}
+    wanted = {name: _ones(shape, dtype) for name, (shape, dtype) in shapes.items()}
     if keys["rows"]:
         codes, scale = blocks(x[:last], 1, SIDE, rule)
-        found["x_q"][:last], found["x_s"][:, :last] = codes, scale.T
+        wanted["x_q"][:last], wanted["x_s"][:, :last] = codes, scale.T
     if not keys["transpose"]:
-        return found
+        return wanted
     for group, end in enumerate(ends):
         begin = int(ends[group - 1]) if group else 0
         if end > begin or not keys["groups"]:
@@ -110,20 +110,20 @@ def quantise(spec: QuantiseSpec | Mapping[str, Any], inputs: Mapping[str, Any]) 
             turned = np.zeros((columns, stop - start), np.float32)
             turned[:, : end - begin] = x[begin:end].T
             codes, scale = blocks(turned, SIDE if keys["transpose_blocks"] == SQUARE else 1, SIDE, rule)
-            found["x_t"][:, start:stop] = codes
-            found["x_ts"][start // SIDE : stop // SIDE] = scale.T
-    return found
+            wanted["x_t"][:, start:stop] = codes
+            wanted["x_ts"][start // SIDE : stop // SIDE] = scale.T
+    return wanted
 
 
 def _copies(keys: Mapping[str, Any], x: NDArray[np.float32], inverse: Array) -> dict[str, Array]:
     """Codes of the rows of x, each at the rows of x_q that ``inverse`` [T, topk] names; x_q has as many as that."""
     shapes = quantise_output_shapes(keys, M=inverse.size, K=x.shape[1])
-    found = {name: _ones(shape, dtype) for name, (shape, dtype) in shapes.items()}
+    wanted = {name: _ones(shape, dtype) for name, (shape, dtype) in shapes.items()}
     codes, scale = blocks(x, 1, SIDE, keys["scales"])
     token, choice = np.nonzero((inverse >= 0) & (inverse < inverse.size))
     rows = inverse[token, choice]
-    found["x_q"][rows], found["x_s"][:, rows] = codes[token], scale[token].T
-    return found
+    wanted["x_q"][rows], wanted["x_s"][:, rows] = codes[token], scale[token].T
+    return wanted
 
 
 def _numbers(keys: Mapping[str, Any], given: Any) -> NDArray[np.float32]:
@@ -134,13 +134,13 @@ def _numbers(keys: Mapping[str, Any], given: Any) -> NDArray[np.float32]:
 
 
 def _squares(keys: Mapping[str, Any], w: NDArray[np.float32]) -> dict[str, Array]:
-    made = [blocks(each, SIDE, SIDE, keys["scales"]) for each in w]
-    codes, scale = (np.stack(each) for each in zip(*made, strict=True))
-    found = {"w_q": codes, "w_s": scale}
+    experts = [blocks(each, SIDE, SIDE, keys["scales"]) for each in w]
+    codes, scale = (np.stack(arrays) for arrays in zip(*experts, strict=True))
+    wanted = {"w_q": codes, "w_s": scale}
     if keys["transpose"]:
         turned = {"w_t": codes, "w_ts": scale}
-        found |= {name: np.ascontiguousarray(each.transpose(0, 2, 1)) for name, each in turned.items()}
-    return found
+        wanted |= {name: np.ascontiguousarray(array.transpose(0, 2, 1)) for name, array in turned.items()}
+    return wanted
 
 
 def mx_blocks(v: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -172,14 +172,14 @@ def _mx(keys: Mapping[str, Any], x: NDArray[np.float32]) -> dict[str, Array]:
     codes, scale = mx_blocks(padded)
     if layout is None:
         scale[rows:] = 0xFF  # not written
-    found = {"x_q": codes[:rows], "x_s": layout(scale) if layout else scale}
+    wanted = {"x_q": codes[:rows], "x_s": layout(scale) if layout else scale}
     if keys["transpose"]:
         wide = np.zeros((-(-x.shape[1] // SIDE) * SIDE, padded.shape[0]), np.float32)
         wide[: x.shape[1]] = padded.T
         codes, scale = mx_blocks(wide)
-        found["x_t"] = np.ascontiguousarray(codes.T[:rows, : x.shape[1]])
-        found["x_ts"] = layout(scale) if layout else np.ascontiguousarray(scale.T)
-    return found
+        wanted["x_t"] = np.ascontiguousarray(codes.T[:rows, : x.shape[1]])
+        wanted["x_ts"] = layout(scale) if layout else np.ascontiguousarray(scale.T)
+    return wanted
 
 
 def rotated(v: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -200,17 +200,17 @@ def rotated(v: NDArray[np.float32]) -> NDArray[np.float32]:
 def _largest(keys: Mapping[str, Any], x: NDArray[np.float32], ends: NDArray[Any]) -> dict[str, Array]:
     parts = [x[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
     with np.errstate(all="ignore"):
-        found = {"x_amax": np.array([_most(part) for part in parts], np.float32)}
+        wanted = {"x_amax": np.array([_most(part) for part in parts], np.float32)}
         if keys["rht_amax"]:
             most = np.array([_most(rotated(part)) for part in parts], np.float32) * np.float32(0.25)
-            found["x_rht_amax"] = decode_bf16(encode_bf16(most, "bf16"), "bf16")
-    return found
+            wanted["x_rht_amax"] = decode_bf16(encode_bf16(most, "bf16"), "bf16")
+    return wanted
 
 
 def _most(v: NDArray[np.float32]) -> np.float32:
     """The largest |v|; a NaN does not count."""
-    found: np.float32 = np.max(np.where(np.isnan(v), np.float32(0), np.abs(v)), initial=np.float32(0))
-    return found
+    largest: np.float32 = np.max(np.where(np.isnan(v), np.float32(0), np.abs(v)), initial=np.float32(0))
+    return largest
 
 
 def _ones(shape: tuple[int, ...], dtype: str) -> Array:

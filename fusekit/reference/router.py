@@ -126,10 +126,10 @@ def selection_scores(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> tupl
     x = logits.astype(np.float64)
     if keys["score_function"] == "softmax":
         return x, softmax(x) if keys["pre_softmax"] else x
-    made = score(keys["score_function"], x)
+    scores = score(keys["score_function"], x)
     if keys["expert_bias"]:
-        made = made + np.asarray(inputs["expert_bias"], dtype=np.float64)
-    return made, made
+        scores = scores + np.asarray(inputs["expert_bias"], dtype=np.float64)
+    return scores, scores
 
 
 def select(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> Indices:
@@ -174,12 +174,12 @@ def weights(keys: Mapping[str, Any], inputs: Mapping[str, Any], chosen: Indices)
     x = logits_of(keys, inputs)
     picked = np.take_along_axis(x, chosen, axis=1)
     if keys["score_function"] == "softmax":
-        made = np.take_along_axis(softmax(x), chosen, axis=1) if keys["pre_softmax"] else softmax(picked)
+        weights = np.take_along_axis(softmax(x), chosen, axis=1) if keys["pre_softmax"] else softmax(picked)
     else:
-        made = score(keys["score_function"], picked)
+        weights = score(keys["score_function"], picked)
         if normalised(keys):
-            made = made / (made.sum(axis=1, keepdims=True) + EPSILON)
-    return made * factor(keys, inputs)
+            weights = weights / (weights.sum(axis=1, keepdims=True) + EPSILON)
+    return weights * factor(keys, inputs)
 
 
 def weight_spread(keys: Mapping[str, Any], inputs: Mapping[str, Any], chosen: Indices) -> Floats:
@@ -192,12 +192,12 @@ def weight_spread(keys: Mapping[str, Any], inputs: Mapping[str, Any], chosen: In
     return spread(np.take_along_axis(x, chosen, axis=1))
 
 
-def choice_outputs(keys: Mapping[str, Any], chosen: Indices, made: Floats) -> dict[str, Array]:
+def choice_outputs(keys: Mapping[str, Any], chosen: Indices, weights: Floats) -> dict[str, Array]:
     """Choices and their weights as the outputs of router-topk."""
     if keys["outputs"] == "compact":
-        return {"indices": chosen.astype(np.int32), "weights": made}
+        return {"indices": chosen.astype(np.int32), "weights": weights}
     probs = np.zeros((chosen.shape[0], keys["experts"]))
-    np.put_along_axis(probs, chosen, made, axis=1)
+    np.put_along_axis(probs, chosen, weights, axis=1)
     return {"probs": probs, "routing_map": pack_map(keys, chosen)}
 
 
@@ -230,9 +230,9 @@ def aux_scores(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> tuple[Floa
     x = logits_of(keys, inputs)
     if keys["score_function"] == "softmax":
         return softmax(x), None
-    made = score(keys["score_function"], x)
-    total = made.sum(axis=1, keepdims=True) + EPSILON
-    return made / total, total
+    scores = score(keys["score_function"], x)
+    total = scores.sum(axis=1, keepdims=True) + EPSILON
+    return scores / total, total
 
 
 def topk_gradient(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> tuple[Floats, Floats]:
@@ -253,12 +253,12 @@ def topk_gradient(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> tuple[F
         gradient = np.where(chosen, values(inputs["grad_probs"], keys["out_dtype"]).astype(np.float64), 0.0)
     gradient = np.where(chosen, gradient * factor(keys, inputs), 0.0)
     if keys["score_function"] == "softmax":
-        made = softmax(x) if keys["pre_softmax"] else softmax(np.where(chosen, x, -np.inf))
-        return _softmax_gradient(np.where(chosen | keys["pre_softmax"], made, 0.0), gradient)
-    made = np.where(chosen, score(keys["score_function"], x), 0.0)
+        scores = softmax(x) if keys["pre_softmax"] else softmax(np.where(chosen, x, -np.inf))
+        return _softmax_gradient(np.where(chosen | keys["pre_softmax"], scores, 0.0), gradient)
+    scores = np.where(chosen, score(keys["score_function"], x), 0.0)
     slopes = np.where(chosen, slope(keys["score_function"], x), 0.0)
-    total = made.sum(axis=1, keepdims=True) + EPSILON if normalised(keys) else None
-    return _score_gradient(made, slopes, gradient, total, chosen)
+    total = scores.sum(axis=1, keepdims=True) + EPSILON if normalised(keys) else None
+    return _score_gradient(scores, slopes, gradient, total, chosen)
 
 
 def addend(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> Array:
@@ -273,17 +273,17 @@ def aux_gradient(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> tuple[Fl
     if keys["score_function"] == "softmax":
         return _softmax_gradient(y, gradient)
     total = inputs["score_sum"].astype(np.float64)[:, None]
-    made = y * total
+    scores = y * total
     if keys["score_function"] == "sigmoid":
-        slopes = made * (1.0 - made)
+        slopes = scores * (1.0 - scores)
     else:
         # sigmoid(x) / (2 s) with sigmoid(x) = 1 - e^(-s^2)
-        slopes = np.where(made == 0.0, 0.0, -np.expm1(-(made**2)) / np.where(made == 0.0, 1.0, 2.0 * made))
-    result, size = _score_gradient(made, slopes, gradient, total, np.ones(y.shape, dtype=bool))
+        slopes = np.where(scores == 0.0, 0.0, -np.expm1(-(scores**2)) / np.where(scores == 0.0, 1.0, 2.0 * scores))
+    result, size = _score_gradient(scores, slopes, gradient, total, np.ones(y.shape, dtype=bool))
     if keys["score_function"] == "sigmoid":
         # y S is rounded before it is taken from 1: near 1 that is a fixed error of the slope, a sixteenth of what is
         # allowed in proportion.
-        size += _score_gradient(made, made / 16, gradient, total, np.ones(y.shape, dtype=bool))[1]
+        size += _score_gradient(scores, scores / 16, gradient, total, np.ones(y.shape, dtype=bool))[1]
     return result, size
 
 
@@ -299,18 +299,18 @@ def loss_factor(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> float:
     return float(coefficient) * float(keys["experts"]) / float(keys["topk"]) / float(total) ** 2
 
 
-def _softmax_gradient(made: Floats, gradient: Floats) -> tuple[Floats, Floats]:
-    terms = made * gradient
-    result = made * (gradient - terms.sum(axis=1, keepdims=True))
-    return result, np.abs(made) * (np.abs(gradient) + np.abs(terms).sum(axis=1, keepdims=True))
+def _softmax_gradient(probs: Floats, gradient: Floats) -> tuple[Floats, Floats]:
+    terms = probs * gradient
+    result = probs * (gradient - terms.sum(axis=1, keepdims=True))
+    return result, np.abs(probs) * (np.abs(gradient) + np.abs(terms).sum(axis=1, keepdims=True))
 
 
 def _score_gradient(
-    made: Floats, slopes: Floats, gradient: Floats, total: Floats | None, where: NDArray[np.bool_]
+    scores: Floats, slopes: Floats, gradient: Floats, total: Floats | None, where: NDArray[np.bool_]
 ) -> tuple[Floats, Floats]:
     if total is None:
         return gradient * slopes, np.abs(gradient * slopes)
-    terms = made / total * gradient
+    terms = scores / total * gradient
     result = (gradient - terms.sum(axis=1, keepdims=True)) / total * slopes
     size = (np.abs(gradient) + np.abs(terms).sum(axis=1, keepdims=True)) / np.abs(total) * np.abs(slopes)
     return np.where(where, result, 0.0), np.where(where, size, 0.0)

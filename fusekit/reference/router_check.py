@@ -1,4 +1,4 @@
-"""Made-up inputs of the router's operations, and whether a kernel's outputs are right."""
+"""Random inputs of the router's operations, and whether a kernel's outputs are right."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def router_inputs(spec: RouterSpec | Mapping[str, Any], *, T: int, seed: int = 0
     shape = (T, keys["experts"])
 
     def matrix(dtype: str, scale: float = 1.0) -> Array:
-        made = rng.standard_normal(shape, dtype=np.float32) * np.float32(scale)
-        return encode(made, "bf16") if dtype == "bf16" else made
+        values = rng.standard_normal(shape, dtype=np.float32) * np.float32(scale)
+        return encode(values, "bf16") if dtype == "bf16" else values
 
     op = keys["op"]
     inputs: dict[str, Any] = {}
@@ -100,10 +100,12 @@ def router_check(
                 sums = {"score_sum": np.asarray(outputs["score_sum"])[:, None]}
                 measured.append(_measure("score_sum", sums, "f32", total, total))
             return measured, problems
-        made = ref.weights(keys, inputs, chosen)
+        weights = ref.weights(keys, inputs, chosen)
         name, dtype = ("weights", "f32") if keys["outputs"] == "compact" else ("probs", keys["out_dtype"])
-        want = ref.choice_outputs(keys, chosen, made)[name]
-        size = ref.choice_outputs(keys, chosen, made * (1 + PER_UNIT * ref.weight_spread(keys, inputs, chosen)))[name]
+        want = ref.choice_outputs(keys, chosen, weights)[name]
+        size = ref.choice_outputs(keys, chosen, weights * (1 + PER_UNIT * ref.weight_spread(keys, inputs, chosen)))[
+            name
+        ]
         return [_measure(name, outputs, dtype, want, size)], problems
 
 
@@ -161,9 +163,9 @@ def _near(keys: Mapping[str, Any], by: Array, summed: Array, flags: Array) -> bo
         # A group that gives an expert is kept; of the others, the best may be kept as well.
         floor = sums[np.argsort(ref.order_of(sums))[-kept]]
         slack = SELECTION * _magnitude(sums) * (keys["topk"] // kept)
-        if used.sum() > kept or any(_beats(floor, each, slack) for each in sums[used]):
+        if used.sum() > kept or any(_beats(floor, magnitude, slack) for magnitude in sums[used]):
             return False
-        allowed = np.repeat(used | np.array([_beats(each, floor, slack) for each in sums]), size)
+        allowed = np.repeat(used | np.array([_beats(magnitude, floor, slack) for magnitude in sums]), size)
     rest = by[allowed & ~flags]
     if not rest.size:
         return True
@@ -189,7 +191,7 @@ def _where(name: str, wrong: Array, got: Array, want: Array) -> list[str]:
     if not wrong.any():
         return []
     row = int(np.argmax(wrong))
-    shown, expected = (each[row] if each.dtype != bool else np.flatnonzero(each[row]) for each in (got, want))
+    shown, expected = (array[row] if array.dtype != bool else np.flatnonzero(array[row]) for array in (got, want))
     return [
         f"{name}: {int(wrong.sum())} tokens chose wrongly, the first {row}: {shown.tolist()} for {expected.tolist()}"
     ]

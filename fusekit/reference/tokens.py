@@ -28,7 +28,7 @@ def token_tensors(
     sizes = {"T": T, "M": T * (keys["topk"] or keys.get("terms", 0)), "H": H}
     for operand in TOKENS[keys["op"]].of(keys):
         if operand.role not in (SCALAR, PEERS):
-            shape = tuple(_extent(each, sizes) for each in operand.extents(keys))
+            shape = tuple(_extent(extent, sizes) for extent in operand.extents(keys))
             yield operand, shape, operand.dtype_of(keys)
 
 

@@ -90,8 +90,8 @@ def expected(
             for sizes, sums in ((magnitude, value), (bias_magnitude, bias))
         )
     limit = limit_of(means, single=True) or UNIT * (4 + int(steps.max(initial=0)))
-    told, bound = None if columns is None else across, limit if means.out_dtype == "f32" else None
-    outputs = {"dw": Expected(means.out_dtype, chosen, value, slack, columns=told, shape=whole, limit=bound)}
+    columns_, bound = None if columns is None else across, limit if means.out_dtype == "f32" else None
+    outputs = {"dw": Expected(means.out_dtype, chosen, value, slack, columns=columns_, shape=whole, limit=bound)}
     if means.operands["dbias"]:
         outputs["dbias"] = Expected("f32", chosen, bias, bias_slack, shape=whole[:-1], limit=limit)
     return outputs
@@ -101,15 +101,15 @@ def _factors(means: Meaning, inputs: Mapping[str, Any]) -> tuple[Array, Array]:
     """dy and x, a row for each token; of codes the tokens are padded, and their values float64."""
     if not means.quant.coded_inputs:
         return need(inputs, "dy", 2), need(inputs, "x", 2)
-    found = []
+    values_ = []
     for name, dtype in zip(("dy", "x"), means.factors, strict=True):
         scale = np.repeat(need(inputs, f"{name}_ts", 2).astype(np.float64), SIDE, axis=0)
         codes = decode(need(inputs, f"{name}_t", 2), dtype).T
         if name == "x" and means.quant.square:
             scale = np.repeat(scale, SIDE, axis=1)[:, : codes.shape[1]]
         with np.errstate(invalid="ignore"):
-            found.append(codes * scale)
-    return found[0], found[1]
+            values_.append(codes * scale)
+    return values_[0], values_[1]
 
 
 def _before(inputs: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Array:
@@ -120,5 +120,5 @@ def _before(inputs: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Arr
 
 
 def _chosen(what: str, chosen: Sequence[int] | Array | None, count: int) -> NDArray[np.int64]:
-    found = indices(what, chosen, count, "dw has")
-    return np.arange(count) if found is None else found
+    numbers = indices(what, chosen, count, "dw has")
+    return np.arange(count) if numbers is None else numbers

@@ -43,7 +43,7 @@ class Bound:
 
 def check_names(record: LaunchRecord, given: Iterable[str], defaults: Mapping[str, Any], kernel: str) -> None:
     """Raises ArgumentError for an argument that `record` does not have, or one that is missing and has no default."""
-    peers = {f"{each.name}.{rank}": each.name for each in record.peers for rank in range(each.count)}
+    peers = {f"{peer.name}.{rank}": peer.name for peer in record.peers for rank in range(peer.count)}
     names = {peers.get(name, name) for name in given}
     known = [argument.name for argument in record.arguments]
     for name in sorted(names - set(known)):
@@ -282,7 +282,7 @@ class Pair:
 def pairs(record: LaunchRecord, views: Sequence[View], bound: Bound) -> tuple[Pair, ...]:
     """Every pair that could overlap: empty tensors cannot, and inputs may share memory with each other."""
     tensors = record.tensors
-    found = []
+    pairs = []
     for first in range(len(tensors)):
         for second in range(first + 1, len(tensors)):
             spans = bound.spans[first], bound.spans[second]
@@ -290,8 +290,8 @@ def pairs(record: LaunchRecord, views: Sequence[View], bound: Bound) -> tuple[Pa
                 widths = [_row(tensors[index], views[index], bound.strides[index]) for index in (first, second)]
                 pitch = widths[0][0] if widths[0][0] == widths[1][0] else 0
                 same = bound.strides[first] == bound.strides[second] and _in_place(tensors[first], tensors[second])
-                found.append(Pair(first, second, *spans, pitch, widths[0][1], widths[1][1], same))
-    return tuple(found)
+                pairs.append(Pair(first, second, *spans, pitch, widths[0][1], widths[1][1], same))
+    return tuple(pairs)
 
 
 def _in_place(one: TensorArgument, other: TensorArgument) -> bool:
@@ -306,7 +306,7 @@ def _row(tensor: TensorArgument, view: View, strides: tuple[int, ...]) -> tuple[
     return strides[0] * tensor.itemsize, view.shape[1] * tensor.itemsize
 
 
-def check_placement(record: LaunchRecord, bound: Bound, found: Sequence[Pair], addresses: Sequence[int]) -> None:
+def check_placement(record: LaunchRecord, bound: Bound, pairs: Sequence[Pair], addresses: Sequence[int]) -> None:
     """Raises ArgumentError for an address that is null or misaligned, or an output that overlaps another argument."""
     tensors = record.tensors
     for tensor, address, span in zip(tensors, addresses, bound.spans, strict=True):
@@ -319,7 +319,7 @@ def check_placement(record: LaunchRecord, bound: Bound, found: Sequence[Pair], a
                 f" {tensor.alignment}; it must begin at a multiple of {tensor.alignment} bytes",
                 argument=tensor.name,
             )
-    for pair in found:
+    for pair in pairs:
         if pair.overlap(addresses[pair.second] - addresses[pair.first]):
             one, other = tensors[pair.first], tensors[pair.second]
             output, partner = (other, one) if other.written else (one, other)

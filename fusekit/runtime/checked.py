@@ -129,8 +129,8 @@ class Checks:
     def problems(self) -> list[OffsetsProblem]:
         """What was found since the last look, one for each kernel and stream. Waits for nothing."""
         with self._lock:
-            found = [report.look() for report in self._reports.values()]
-        return [problem for problem in found if problem is not None]
+            problems = [report.look() for report in self._reports.values()]
+        return [problem for problem in problems if problem is not None]
 
     def close(self) -> None:
         """Gives the memory back; no launch may be pending, and no graph may be replayed."""

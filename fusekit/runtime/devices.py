@@ -129,12 +129,12 @@ class Devices:
         if not hasattr(self._thread, "own"):
             ident = threading.get_native_id()
             try:
-                told = Path(f"/proc/self/task/{ident}/stat").read_bytes()
-                self._thread.own = ident, told.rpartition(b")")[2].split()[19]
+                stat = Path(f"/proc/self/task/{ident}/stat").read_bytes()
+                self._thread.identity = ident, stat.rpartition(b")")[2].split()[19]
             except OSError:  # the system says nothing of its threads
-                self._thread.own = object()
-        own: object = self._thread.own
-        return own
+                self._thread.identity = object()
+        identity: object = self._thread.identity
+        return identity
 
     @contextmanager
     def apart(self, *, capturing: bool = False) -> Iterator[None]:

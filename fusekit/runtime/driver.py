@@ -123,9 +123,9 @@ class _Forked:
 
 def _refuser(driver: weakref.ref[Driver]) -> Callable[[], None]:
     def refuse() -> None:
-        found = driver()
-        if found is not None:
-            found.api = _Forked()
+        driver_ = driver()
+        if driver_ is not None:
+            driver_.api = _Forked()
 
     return refuse
 

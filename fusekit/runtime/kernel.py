@@ -91,14 +91,25 @@ class Kernel(SharedHandle):
     def __call__(
         self, *, stream: Any = None, cluster_margin: int | None = None, priority: int | None = None, **arguments: Any
     ) -> None:
-        """Launches on `stream`, on the device of the tensors.
+        """Queues a launch on `stream`, on the device of the tensors.
 
-        arguments: the record's tensors and scalars by name; outputs are given by the caller. stream: an int
-        handle, an object with ``__cuda_stream__``, "legacy", or None: the current stream of PyTorch or CuPy where the
-        tensors are theirs, else the legacy default stream. cluster_margin: clusters held back for
-        other kernels; None takes the spec's. priority: of this launch's blocks, lower is sooner, as
-        cuStreamCreateWithPriority has it; None takes the stream's. Raises ArgumentError naming the argument,
-        DriverError for a refused launch. Returns when the launch is queued.
+        Parameters
+        ----------
+        stream : int, object with ``__cuda_stream__``, "legacy" or None
+            None: the current stream of PyTorch or CuPy if the tensors are theirs, else the legacy default stream.
+        cluster_margin : int, optional
+            Reserved clusters: the launch leaves their SMs to other kernels. Default: the spec's.
+        priority : int, optional
+            Of this launch's blocks, as in cuStreamCreateWithPriority: lower is sooner. Default: the stream's.
+        **arguments : tensor or number
+            The record's tensors and scalars by name, with their shapes and dtypes; outputs, too.
+
+        Raises
+        ------
+        ArgumentError
+            Names the argument.
+        DriverError
+            If the driver refuses the launch.
         """
         handle = stream if type(stream) is int else handle_of(stream, arguments.values())
         plan, addresses, scalars = self._resolve(arguments, cluster_margin, priority)
@@ -137,8 +148,8 @@ class Kernel(SharedHandle):
         self._plans.clear()
         while self._loaded:
             _, loaded = self._loaded.popitem()
-            for each in (loaded, *loaded.then):
-                each.function = None
+            for function_ in (loaded, *loaded.then):
+                function_.function = None
             for memory in (loaded.workspaces, loaded.scratch):
                 if memory is not None:
                     memory.close()
@@ -239,8 +250,8 @@ class Kernel(SharedHandle):
             check_windows(self.record, given, {**bound.env, **integers})
         overlaps = pairs(self.record, views, bound)
         plan, *then = (
-            LaunchPlan(self._driver, record, each, bound, overlaps, settings, integers)
-            for record, each in zip(self.record.launches, (loaded, *loaded.then), strict=True)
+            LaunchPlan(self._driver, record, part, bound, overlaps, settings, integers)
+            for record, part in zip(self.record.launches, (loaded, *loaded.then), strict=True)
         )
         plan.then = tuple(then)
         return plan
@@ -265,7 +276,7 @@ class Kernel(SharedHandle):
                 clusters = active_clusters(self._driver, self.record.launches[-1], functions[-1], device)
             scratch = Scratch(self._devices, device, self.name) if self.record.scratch != 0 else None
             workspaces = self._workspaces(device)
-            loaded, *then = (Loaded(device, each, workspaces, scratch, clusters) for each in functions)
+            loaded, *then = (Loaded(device, handles, workspaces, scratch, clusters) for handles in functions)
             loaded.then = tuple(then)
         kept = self._loaded.setdefault(device.ordinal, loaded)
         if kept is not loaded and loaded.workspaces is not None:  # another thread was first
@@ -299,7 +310,7 @@ def check_margin(value: Any) -> int:
     number = whole(value)
     if number is None or not 0 <= number < 2**31:
         raise ArgumentError(
-            f"cluster_margin is {value!r}; it must be an integer from 0: the clusters held back for other kernels",
+            f"cluster_margin is {value!r}; it must be an integer from 0: the clusters left to other kernels",
             argument="cluster_margin",
         )
     return number
@@ -349,13 +360,13 @@ def _check_parameters(driver: Driver, name: str, record: LaunchRecord, kernel: A
     before CUDA 13, and compute-sanitizer reports a call that fails.
     """
     expected = sorted((parameter.offset, parameter.size, parameter.name) for parameter in record.parameters)
-    found = []
+    layout = []
     for index in range(len(expected) if count is None else count):
         offset, size = driver.check(driver.api.cuKernelGetParamInfo(kernel, index), f"{name}: cuKernelGetParamInfo")
-        found.append((int(offset), int(size)))
-    if found != [(offset, size) for offset, size, _ in expected]:
+        layout.append((int(offset), int(size)))
+    if layout != [(offset, size) for offset, size, _ in expected]:
         record_says = ", ".join(f"{label}@{offset}+{size}" for offset, size, label in expected)
-        driver_says = ", ".join(f"{offset}+{size}" for offset, size in found)
+        driver_says = ", ".join(f"{offset}+{size}" for offset, size in layout)
         raise IntegrityError(
             f"{name}: the launch record's parameters ({record_says}) are not the cubin's ({driver_says}); the entry was"
             " put together from two builds; rebuild it"

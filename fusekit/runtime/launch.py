@@ -183,9 +183,9 @@ def _queue(parts: Sequence[tuple[LaunchPlan, Block]], handle: int) -> None:
 
 def filled(plan: LaunchPlan, addresses: list[int], scalars: Sequence[float | int]) -> list[tuple[LaunchPlan, Block]]:
     """The launches of `plan` and of those that follow it, each with a block of its own; nothing is queued."""
-    parts = [(each, each.take(addresses)) for each in (plan, *plan.then)]
-    for each, block in parts:
-        each.fill(block, addresses, scalars)
+    parts = [(part, part.take(addresses)) for part in (plan, *plan.then)]
+    for part, block in parts:
+        part.fill(block, addresses, scalars)
     return parts
 
 

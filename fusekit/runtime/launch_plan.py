@@ -306,7 +306,7 @@ class Block:
         # The driver takes parameters in the kernel's order, which is that of their offsets.
         # A tensor map stays where the driver's own object has it, so that another address can be put in.
         self.maps = [slot.encode(slot.address(addresses, plan.names)) for slot in plan.maps]
-        places = {slot.offset: made.getPtr() for slot, made in zip(plan.maps, self.maps, strict=True)}
+        places = {slot.offset: tensor_map.getPtr() for slot, tensor_map in zip(plan.maps, self.maps, strict=True)}
         for index, offset in enumerate(sorted(parameter.offset for parameter in record.parameters)):
             self._pointers[index] = places.get(offset, base + offset)
         self.parameters = ctypes.addressof(self._pointers) if count else 0

@@ -92,8 +92,8 @@ class MapSlot:
     def move(self, tensor_map: Any, address: int) -> None:
         """Gives a map that `encode` has made another address, in place. Errors are those of `encode`."""
         if not address:  # an empty tensor's: the driver encodes it, but does not put it into a map that is there
-            made = self.encode(address)  # kept while it is copied
-            ctypes.memmove(tensor_map.getPtr(), made.getPtr(), TENSOR_MAP_BYTES)
+            encoded = self.encode(address)  # kept while it is copied
+            ctypes.memmove(tensor_map.getPtr(), encoded.getPtr(), TENSOR_MAP_BYTES)
         elif self._driver.api.cuTensorMapReplaceAddress(tensor_map, address)[0]:
             self._call(self._driver.api.cuTensorMapReplaceAddress, tensor_map, address)
 

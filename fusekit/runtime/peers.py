@@ -36,13 +36,13 @@ class Peer:
 
 def spread(record: LaunchRecord, arguments: Mapping[str, Any], driver: Driver, kernel: str) -> dict[str, Any]:
     """`arguments` with one for each window in the place of peers. Raises ArgumentError for a wrong number of them."""
-    made = dict(arguments)
+    expanded = dict(arguments)
     for argument in record.peers:
-        if argument.name in made:
-            given = _given(argument, made.pop(argument.name), kernel)
+        if argument.name in expanded:
+            given = _given(argument, expanded.pop(argument.name), kernel)
             for tensor, window in zip(argument.tensors, given, strict=True):
-                made[tensor.name] = _peer(window, tensor.name, driver)
-    return made
+                expanded[tensor.name] = _peer(window, tensor.name, driver)
+    return expanded
 
 
 def _given(argument: PeersArgument, value: Any, kernel: str) -> Sequence[Any]:

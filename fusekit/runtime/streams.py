@@ -24,19 +24,19 @@ def current_stream(tensors: Iterable[Any]) -> Current:
     """
     torch, cupy = (sys.modules.get(name) for name in ("torch", "cupy"))  # not imported: then no tensor is of it
     kinds = getattr(torch, "Tensor", ()), getattr(cupy, "ndarray", ())
-    found: list[Current | None] = [None, None]
+    current: list[Current | None] = [None, None]
     for tensor in tensors:
         if isinstance(tensor, kinds[0]) and tensor.device.type == "cuda":
-            found[0] = found[0] or _of_torch(torch, tensor.device)
+            current[0] = current[0] or _of_torch(torch, tensor.device)
         elif isinstance(tensor, kinds[1]):
-            found[1] = found[1] or _of_cupy(cupy, tensor.device.id)
-    if all(found):
+            current[1] = current[1] or _of_cupy(cupy, tensor.device.id)
+    if all(current):
         raise ArgumentError(
             "the arguments are tensors of PyTorch and of CuPy, which have a current stream each; give the one to launch"
             " on, such as stream=torch.cuda.current_stream(), or stream='legacy'",
             argument="stream",
         )
-    return found[0] or found[1] or _legacy
+    return current[0] or current[1] or _legacy
 
 
 def _legacy() -> int:
@@ -68,8 +68,8 @@ def stream_handle(stream: Any) -> int:
     handle: Any = stream
     if type(stream) is not int:
         if (protocol := getattr(stream, "__cuda_stream__", None)) is not None:
-            found = protocol() if callable(protocol) else protocol
-            handle = found[1] if isinstance(found, tuple | list) and len(found) == 2 else None
+            pair = protocol() if callable(protocol) else protocol
+            handle = pair[1] if isinstance(pair, tuple | list) and len(pair) == 2 else None
         else:
             handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", stream))
         try:

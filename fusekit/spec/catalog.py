@@ -53,16 +53,17 @@ def find(patterns: Sequence[str] = (), namespace: str | None = None) -> tuple[Sp
     return specs_of(targets(patterns, namespace))
 
 
-def specs_of(found: Sequence[Found]) -> tuple[Spec, ...]:
-    """The kernels of `found`, each once. UsageError for two files that give the same name to different kernels."""
+def specs_of(targets: Sequence[Found]) -> tuple[Spec, ...]:
+    """The kernels of `targets`, each once. UsageError for two files that give the same name to different kernels."""
     known: dict[tuple[str, str], Spec] = {}
-    for each in found:
-        for spec in each.specs:
+    for target in targets:
+        for spec in target.specs:
             earlier = known.setdefault((spec.full_name, spec.arch), spec)
             if earlier != spec:
                 raise UsageError(
-                    f"{each.source} gives {spec.full_name} another meaning than an earlier target; names are made from "
-                    "the file's stem; rename one of the files, give it a namespace, or build them one after the other"
+                    f"{target.source} gives {spec.full_name} another meaning than an earlier target; names are made"
+                    " from the file's stem; rename one of the files, give it a namespace, or build them one after the"
+                    " other"
                 )
     return tuple(known.values())
 
@@ -85,7 +86,7 @@ def targets(
     archs: the packaged files also have their kernels for these architectures, instead of the one that they name.
     Only files that can match are read. Raises UsageError for a pattern that names nothing, SpecError for a bad file.
     """
-    return tuple(each for pattern in patterns or ("*",) for each in _found(pattern, namespace, archs))
+    return tuple(target for pattern in patterns or ("*",) for target in _found(pattern, namespace, archs))
 
 
 def _found(pattern: str, namespace: str | None, archs: Sequence[str]) -> list[Found]:
@@ -93,8 +94,8 @@ def _found(pattern: str, namespace: str | None, archs: Sequence[str]) -> list[Fo
         return [_of_file(parse_text(_stdin(), "stdin", "stdin", namespace), "stdin", "*", "stdin")]
     path, kernels = _split(pattern)
     if path is not None:
-        found = [_of_path(each, kernels, namespace) for each in _files(path)]
-        return [each for each in found if each.specs] or _nothing_in(pattern, kernels, found)
+        targets = [_of_path(file, kernels, namespace) for file in _files(path)]
+        return [target for target in targets if target.specs] or _nothing_in(pattern, kernels, targets)
     packaged = _packaged(pattern, namespace, archs)
     if packaged:
         return packaged
@@ -102,7 +103,7 @@ def _found(pattern: str, namespace: str | None, archs: Sequence[str]) -> list[Fo
         files = sorted(Path(pattern).glob("*.toml"))
         if not files:
             raise UsageError(f"'{pattern}' is a folder without a .toml file; name the folder of the spec files")
-        return [_of_path(each, "*", namespace) for each in files]
+        return [_of_path(file, "*", namespace) for file in files]
     raise _nothing(pattern)
 
 
@@ -110,8 +111,8 @@ def _split(pattern: str) -> tuple[str | None, str]:
     """The path of a spec file and what is named in it; no path where no part of `pattern` ends in `.toml`."""
     if pattern.endswith(".toml"):
         return pattern, "*"
-    path, found, kernels = pattern.rpartition(".toml/")
-    if not found or "/" in kernels:
+    path, separator, kernels = pattern.rpartition(".toml/")
+    if not separator or "/" in kernels:
         return None, ""
     return f"{path}.toml", kernels or "*"
 
@@ -122,8 +123,8 @@ def _files(path: str) -> list[Path]:
     if os.path.exists(path):  # noqa: PTH110 - False for a path that cannot be looked at, too
         return [plain]
     if glob.has_magic(path):
-        if found := sorted(map(Path, glob.glob(path))):  # noqa: PTH207 - patterns may be absolute
-            return found
+        if files := sorted(map(Path, glob.glob(path))):  # noqa: PTH207 - patterns may be absolute
+            return files
         raise UsageError(f"'{path}' matches no file; give the path of a spec file, a folder or a packaged name")
     packaged = packaged_folder() / path
     return [packaged if plain.name == path and os.path.isfile(packaged) else plain]  # noqa: PTH113 - likewise
@@ -159,11 +160,11 @@ def _packaged(pattern: str, namespace: str | None, archs: Sequence[str]) -> list
     candidates = [path for path in files if stem_pattern is None or fnmatchcase(path.stem, stem_pattern)]
     if stem_pattern is None and any(path.stem == pattern for path in files):
         candidates = [path for path in candidates if path.stem == pattern]
-    found = [
+    targets = [
         _found_in(_for_archs(path, namespace, archs), path.stem, pattern, path.name, packaged=True)
         for path in candidates
     ]
-    return [each for each in found if each.specs]
+    return [target for target in targets if target.specs]
 
 
 def _for_archs(path: Path, namespace: str | None, archs: Sequence[str]) -> tuple[Spec, ...]:
@@ -184,11 +185,11 @@ def _stdin() -> str:
     return document.decode(data, "stdin")
 
 
-def _nothing_in(pattern: str, kernels: str, found: list[Found]) -> list[Found]:
-    specs = [spec for each in found for spec in each.every]
+def _nothing_in(pattern: str, kernels: str, targets: list[Found]) -> list[Found]:
+    specs = [spec for target in targets for spec in target.every]
     known = list(dict.fromkeys(name.partition("/")[2] for name in _names(specs, kernels)))
     hint = nearest(kernels, known) or f"; there are {some(known)}"
-    raise UsageError(f"'{pattern}' names no kernel of {found[0].source}{hint}")
+    raise UsageError(f"'{pattern}' names no kernel of {targets[0].source}{hint}")
 
 
 def _names(specs: Iterable[Spec], pattern: str) -> list[str]:
@@ -209,9 +210,9 @@ def _nothing(pattern: str) -> UsageError:
     else:
         names = stems
     hint = nearest(pattern, names) or (f"; there are {some(names)}" if names else "; no spec files are installed")
-    own = f"{stem}.toml{pattern[len(stem) :]}"
+    path = f"{stem}.toml{pattern[len(stem) :]}"
     if stem and os.path.isfile(f"{stem}.toml"):  # noqa: PTH113 - likewise
-        return UsageError(f"'{pattern}' names no packaged kernel; for the file {stem}.toml here give its path: {own}")
+        return UsageError(f"'{pattern}' names no packaged kernel; for the file {stem}.toml here give its path: {path}")
     return UsageError(
         f"'{pattern}' names no packaged kernel{hint}; or give the path of a .toml file, which /KERNEL may follow"
     )

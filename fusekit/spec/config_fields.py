@@ -70,7 +70,7 @@ class Fields:
     def layers(self, name: str) -> list[int]:
         """A list of layer numbers; empty where it is left out."""
         value = self.peek(name, [])
-        if not isinstance(value, list) or any(isinstance(each, bool) or not isinstance(each, int) for each in value):
+        if not isinstance(value, list) or any(isinstance(item, bool) or not isinstance(item, int) for item in value):
             raise self.error(f"{name} = {show(value)}: it must be a list of layer numbers")
         return value
 
@@ -85,12 +85,12 @@ class Fields:
 
     def _take(self, names: tuple[str, ...], default: Any, quiet: bool = False) -> Any:
         self.read.update(names)
-        found = {name: self.values[name] for name in names if name in self.values}
-        if len(set(map(show, found.values()))) > 1:
-            each = " and ".join(f"{name} = {show(value)}" for name, value in found.items())
-            raise self.error(f"{each} contradict each other; both name the same number; correct one of them")
-        if found:
-            return next(iter(found.values()))
+        given = {name: self.values[name] for name in names if name in self.values}
+        if len(set(map(show, given.values()))) > 1:
+            pairs = " and ".join(f"{name} = {show(value)}" for name, value in given.items())
+            raise self.error(f"{pairs} contradict each other; both name the same number; correct one of them")
+        if given:
+            return next(iter(given.values()))
         if default is None:
             raise self.error(f"{' or '.join(names)} is missing, and has no usual value; add it to the file")
         if not quiet:

@@ -9,7 +9,7 @@ from fusekit.plan.operations import Schema
 from fusekit.spec.fields import Bounded, Broken, Field
 from fusekit.spec.permutation import ADDENDS, CODED_DTYPE, DTYPE, HIDDEN, TOPK, broken_rows
 from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, SWEEP_FIELDS
-from fusekit.spec.token import ARCH, NAME, SUMMARY, TokenProblem, TokenSpec, made
+from fusekit.spec.token import ARCH, NAME, SUMMARY, TokenProblem, TokenSpec, make_spec
 
 DISPATCH, COMBINE = "moe-dispatch", "moe-combine"
 MOST_BLOCKS = 1024
@@ -80,26 +80,26 @@ class ExchangeSpec(TokenSpec):
 
 def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> ExchangeSpec:
     """The spec of one kernel. values: by field, complete; choice: what the sweep takes."""
-    return made(ExchangeSpec, file, values, choice)
+    return make_spec(ExchangeSpec, file, values, choice)
 
 
 def broken_exchange_rules(spec: ExchangeSpec) -> list[Broken]:
     """Every rule that an expanded spec breaks; empty when it can be built."""
-    found: list[Broken] = []
+    refusals: list[Broken] = []
     if spec.experts % spec.ranks:
-        found.append(("experts", spec.experts, f"must be a multiple of ranks, {spec.ranks}: each has as many"))
+        refusals.append(("experts", spec.experts, f"must be a multiple of ranks, {spec.ranks}: each has as many"))
     if spec.experts > MAX_EXPERTS * spec.ranks:
-        found.append(("experts", spec.experts, f"at most {MAX_EXPERTS} for each rank; say fewer"))
+        refusals.append(("experts", spec.experts, f"at most {MAX_EXPERTS} for each rank; say fewer"))
     if spec.topk > MAX_TOPK:
-        found.append(("topk", spec.topk, f"must be from 1 to {MAX_TOPK}"))
+        refusals.append(("topk", spec.topk, f"must be from 1 to {MAX_TOPK}"))
     if not spec.rows and (spec.weighted or spec.addends or spec.overflow or not spec.gradients):
         rule = "goes with gradients = true, and without weights, addends and overflow; leave it out"
-        found.append(("rows", False, rule))
+        refusals.append(("rows", False, rule))
     if spec.warps not in WARPS:
-        found.append(("warps", spec.warps, f"must be {' or '.join(map(str, WARPS))}"))
+        refusals.append(("warps", spec.warps, f"must be {' or '.join(map(str, WARPS))}"))
     if spec.blocks > MOST_BLOCKS:
-        found.append(("blocks", spec.blocks, f"must be from 1 to {MOST_BLOCKS}"))
-    return found + broken_rows(spec)
+        refusals.append(("blocks", spec.blocks, f"must be from 1 to {MOST_BLOCKS}"))
+    return refusals + broken_rows(spec)
 
 
 SCHEMAS = {op: Schema(fields, SWEEP_FIELDS, make, broken_exchange_rules) for op, fields in EXCHANGE_FIELDS.items()}

@@ -10,7 +10,7 @@ from typing import Any
 from fusekit.plan.arch import FOREIGN
 from fusekit.plan.operations import Schema
 from fusekit.spec.fields import Broken, Field
-from fusekit.spec.token import NAME, SUMMARY, TokenSpec, made
+from fusekit.spec.token import NAME, SUMMARY, TokenSpec, make_spec
 from fusekit.spec.values import show
 
 EXTERN = "extern"
@@ -119,7 +119,7 @@ class ExternSpec(TokenSpec):
         apart = ("file", "kernel", "summary", "sweep", "ran_on", "status")
         spec = {field: value for field, value in self.canonical().items() if field not in apart}
         arguments = {
-            name: {field: told[field] for field in told if field != "doc"} for name, told in self.arguments.items()
+            name: {field: table[field] for field in table if field != "doc"} for name, table in self.arguments.items()
         }
         return spec | {"arguments": arguments}
 
@@ -127,33 +127,35 @@ class ExternSpec(TokenSpec):
 def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> ExternSpec:
     """The spec of one kernel. values: by field, complete; choice: what the sweep takes."""
     lists = {field: tuple(values[field]) for field in _LISTS}
-    return made(ExternSpec, file, values, choice, params={**values["params"], **choice["sweep"]}, **lists)
+    return make_spec(ExternSpec, file, values, choice, params={**values["params"], **choice["sweep"]}, **lists)
 
 
 def broken_extern_rules(spec: ExternSpec) -> list[Broken]:
     """Every rule that an expanded spec breaks; empty when it can be traced."""
-    found: list[Broken] = []
+    refusals: list[Broken] = []
     if not _SOURCE.fullmatch(spec.source):
         rule = 'must name a function as "package.module:function"'
-        found.append(("source", spec.source, rule))
+        refusals.append(("source", spec.source, rule))
     for label in ("params", "lift"):
         for name in getattr(spec, label):
             if not _NAME.fullmatch(name):
-                found.append((f"{label}.{name}", getattr(spec, label)[name], "must be named as a Python argument is"))
+                refusals.append(
+                    (f"{label}.{name}", getattr(spec, label)[name], "must be named as a Python argument is")
+                )
     for file in spec.files:
         if not file or file.startswith("/") or "\\" in file or {"", ".", ".."} & {*file.split("/")}:
             rule = "must be a file's path from the folder that the source's package or module is in, such as table.json"
-            found.append(("files", file, rule))
-    found += [("env", name, "must be a variable's name") for name in spec.env if not _NAME.fullmatch(name)]
+            refusals.append(("files", file, rule))
+    refusals += [("env", name, "must be a variable's name") for name in spec.env if not _NAME.fullmatch(name)]
     for arch in spec.ran_on:
         if arch not in FOREIGN:
-            found.append(("ran_on", arch, f"must be of {', '.join(FOREIGN)}"))
+            refusals.append(("ran_on", arch, f"must be of {', '.join(FOREIGN)}"))
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", spec.variant):
         rule = (
             f"makes the variant's name {show(spec.variant)}, which must be at most 100 letters, digits, '.', '_', '-'"
         )
-        found.append(("sweep", spec.sweep, rule))
-    return [*found, *_lift(spec), *_arguments(spec), *_dims(spec)]
+        refusals.append(("sweep", spec.sweep, rule))
+    return [*refusals, *_lift(spec), *_arguments(spec), *_dims(spec)]
 
 
 SCHEMA = Schema(EXTERN_FIELDS, ("arch", "sweep"), make, broken_extern_rules)
@@ -168,22 +170,22 @@ def _lift(spec: ExternSpec) -> list[Broken]:
 
 
 def _arguments(spec: ExternSpec) -> list[Broken]:
-    found: list[Broken] = []
+    refusals: list[Broken] = []
     for name, table in spec.arguments.items():
         where = f"arguments.{name}"
         if not isinstance(table, dict):
-            found.append((where, table, 'must be a table, such as { role = "input", shape = ["M", "N"] }'))
+            refusals.append((where, table, 'must be a table, such as { role = "input", shape = ["M", "N"] }'))
             continue
         for label, value in table.items():
             rule = _broken(label, value)
             if rule:
-                found.append((f"{where}.{label}", value, rule))
+                refusals.append((f"{where}.{label}", value, rule))
         if table.get("role") == "workspace" and "bytes" not in table:
-            found.append((where, table, "a workspace needs its size; say bytes = an integer or an expression"))
-        found += [(f"{where}.{label}", table[label], rule) for label, rule in _meaningless(table)]
-        if not any(each[0].startswith(f"{where}.") for each in found):
-            found += _bounds(where, table)
-    return found
+            refusals.append((where, table, "a workspace needs its size; say bytes = an integer or an expression"))
+        refusals += [(f"{where}.{label}", table[label], rule) for label, rule in _meaningless(table)]
+        if not any(refusal[0].startswith(f"{where}.") for refusal in refusals):
+            refusals += _bounds(where, table)
+    return refusals
 
 
 def _meaningless(table: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -233,22 +235,22 @@ def _broken(label: str, value: Any) -> str:
 
 
 def _dims(spec: ExternSpec) -> list[Broken]:
-    found: list[Broken] = []
+    refusals: list[Broken] = []
     for name, table in spec.dims.items():
         if not isinstance(table, dict):
-            found.append((f"dims.{name}", table, "must be a table, such as { divisor = 8, maximum = 65536 }"))
+            refusals.append((f"dims.{name}", table, "must be a table, such as { divisor = 8, maximum = 65536 }"))
             continue
         for label, value in table.items():
             wanted = bool if label == "skip_if_zero" else int
             if label not in DIM_FIELDS:
                 rule = f"there is no such field; the fields are {', '.join(DIM_FIELDS)}"
-                found.append((f"dims.{name}.{label}", value, rule))
+                refusals.append((f"dims.{name}.{label}", value, rule))
             elif type(value) is not wanted or (wanted is int and not 0 <= value < 2**63):
                 words = "true or false" if wanted is bool else "an integer from 0"
-                found.append((f"dims.{name}.{label}", value, f"must be {words}"))
-        if not any(each[0].startswith(f"dims.{name}.") for each in found):
-            found += _bounds(f"dims.{name}", table)
-    return found
+                refusals.append((f"dims.{name}.{label}", value, f"must be {words}"))
+        if not any(refusal[0].startswith(f"dims.{name}.") for refusal in refusals):
+            refusals += _bounds(f"dims.{name}", table)
+    return refusals
 
 
 def _is_expression(value: Any) -> bool:
@@ -273,10 +275,10 @@ def combinations(sweep: Mapping[str, list[Any]]) -> tuple[dict[str, Any], ...]:
 
 def variant_of(choice: Mapping[str, Any]) -> str:
     """What a choice of a sweep is called."""
-    return "-".join(_said(name, value) for name, value in choice.items()) or "base"
+    return "-".join(_given_as(name, value) for name, value in choice.items()) or "base"
 
 
-def _said(name: str, value: Any) -> str:
+def _given_as(name: str, value: Any) -> str:
     text = name.replace("_", "")
     if isinstance(value, bool):
         return text if value else f"no{text}"

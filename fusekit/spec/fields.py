@@ -111,7 +111,7 @@ KERNEL_FIELDS = (
     Field("exclude", "tables",
         "What a sweep leaves out: each combination that has all the values of one of the tables.",
         fields=tuple(replace(field, required=False, sweep=False) for field in _SWEPT.values())),
-    Field("cluster_margin", "int", "Clusters held back for other kernels; may be changed at launch.", default=0),
+    Field("cluster_margin", "int", "Clusters of SMs left to other kernels; may be changed at launch.", default=0),
     Field("problem", "table", "The shape that variants are chosen for, and that run and benchmarks use.",
         fields=PROBLEM_FIELDS),
 )  # fmt: skip

@@ -137,8 +137,8 @@ def read_model(text: str, source: str, family: str | None = None) -> Model:
         above = {name: outer.values.get(name) for name in shared}
         fields = Fields(above | {name: value for name, value in inner.items() if value is not None}, source)
         fields.notes.append("only text_config is read: other parts of the model, such as vision, have no kernels here")
-    own = fields.word("model_type")
-    name = family or own
+    model_type = fields.word("model_type")
+    name = family or model_type
     if name not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise fields.error(
@@ -147,10 +147,12 @@ def read_model(text: str, source: str, family: str | None = None) -> Model:
         )
     mlps, router = FAMILIES[name](fields)
     hidden = fields.size("hidden_size")
-    if family and family != own:
-        fields.notes.insert(0, f"the config's model_type is {show(own)}; it is read as {family}, as was asked for")
+    if family and family != model_type:
+        fields.notes.insert(
+            0, f"the config's model_type is {show(model_type)}; it is read as {family}, as was asked for"
+        )
     dtype = _dtype(fields)
-    return Model(own, hidden, mlps, router, dtype, (*fields.notes, *fields.unread(), *_quantised(fields)))
+    return Model(model_type, hidden, mlps, router, dtype, (*fields.notes, *fields.unread(), *_quantised(fields)))
 
 
 def _dtype(fields: Fields) -> str:
@@ -230,7 +232,7 @@ def _mixtral(fields: Fields, noise: str = "router_jitter_noise") -> tuple[tuple[
     """Softmax over the chosen. noise: the field that says by how much noise x is multiplied in training."""
     if fields.number(noise, default=0.0, quiet=True):
         fields.notes.append(
-            f"{noise} = {show(fields.values[noise])}: in training x is multiplied by noise, left to you"
+            f"{noise} = {show(fields.values[noise])}: in training x is multiplied by noise, which is not covered"
         )
     mlp = _mlp(fields, "experts", fields.size("intermediate_size"), weights=NUMBERED)
     experts, topk = fields.size("num_local_experts", "num_experts"), fields.size("num_experts_per_tok")
@@ -247,7 +249,9 @@ def _qwen_moe(fields: Fields, *, expert_size: str, normalised: bool = False, sha
     mlps = [_mlp(fields, "experts", size, weights=STACKED, layers=_count(len(sparse), total))]
     if shared and (width := fields.size("shared_expert_intermediate_size", minimum=0)):
         mlps.append(_mlp(fields, "shared", width, layers=_count(len(sparse), total), apart=True))
-        fields.notes.append("the shared expert's output is multiplied by sigmoid(x . shared_expert_gate), left to you")
+        fields.notes.append(
+            "the shared expert's output is multiplied by sigmoid(x . shared_expert_gate), which is not covered"
+        )
     if len(sparse) < total:
         width = fields.size("intermediate_size")
         mlps.append(_mlp(fields, "dense", width, layers=_count(total - len(sparse), total)))

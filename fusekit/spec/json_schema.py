@@ -96,7 +96,7 @@ def _union(*, defaults: bool) -> dict[str, Any]:
             form = _property(field)
             if form not in forms.setdefault(field.name, []):
                 forms[field.name].append(form)
-    return {name: each[0] if len(each) == 1 else {"anyOf": each} for name, each in forms.items()}
+    return {name: options[0] if len(options) == 1 else {"anyOf": options} for name, options in forms.items()}
 
 
 def _property(field: Field) -> dict[str, Any]:

@@ -25,26 +25,26 @@ SWEPT = ("tile", "cluster")  # fields of a layer that are those of its GEMMs
 def expand_layer(stem: str, values: Mapping[str, Any]) -> Expansion:
     """The specs of every kernel of a layer; values: of its table by field, complete."""
     options = make(stem, values)
-    found = Expansion(broken=list(broken(options)))
-    if found.broken:
-        return found
+    expansion = Expansion(broken=list(broken(options)))
+    if expansion.broken:
+        return expansion
     refused: dict[tuple[str, Any, str], list[str]] = {}
     for part, fields in program(options).parts.items():
         schema = schema_of(fields["op"])
         table = _table(schema, options, part, fields, values)
-        for each in _unknown(schema, table):
-            refused.setdefault(each, []).append(part)
-        made = expand(schema, stem, table, indexed(()))
-        found.specs += [replace(spec, layer=options) for spec in made.specs]  # type: ignore[arg-type]
-        for each in made.broken:
-            refused.setdefault(each, []).append(part)
+        for refusal in _unknown(schema, table):
+            refused.setdefault(refusal, []).append(part)
+        part_expansion = expand(schema, stem, table, indexed(()))
+        expansion.specs += [replace(spec, layer=options) for spec in part_expansion.specs]  # type: ignore[arg-type]
+        for refusal in part_expansion.broken:
+            refused.setdefault(refusal, []).append(part)
     for (field, value, rule), named in refused.items():
         parts = [*dict.fromkeys(named)]
         field = f"router.{field}" if field in options.router and field not in values else field
-        found.broken.append(
+        expansion.broken.append(
             (field, value, f"{rule} (of its kernel{'s' if len(parts) > 1 else ''} {some(parts, NAMED)})")
         )
-    return found
+    return expansion
 
 
 def _unknown(schema: Schema, table: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
@@ -68,7 +68,7 @@ def _table(
 
 
 _FORWARD = tuple(
-    replace(field, choices=tuple(each for each in field.choices if not kind(each).backward))
+    replace(field, choices=tuple(choice for choice in field.choices if not kind(choice).backward))
     if field.name == "kind"
     else field
     for field in ACTIVATION_FIELDS

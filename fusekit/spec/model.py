@@ -142,13 +142,13 @@ class KernelSpec:
         """The whole spec in JSON types, sorted; `layer` only of a layer's kernel, and a field of another package's
         operand only where it is not the default.
         """
-        found = _members(self)
-        operands = found.pop("operands")
+        values = _members(self)
+        operands = values.pop("operands")
         if self.layer is None:
-            del found["layer"]
+            del values["layer"]
         usual = {field.name: field.default for field in operand_fields() if field.name in outside()}
-        found |= {name: value for name, value in operands.items() if name not in usual or value != usual[name]}
-        return dict(sorted(found.items()))
+        values |= {name: value for name, value in operands.items() if name not in usual or value != usual[name]}
+        return dict(sorted(values.items()))
 
     def device_spec(self) -> dict[str, Any]:
         """What decides the cubin and its launch record, in JSON types: no names, scalars, margin or problem, and no

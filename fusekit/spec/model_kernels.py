@@ -79,8 +79,8 @@ def sections(model: Model, sizes: Sizes, request: Request) -> Iterator[tuple[str
         yield title, permutation if request.training else permutation[:3]
     for mlp in model.mlps:
         prefix = "" if mlp.role == "experts" or model.router is None else f"{mlp.role}-"
-        made = _MlpKernels(mlp, prefix, sizes)
-        kernels = [*made.forward(request), *(made.backward() if request.training else ())]
+        mlp_kernels = _MlpKernels(mlp, prefix, sizes)
+        kernels = [*mlp_kernels.forward(request), *(mlp_kernels.backward() if request.training else ())]
         yield f"{mlp_title(model, mlp)}; {mlp.weights}", kernels
 
 

@@ -85,10 +85,10 @@ def _experts(
     if given:
         text += ", indices[T, K] and weights[T, K]"
     if router.why and request.ranks == 1:
-        text += f". The router is left to you: {router.why}"
+        text += f". The router is not covered: {router.why}"
     if logits:
         text = (
-            f"{text} and logits[T, X], x . Wr^T{' + b' if router.bias else ''}. These are left to you: the layer makes "
+            f"{text} and logits[T, X], x . Wr^T{' + b' if router.bias else ''}. These are not covered: the layer makes "
             f"them for a multiple of 8 experts"
         )
     if loss:

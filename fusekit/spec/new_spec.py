@@ -58,7 +58,7 @@ class _SpecWriter:
 
     def comment(self, text: str, indent: str = "") -> None:
         """Wrapped lines of a comment; what TOML does not allow in one becomes a question mark."""
-        clean = "".join(each if each.isprintable() else "?" for each in text)
+        clean = "".join(character if character.isprintable() else "?" for character in text)
         self.lines += textwrap.wrap(
             clean, WIDTH, initial_indent="# ", subsequent_indent=f"# {indent}", break_on_hyphens=False
         )
@@ -101,14 +101,14 @@ class _SpecWriter:
                 "moe has the experts of one rank. Its tokens are the rows that the exchange brings, one for each "
                 "choice, with the number of the expert on this rank and its weight"
             )
-            own = f"a layer of all experts with ranks = {request.ranks} has its own, for GPUs of one machine"
-            yield f"{how}. The exchange is left to you; {own}"
+            layer_note = f"a layer of all experts with ranks = {request.ranks} has its own, for GPUs of one machine"
+            yield f"{how}. The exchange is not covered; {layer_note}"
         router = model.router
         if router is None:
             return
         apart = request.ranks > 1
         if router.bias and apart:
-            yield "the router's linear layer has a bias; its logits x . Wr^T + b are left to you"
+            yield "the router's linear layer has a bias; its logits x . Wr^T + b are not covered"
         if router.aux_loss and router.aux_note and not router.why and request.training:
             layer = "; the layer's is that of all its tokens, so aux_loss is left out" if router.by_sequence else ""
             yield router.aux_note if apart else f"{router.aux_note.partition(';')[0]}{layer}"
@@ -160,7 +160,9 @@ class _SpecWriter:
 
     def _doc(self, field: Field, value: Any) -> str:
         """What the field means, the first time that it stands in the file."""
-        parts = [field.doc] + [f"{each.name}: {each.doc}" for each in field.fields if each.name in value]
+        parts = [field.doc] + [
+            f"{subfield.name}: {subfield.doc}" for subfield in field.fields if subfield.name in value
+        ]
         new = [part for part in parts if field.name != "name" and part not in self.explained]
         self.explained.update(new)
         return " ".join(new)

@@ -18,21 +18,21 @@ def operands(spec: Mapping[str, Any]) -> Mapping[str, str]:
     if row is None or not row.words:
         return {}
     words = row.load("words")
-    found: Mapping[str, str] = words(spec) if callable(words) else words
-    return found
+    words_: Mapping[str, str] = words(spec) if callable(words) else words
+    return words_
 
 
 def gemm(spec: Mapping[str, Any]) -> Mapping[str, str]:
     """Those of a GEMM, without groups' where it has none."""
     activation, row = spec.get("activation"), OPERATIONS[spec["op"]]
     kind = activation.get("kind", "") if isinstance(activation, Mapping) else ""
-    found = words_of(WGRAD if row.reduces_rows else BACKWARD if is_backward(kind) else FORWARD)
-    return found if row.ragged else {name: what for name, what in found.items() if name not in _OF_GROUPS}
+    words_ = words_of(WGRAD if row.reduces_rows else BACKWARD if is_backward(kind) else FORWARD)
+    return words_ if row.ragged else {name: what for name, what in words_.items() if name not in _OF_GROUPS}
 
 
 def token(spec: Mapping[str, Any]) -> Mapping[str, str]:
     """Those of an operation that works token by token."""
-    return {each.name: each.words for each in TOKENS[spec["op"]].operands}
+    return {operand.name: operand.words for operand in TOKENS[spec["op"]].operands}
 
 
 def extern(spec: Mapping[str, Any]) -> Mapping[str, str]:

@@ -51,7 +51,7 @@ def parse_text(
     try:
         specs = file.expand()
     except TooManyError:
-        raise _error(source, reader.problems, "; there may be more: mend these first") from None
+        raise _error(source, reader.problems, "; there may be more: fix these first") from None
     if reader.problems:
         raise _error(source, reader.problems)
     for notice in file.notices[:MAX_PROBLEMS]:
@@ -65,10 +65,10 @@ def _for_arch(parsed: dict[str, Any], arch: str) -> dict[str, Any]:
     def changed(table: Any) -> Any:
         return {**table, "arch": arch} if isinstance(table, dict) and "arch" in table else table
 
-    made = {name: changed(table) for name, table in parsed.items()}
-    if isinstance(kernels := made.get("kernel"), list):
-        made["kernel"] = [changed(table) for table in kernels]
-    return made
+    changed_tables = {name: changed(table) for name, table in parsed.items()}
+    if isinstance(kernels := changed_tables.get("kernel"), list):
+        changed_tables["kernel"] = [changed(table) for table in kernels]
+    return changed_tables
 
 
 def _error(source: str, lines: tuple[str, ...], more: str = "") -> SpecError:
@@ -83,22 +83,22 @@ class _Table(NamedTuple):
 
     where: str
     schema: Schema
-    own: dict[str, Any]
+    given: dict[str, Any]
     shared: dict[str, Any]
     values: dict[str, Any]
 
 
-def _complete(schema: Schema, own: dict[str, Any], shared: dict[str, Any], summary: Any) -> dict[str, Any] | None:
+def _complete(schema: Schema, given: dict[str, Any], shared: dict[str, Any], summary: Any) -> dict[str, Any] | None:
     """The value of every field; None where a problem of one has been reported."""
     values = {
         field.name: (field.default,) if field.sweep else field.default
         for field in schema.fields
         if field.name not in KERNEL_ONLY
     }
-    values |= {"summary": summary} | shared | own
+    values |= {"summary": summary} | shared | given
     for name in (field.name for field in schema.fields if field.type == "json"):
-        if isinstance(shared.get(name), dict) and isinstance(own.get(name), dict):
-            values[name] = {**shared[name], **own[name]}
+        if isinstance(shared.get(name), dict) and isinstance(given.get(name), dict):
+            values[name] = {**shared[name], **given[name]}
     if any(values.get(field.name) in (None, (None,)) for field in schema.fields if field.required):
         return None
     return None if any(value is BAD for value in values.values()) else values
@@ -134,13 +134,13 @@ class _File:
                 rule = "a table has an op, and is a kernel, or a kind, and is a layer; leave one of the two out"
                 self.reader.report(where, "op", table["op"], rule)
                 table = {field: value for field, value in table.items() if field != "op"}
-            own, inherited = self.reader.table(where, table, schema.fields, complete=False), shared[schema.ops]
+            given, inherited = self.reader.table(where, table, schema.fields, complete=False), shared[schema.ops]
             for field in schema.fields:
-                if field.required and field.name not in own and field.name not in inherited:
+                if field.required and field.name not in given and field.name not in inherited:
                     self.reader.missing(where, field)
-            if values := _complete(schema, own, inherited, summary):
+            if values := _complete(schema, given, inherited, summary):
                 self._count(where, schema, values)
-                read.append(_Table(where, schema, own, inherited, values))
+                read.append(_Table(where, schema, given, inherited, values))
         self._check_parts(kernels, defaults, seen)
         if self.reader.problems and self.kernels > SOON:
             raise TooManyError
@@ -153,7 +153,7 @@ class _File:
             if not self._schema(table, defaults).ops and isinstance(table.get("name"), str)
         }  # fmt: skip
         for name, number in seen.items():
-            layer = next((each for each in layers if name.startswith(f"{each}.")), None)
+            layer = next((layer_name for layer_name in layers if name.startswith(f"{layer_name}.")), None)
             if layer is not None:
                 rule = f'names that begin with "{layer}." are of the kernels of the layer {layer}; name it otherwise'
                 self.reader.report(f"[[kernel]] {number} ({name}): ", "name", name, rule)
@@ -180,8 +180,8 @@ class _File:
         shared = {}
         for number, schema in enumerate(used):
             names = {field.name for field in schema.defaults_fields} | (set(defaults) - known if number == 0 else set())
-            mine = {name: value for name, value in defaults.items() if name in names}
-            shared[schema.ops] = self.reader.table("[defaults]: ", mine, schema.defaults_fields, complete=False)
+            given = {name: value for name, value in defaults.items() if name in names}
+            shared[schema.ops] = self.reader.table("[defaults]: ", given, schema.defaults_fields, complete=False)
         return shared
 
     def _check_top(self) -> None:
@@ -238,17 +238,17 @@ class _File:
         where, excluded = table.where, table.values.get("exclude") or ()
         if excluded is not self.excluded[0]:
             self.excluded = excluded, indexed(excluded)
-        found: Expansion
+        expansion: Expansion
         if table.schema.expand:
-            found = table.schema.expand(self.stem, table.values)
+            expansion = table.schema.expand(self.stem, table.values)
         else:
-            found = expand(table.schema, self.stem, table.values, self.excluded[1])
-        for field, value, rule in found.broken:
+            expansion = expand(table.schema, self.stem, table.values, self.excluded[1])
+        for field, value, rule in expansion.broken:
             base = field.partition(".")[0]
-            origin = "from [defaults]: " if base in table.shared and base not in table.own else ""
+            origin = "from [defaults]: " if base in table.shared and base not in table.given else ""
             self.reader.report(f"{where}{origin}", field, value, rule)
-        self._notice(where, found, table.own)
-        return found.specs
+        self._notice(where, expansion, table.given)
+        return expansion.specs
 
     def _count(self, where: str, schema: Schema, values: dict[str, Any]) -> None:
         count = combinations(schema, values)
@@ -257,20 +257,20 @@ class _File:
             swept = [f"{len(values[field])} {field}" for field in schema.sweep_fields if len(values[field]) > 1]
             more = f"a layer of {count} kernels at most" if schema.expand else "one kernel more"
             product = f"{' x '.join(swept)} = {count} kernels" if swept else more
-            said = f"{where}{product}; a file makes at most {MAX_KERNELS}; sweep less, or split the file"
-            self.reader.add(said)
+            message = f"{where}{product}; a file makes at most {MAX_KERNELS}; sweep less, or split the file"
+            self.reader.add(message)
             raise TooManyError
 
-    def _notice(self, where: str, found: Expansion, own: dict[str, Any]) -> None:
+    def _notice(self, where: str, expansion: Expansion, given: dict[str, Any]) -> None:
         by_rule: dict[tuple[str, ...], list[str]] = {}
-        for swept, rules in found.dropped:
+        for swept, rules in expansion.dropped:
             by_rule.setdefault(rules, []).append(f"{{ {swept} }}")
-        said = f"{where}left out of the sweep: "
+        message = f"{where}left out of the sweep: "
         for rules, tables in list(by_rule.items())[: NOTICED - 1]:
             some = ", ".join(tables[:NOTICED]) + (" and more" if len(tables) > NOTICED else "")
-            self.notices.append(f"{said}{some}: {'; '.join(rules)}; name it in exclude to say so")
+            self.notices.append(f"{message}{some}: {'; '.join(rules)}; name it in exclude to say so")
         if more := sum(map(len, list(by_rule.values())[NOTICED - 1 :])):
-            self.notices.append(f"{said}{more} combinations more")
-        for number in sorted(found.unused if "exclude" in own else ()):
-            table = show(own["exclude"][number - 1])
+            self.notices.append(f"{message}{more} combinations more")
+        for number in sorted(expansion.unused if "exclude" in given else ()):
+            table = show(given["exclude"][number - 1])
             self.notices.append(f"{where}exclude: no combination of the sweep has {table}; leave that out")

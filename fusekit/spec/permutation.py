@@ -8,7 +8,7 @@ from fusekit.dtypes import DTYPES
 from fusekit.plan.operations import Schema
 from fusekit.spec.fields import Bounded, Broken, Field
 from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, ROUTER_DTYPES, SWEEP_FIELDS
-from fusekit.spec.token import ARCH, NAME, PROBLEM, SUMMARY, TOKENS_FIELD, TokenProblem, TokenSpec, made
+from fusekit.spec.token import ARCH, NAME, PROBLEM, SUMMARY, TOKENS_FIELD, TokenProblem, TokenSpec, make_spec
 
 INDEX, PERMUTE, UNPERMUTE, CHECK = "moe-index", "moe-permute", "moe-unpermute", "moe-check"
 PERMUTE_BACKWARD, UNPERMUTE_BACKWARD = "moe-permute-bwd", "moe-unpermute-bwd"
@@ -99,41 +99,41 @@ class PermutationSpec(TokenSpec):
 def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> PermutationSpec:
     """The spec of one kernel. values: by field, complete; choice: what the sweep takes."""
     op = values["op"]
-    own: dict[str, Any] = {"weighted": True, "scaled": op == PERMUTE_BACKWARD} if op in BACKWARDS else {}
-    own |= {"dtype": "bf16"} if op == SPLIT else {}
-    return made(PermutationSpec, file, values, choice, **own)
+    derived: dict[str, Any] = {"weighted": True, "scaled": op == PERMUTE_BACKWARD} if op in BACKWARDS else {}
+    derived |= {"dtype": "bf16"} if op == SPLIT else {}
+    return make_spec(PermutationSpec, file, values, choice, **derived)
 
 
 def broken_permutation_rules(spec: PermutationSpec) -> list[Broken]:
     """Every rule that an expanded spec breaks; empty when it can be built."""
-    found: list[Broken] = []
+    refusals: list[Broken] = []
     if spec.experts > MAX_EXPERTS:
-        found.append(("experts", spec.experts, f"at most {MAX_EXPERTS} experts are ordered; say fewer"))
+        refusals.append(("experts", spec.experts, f"at most {MAX_EXPERTS} experts are ordered; say fewer"))
     if spec.topk > MAX_TOPK:
-        found.append(("topk", spec.topk, f"must be from 1 to {MAX_TOPK}"))
+        refusals.append(("topk", spec.topk, f"must be from 1 to {MAX_TOPK}"))
     if spec.op == PERMUTE and spec.scaled and spec.weighted:
         rule = "rows that are scaled have their weights, and fc2's row_scale would be a second time; leave one out"
-        found.append(("scaled", True, rule))
+        refusals.append(("scaled", True, rule))
     if spec.scaled and spec.dtype == "e4m3":
-        found.append(("scaled", True, "codes are moved as they are; scale the rows before they are quantised"))
+        refusals.append(("scaled", True, "codes are moved as they are; scale the rows before they are quantised"))
     if spec.bounded and not spec.tokens:
-        found.append(("bounded", True, "the rows' tokens say where rows end; say tokens = true"))
+        refusals.append(("bounded", True, "the rows' tokens say where rows end; say tokens = true"))
     warps = {INDEX: (INDEX_WARPS,), CHECK: (1,)}.get(spec.op, (1, 2, 4, 8))
     if spec.warps not in warps:
-        found.append(("warps", spec.warps, f"must be {' or '.join(map(str, warps))}"))
-    return found + broken_rows(spec)
+        refusals.append(("warps", spec.warps, f"must be {' or '.join(map(str, warps))}"))
+    return refusals + broken_rows(spec)
 
 
 def broken_rows(spec: Any) -> list[Broken]:
     """Rows of the spec's problem, if it has one, are moved 16 bytes at a time; addends are few."""
-    found: list[Broken] = []
+    refusals: list[Broken] = []
     if not 0 <= spec.addends <= MOST_ADDENDS:
-        found.append(("addends", spec.addends, f"must be from 0 to {MOST_ADDENDS}; add the others up before"))
+        refusals.append(("addends", spec.addends, f"must be from 0 to {MOST_ADDENDS}; add the others up before"))
     if spec.problem and spec.problem.H:
         row = spec.problem.H * DTYPES[spec.dtype].bytes
         if row % VECTOR_BYTES:
-            found.append(("problem.H", spec.problem.H, f"a row has {row} bytes, which must be a multiple of 16"))
-    return found
+            refusals.append(("problem.H", spec.problem.H, f"a row has {row} bytes, which must be a multiple of 16"))
+    return refusals
 
 
 SCHEMAS = {

@@ -21,7 +21,7 @@ from fusekit.plan.quantise import (
     WARPS,
 )
 from fusekit.spec.fields import Broken, Field
-from fusekit.spec.token import ARCH, NAME, SUMMARY, TokenSpec, made
+from fusekit.spec.token import ARCH, NAME, SUMMARY, TokenSpec, make_spec
 
 VECTOR = 16  # codes in 16 bytes
 
@@ -102,36 +102,36 @@ class QuantiseSpec(TokenSpec):
 
 def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> QuantiseSpec:
     """The spec of one kernel. values: by field, complete; choice: what the sweep takes."""
-    return made(QuantiseSpec, file, values, choice)
+    return make_spec(QuantiseSpec, file, values, choice)
 
 
 def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:
     """Every rule that an expanded spec breaks; empty when it can be built."""
-    found: list[Broken] = []
-    mine = {"dtype": (BLOCK,), "blocks": (BLOCK,), "scales": (ROW, BLOCK), "transpose": (BLOCK, MXFP8),
+    refusals: list[Broken] = []
+    allowed = {"dtype": (BLOCK,), "blocks": (BLOCK,), "scales": (ROW, BLOCK), "transpose": (BLOCK, MXFP8),
             "transpose_blocks": (BLOCK,), "rows": (BLOCK,), "groups": (BLOCK,), "gather": (BLOCK,),
             "topk": (BLOCK,), "scale_layout": (MXFP8,), "rht_amax": (AMAX,)}  # fmt: skip
     usual = {field.name: field.default for field in QUANTISE_FIELDS}
-    for name, recipes in mine.items():
+    for name, recipes in allowed.items():
         value = getattr(spec, name)
         if value == usual[name]:
             continue
         if spec.out not in recipes:
             one = " or ".join(f'"{recipe}"' for recipe in recipes)
             has = "takes bf16 alone" if name == "dtype" else "has none"
-            found.append((name, value, f"{spec.out} {has}; say out = {one}, or leave {name} out"))
+            refusals.append((name, value, f"{spec.out} {has}; say out = {one}, or leave {name} out"))
         elif spec.blocks == SQUARE and name in ("transpose_blocks", "rows", "gather", "topk"):
             rule = f'is said of rows of tokens; say blocks = "{ROWS}", or leave {name} out'
-            found.append((name, value, rule))
+            refusals.append((name, value, rule))
         elif spec.blocks != SQUARE and name in ("transpose_blocks", "rows", "groups") and not spec.transpose:
-            found.append((name, value, f"is for kernels that transpose; say transpose = true, or leave {name} out"))
+            refusals.append((name, value, f"is for kernels that transpose; say transpose = true, or leave {name} out"))
         elif name == "topk" and not 1 <= value <= MOST_TOPK:
-            found.append((name, value, f"must be from 1 to {MOST_TOPK}, or 0 for none"))
+            refusals.append((name, value, f"must be from 1 to {MOST_TOPK}, or 0 for none"))
         elif name == "topk" and (spec.gather or spec.transpose):
             other = "gather" if spec.gather else "transpose"
-            found.append((name, value, f"rows that become several lie in their own order; leave it or {other} out"))
+            refusals.append((name, value, f"rows that become several lie in their own order; leave it or {other} out"))
     if spec.warps != WARPS:
-        found.append(("warps", spec.warps, f"must be {WARPS}"))
+        refusals.append(("warps", spec.warps, f"must be {WARPS}"))
     if spec.problem:
         sizes = {"K": spec.problem.K}
         if spec.blocks == SQUARE and spec.transpose:
@@ -139,8 +139,8 @@ def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:
         for name, size in sizes.items():
             if size % VECTOR:
                 rule = f"a row has {size} codes of one byte, which must be a multiple of {VECTOR}"
-                found.append((f"problem.{name}", size, rule))
-    return found
+                refusals.append((f"problem.{name}", size, rule))
+    return refusals
 
 
 SCHEMA = Schema(QUANTISE_FIELDS, ("arch", "warps"), make, broken_quantise_rules)

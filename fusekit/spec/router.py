@@ -7,7 +7,7 @@ from typing import Any
 
 from fusekit.plan.operations import Schema
 from fusekit.spec.fields import KERNEL_ONLY, Bounded, Broken, Field
-from fusekit.spec.token import ARCH, NAME, PROBLEM, SUMMARY, TokenProblem, TokenSpec, made
+from fusekit.spec.token import ARCH, NAME, PROBLEM, SUMMARY, TokenProblem, TokenSpec, make_spec
 
 FORWARD, BACKWARD, AUX, AUX_BACKWARD = "router-topk", "router-topk-bwd", "router-aux-score", "router-aux-score-bwd"
 AUX_LOSS, AUX_LOSS_BACKWARD = "moe-aux-loss", "moe-aux-loss-bwd"
@@ -117,7 +117,7 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Rou
     """The spec of one kernel. values: by field, complete; choice: what the sweep takes."""
     compact = values.get("outputs") == "compact"
     mapped = values["op"] in (FORWARD, BACKWARD, AUX) and not compact
-    return made(
+    return make_spec(
         RouterSpec,
         file,
         values,
@@ -131,25 +131,25 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Rou
 
 def broken_router_rules(spec: RouterSpec) -> list[Broken]:
     """Every rule that an expanded spec breaks; empty when it can be built."""
-    found: list[Broken] = []
+    refusals: list[Broken] = []
     if spec.experts > MAX_EXPERTS:
-        found.append(("experts", spec.experts, f"a warp's registers hold {MAX_EXPERTS} experts at most; say fewer"))
+        refusals.append(("experts", spec.experts, f"a warp's registers hold {MAX_EXPERTS} experts at most; say fewer"))
     if spec.topk > min(MAX_TOPK, spec.experts):
         most = min(MAX_TOPK, spec.experts)
-        found.append(("topk", spec.topk, f"must be from 1 to {most}, the lesser of {MAX_TOPK} and the experts"))
+        refusals.append(("topk", spec.topk, f"must be from 1 to {most}, the lesser of {MAX_TOPK} and the experts"))
     if spec.warps not in (1, 2, 4, 8):
-        found.append(("warps", spec.warps, "must be 1, 2, 4 or 8"))
+        refusals.append(("warps", spec.warps, "must be 1, 2, 4 or 8"))
     if spec.pre_softmax and spec.score_function != "softmax":
-        found.append(("pre_softmax", True, f"only softmax has it, not {spec.score_function}; leave it out"))
+        refusals.append(("pre_softmax", True, f"only softmax has it, not {spec.score_function}; leave it out"))
     if spec.expert_bias and spec.score_function == "softmax":
-        found.append(("expert_bias", True, "only sigmoid and sqrtsoftplus have it, not softmax; leave it out"))
+        refusals.append(("expert_bias", True, "only sigmoid and sqrtsoftplus have it, not softmax; leave it out"))
     if spec.outputs == "compact" and spec.routing_map != "none":
-        found.append(("routing_map", spec.routing_map, 'outputs = "compact" has no map; leave it out'))
+        refusals.append(("routing_map", spec.routing_map, 'outputs = "compact" has no map; leave it out'))
     if spec.outputs == "compact" and spec.out_dtype != "f32":
-        found.append(("out_dtype", spec.out_dtype, "weights are float32, as a GEMM's row_scale; leave it out"))
+        refusals.append(("out_dtype", spec.out_dtype, "weights are float32, as a GEMM's row_scale; leave it out"))
     if spec.scalars == "device" and spec.coefficient != 1.0:
-        found.append(("coefficient", spec.coefficient, 'scalars = "device" reads it from a tensor; leave it out'))
-    return found + _groups(spec)
+        refusals.append(("coefficient", spec.coefficient, 'scalars = "device" reads it from a tensor; leave it out'))
+    return refusals + _groups(spec)
 
 
 def _groups(spec: RouterSpec) -> list[Broken]:
@@ -175,7 +175,7 @@ def _groups(spec: RouterSpec) -> list[Broken]:
 
 
 def _divisors(value: int, most: int) -> str:
-    return ", ".join(str(each) for each in range(1, min(value, most) + 1) if value % each == 0)
+    return ", ".join(str(divisor) for divisor in range(1, min(value, most) + 1) if value % divisor == 0)
 
 
 # The dtype of a file's GEMMs says nothing of logits, whose rounding changes which experts are chosen.

@@ -31,101 +31,105 @@ def broken_rules(spec: KernelSpec) -> list[Broken]:
     """Every rule that an expanded spec breaks; empty when it can be built."""
     alike = _Alike((*_values(spec), *spec.operands.values()))
     alike.spec = spec
-    found = _of_kernel(alike)
-    if any(field == "glu_layout" for field, _, _ in found):
-        return [*found]
-    return [*found, *_problem(spec)]
+    refusals = _of_kernel(alike)
+    if any(field == "glu_layout" for field, _, _ in refusals):
+        return [*refusals]
+    return [*refusals, *_problem(spec)]
 
 
 @lru_cache(maxsize=1024)
 def _of_kernel(alike: _Alike) -> tuple[Broken, ...]:
     spec = alike.spec
-    found = [*_activation(spec), *_types(spec), *_quant(spec)]
+    broken = [*_activation(spec), *_types(spec), *_quant(spec)]
     for operand in operands():
         if operand.asked(spec):
-            found += operand.rules(spec)
-    if any(field == "glu_layout" for field, _, _ in found):  # the tile's rules depend on it
-        return tuple(found)
+            broken += operand.rules(spec)
+    if any(field == "glu_layout" for field, _, _ in broken):  # the tile's rules depend on it
+        return tuple(broken)
     values = {"tile": spec.tile, "cluster": spec.cluster}
     for refusal in refusals(spec.plan, spec.mainloop):
-        found.append((refusal.field, values[refusal.field], refusal.rule))
-    return tuple(found)
+        broken.append((refusal.field, values[refusal.field], refusal.rule))
+    return tuple(broken)
 
 
 def _activation(spec: KernelSpec) -> list[Broken]:
-    found: list[Broken] = []
+    refusals: list[Broken] = []
     act = spec.activation
     this = kind(act.kind)
     if act.approximate not in this.approximations:
-        rule = f"only {_names(len(each.approximations) > 1 for each in _forward())} have it, not {act.kind}"
-        found.append(("activation.approximate", act.approximate, f"{rule}; leave it out"))
+        rule = f"only {_names(len(kind_.approximations) > 1 for kind_ in _forward())} have it, not {act.kind}"
+        refusals.append(("activation.approximate", act.approximate, f"{rule}; leave it out"))
     if act.alpha != 1.0 and not this.sloped:
-        rule = f"only {_names(each.sloped for each in _forward())} has it, not {act.kind}; leave it out"
-        found.append(("activation.alpha", act.alpha, rule))
+        rule = f"only {_names(kind_.sloped for kind_ in _forward())} has it, not {act.kind}; leave it out"
+        refusals.append(("activation.alpha", act.alpha, rule))
     if not act.gated:
         for name, value, unsaid in (("limit", act.limit, None), ("up_offset", act.up_offset, 0.0)):
             if value != unsaid:
                 rule = f"only gated activations have it, not {act.kind}; leave it out"
-                found.append((f"activation.{name}", value, rule))
+                refusals.append((f"activation.{name}", value, rule))
         if spec.glu_layout != "none":
             rule = f'the activation {act.kind} is not gated, so there is no gate to lay out; leave it out or say "none"'
-            found.append(("glu_layout", spec.glu_layout, rule))
+            refusals.append(("glu_layout", spec.glu_layout, rule))
     else:
         if act.limit is not None and act.limit <= 0:
-            found.append(("activation.limit", act.limit, "must be above 0; leave it out for no limit"))
+            refusals.append(("activation.limit", act.limit, "must be above 0; leave it out for no limit"))
         if spec.glu_layout == "none":
             rule = f'{act.kind} is gated: say how gate and up lie along N, "concat", "interleaved" or "interleaved-32"'
-            found.append(("glu_layout", spec.glu_layout, rule))
-    return found
+            refusals.append(("glu_layout", spec.glu_layout, rule))
+    return refusals
 
 
 def _forward() -> list[Kind]:
-    return [each for each in kinds().values() if not each.backward]
+    return [kind_ for kind_ in kinds().values() if not kind_.backward]
 
 
 def _names(chosen: Iterable[bool]) -> str:
     """The forward activations for which the flag is set, in words."""
-    return " and ".join(each.name for each, flag in zip(_forward(), chosen, strict=True) if flag)
+    return " and ".join(kind_.name for kind_, flag in zip(_forward(), chosen, strict=True) if flag)
 
 
 def _types(spec: KernelSpec) -> list[Broken]:
-    """Of the product, whatever operands there are."""
-    kind_, found = spec.activation.kind, []
+    """The rules of dtypes and layouts, whatever operands there are."""
+    kind_, refusals = spec.activation.kind, []
     if spec.epilogue == WGRAD:
         if spec.b_major != "k":
             why = "both its operands have a row for each token, so there is no other layout"
-            found.append(("b_major", spec.b_major, f"{spec.op} takes no b_major: {why}; leave it out"))
+            refusals.append(("b_major", spec.b_major, f"{spec.op} takes no b_major: {why}; leave it out"))
         if kind_ != "identity":
             rule = f"{spec.op} takes no activation: it has no epilogue, dw is the plain sum; leave it out"
-            found.append(("activation.kind", kind_, rule))
+            refusals.append(("activation.kind", kind_, rule))
     elif spec.epilogue == BACKWARD and spec.out_dtype == "f32":
         rule = f'{kind_} gives dz and y in 16 bits; say "bf16" or "fp16"'
-        found.append(("out_dtype", spec.out_dtype, rule))
+        refusals.append(("out_dtype", spec.out_dtype, rule))
     elif spec.epilogue == BACKWARD and spec.out_dtype != spec.dtype and not spec.operands["recompute"]:
         rule = (
             f'dz has dtype, "{spec.dtype}", and there is no y without recompute; leave it out, or say recompute = true'
         )
-        found.append(("out_dtype", spec.out_dtype, rule))
-    return found
+        refusals.append(("out_dtype", spec.out_dtype, rule))
+    return refusals
 
 
 def _quant(spec: KernelSpec) -> list[Broken]:
     """Keys of the recipe that nothing is there for."""
-    told, usual = spec.quant, Quant()
+    quant, usual = spec.quant, Quant()
     sides = (
-        ("in", told.coded_inputs, NONE, RECIPES[-1], ("x_format", "accumulation", "x_blocks")),
-        ("out", told.coded, told.out, BLOCK, ("transpose", "keep")),
-        ("out", told.by_blocks, told.out, BLOCK, ("scales",)),
-        ("out", told.mx, told.out, MXFP8, ("scale_layout", "group_alignment")),
-        ("out", told.largest, told.out, AMAX, ("rht_amax",)),
-        ("transpose", told.transpose, False, True, ("y_blocks", "dz_blocks")),
-        ("out", told.by_blocks or not told.transpose, told.out, BLOCK, ("y_blocks", "dz_blocks")),
+        ("in", quant.coded_inputs, NONE, RECIPES[-1], ("x_format", "accumulation", "x_blocks")),
+        ("out", quant.coded, quant.out, BLOCK, ("transpose", "keep")),
+        ("out", quant.by_blocks, quant.out, BLOCK, ("scales",)),
+        ("out", quant.mx, quant.out, MXFP8, ("scale_layout", "group_alignment")),
+        ("out", quant.largest, quant.out, AMAX, ("rht_amax",)),
+        ("transpose", quant.transpose, False, True, ("y_blocks", "dz_blocks")),
+        ("out", quant.by_blocks or not quant.transpose, quant.out, BLOCK, ("y_blocks", "dz_blocks")),
     )
     return [
-        (f"quant.{name}", getattr(told, name), f"it is about {field}, which is {show(none)}; say {field} = {show(one)}")
+        (
+            f"quant.{name}",
+            getattr(quant, name),
+            f"it is about {field}, which is {show(none)}; say {field} = {show(one)}",
+        )
         for field, there, none, one, names_ in sides
         for name in names_
-        if not there and getattr(told, name) != getattr(usual, name)
+        if not there and getattr(quant, name) != getattr(usual, name)
     ]
 
 
@@ -133,21 +137,21 @@ def _problem(spec: KernelSpec) -> list[Broken]:
     problem = spec.problem
     if problem is None:
         return []
-    found: list[Broken] = []
+    refusals: list[Broken] = []
     if not spec.grouped and problem.E != 1:
-        found.append(("problem.E", problem.E, f"{spec.op} has one group; say E = 1"))
+        refusals.append(("problem.E", problem.E, f"{spec.op} has one group; say E = 1"))
     if spec.epilogue == WGRAD:
         size = spec.plan.element
-        found += _aligned("problem.N", problem.N, "a row of dy", size)
-        return found + _aligned("problem.K", problem.K, "a row of x", size)
-    found += _aligned("problem.K", problem.K, "a row of x", spec.plan.element)
+        refusals += _aligned("problem.N", problem.N, "a row of dy", size)
+        return refusals + _aligned("problem.K", problem.K, "a row of x", size)
+    refusals += _aligned("problem.K", problem.K, "a row of x", spec.plan.element)
     if spec.activation.backward and spec.glu_layout == "interleaved-32" and problem.N % 32:
         rule = "interleaved-32 alternates 32 gate and 32 up columns, so N = I is a multiple of 32"
-        return [*found, ("problem.N", problem.N, f"{rule}; say {_near(problem.N, 32)}")]
+        return [*refusals, ("problem.N", problem.N, f"{rule}; say {_near(problem.N, 32)}")]
     if spec.activation.backward and spec.glu_layout == "concat" and spec.plan.quant.coded and problem.N % SIDE:
         rule = f"a block of {SIDE} columns of dz has gates alone or ups alone, so N = I is a multiple of {SIDE}"
         return [
-            *found,
+            *refusals,
             ("problem.N", problem.N, f'{rule}; say {_near(problem.N, SIDE)}, or glu_layout = "interleaved"'),
         ]
     plan = spec.plan
@@ -155,18 +159,18 @@ def _problem(spec: KernelSpec) -> list[Broken]:
     size = 1 if plan.quant.coded else DTYPES[spec.out_dtype].bytes
     if spec.activation.backward or not spec.activation.gated:
         what, size = ("a row of da", 2) if spec.activation.backward else ("a row of y", size)
-        return found + _aligned("problem.N", problem.N, what, size, columns)
+        return refusals + _aligned("problem.N", problem.N, what, size, columns)
     kind = spec.activation.kind
     if problem.N % 2:
         rule = f"{kind} is gated: N = 2 I, and {problem.N} / 2 = {problem.N / 2:g} is no whole I; say an even N"
-        found.append(("problem.N", problem.N, rule))
+        refusals.append(("problem.N", problem.N, rule))
     elif spec.glu_layout == "interleaved-32" and problem.N % 64:
         rule = "interleaved-32 alternates 32 gate and 32 up columns, so N is a multiple of 64"
         rest = f"{problem.N} = 64 x {problem.N // 64} + {problem.N % 64}"
-        found.append(("problem.N", problem.N, f"{rule}, and {rest}; say {_near(problem.N, 64)}"))
+        refusals.append(("problem.N", problem.N, f"{rule}, and {rest}; say {_near(problem.N, 64)}"))
     else:
-        found += _aligned("problem.N", problem.N, "a row of y", size, columns, share=2)
-    return found
+        refusals += _aligned("problem.N", problem.N, "a row of y", size, columns, share=2)
+    return refusals
 
 
 def _aligned(field: str, value: int, what: str, size: int, multiple: int = 0, share: int = 1) -> list[Broken]:

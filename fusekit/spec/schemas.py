@@ -44,7 +44,7 @@ def _schema(op: str) -> Schema:
     row = operation(op)
     assert row is not None
     schema: Any = row.load("schema")
-    ops = tuple(each.name for each in OPERATIONS.values() if each.schema == row.schema)
+    ops = tuple(operation.name for operation in OPERATIONS.values() if operation.schema == row.schema)
     if isinstance(schema, Mapping):
         schema, ops = schema[op], ()
     return _with_op(schema, row, ops or (op,))

@@ -67,7 +67,7 @@ def expand(schema: "Schema", stem: str, values: Mapping[str, Any], index: Index)
     free = {field: schema.candidates[field] for field in schema.candidates if values[field] == (None,)}
     given = {field: values[field] for field in schema.sweep_fields if field not in free}
     excluded: Sequence[Mapping[str, Any]] = values.get("exclude") or ()
-    found = Expansion(unused=set(range(1, len(excluded) + 1)))
+    expansion = Expansion(unused=set(range(1, len(excluded) + 1)))
     fatal = False
     for choice in _product(given):
         built: list[Spec] = []
@@ -75,26 +75,26 @@ def expand(schema: "Schema", stem: str, values: Mapping[str, Any], index: Index)
         for rest in _product(free):
             spec = schema.make(stem, values, choice | rest)
             matching = _matching(spec, index)
-            found.unused -= matching
+            expansion.unused -= matching
             if matching:
                 continue
             rules = schema.broken(spec)
             broken += rules
             if not rules and ("tile" not in free or spec.tile != LOW or _narrow(spec)):
                 built.append(spec)
-        found.specs += _chosen(built, free) if free and built else built
+        expansion.specs += _chosen(built, free) if free and built else built
         if broken and not built:
             fatal = fatal or any(field not in schema.sweep_fields for field, _, _ in broken)
-            found.broken += broken
+            expansion.broken += broken
             swept = ", ".join(f"{field} = {show(choice[field])}" for field in given if len(given[field]) > 1)
-            found.dropped.append((swept, tuple(dict.fromkeys(rule for _, _, rule in broken))))
+            expansion.dropped.append((swept, tuple(dict.fromkeys(rule for _, _, rule in broken))))
     if fatal and free:  # what holds for every candidate
-        found.broken = [each for each in found.broken if each[0] not in schema.sweep_fields]
-    elif found.specs and not fatal:
-        found.broken = []
-    elif not found.specs and not found.broken:
-        found.broken = [("exclude", excluded, "leaves nothing of the sweep; exclude less")]
-    return found
+        expansion.broken = [refusal for refusal in expansion.broken if refusal[0] not in schema.sweep_fields]
+    elif expansion.specs and not fatal:
+        expansion.broken = []
+    elif not expansion.specs and not expansion.broken:
+        expansion.broken = [("exclude", excluded, "leaves nothing of the sweep; exclude less")]
+    return expansion
 
 
 def _product(values: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
@@ -113,16 +113,16 @@ def indexed(tables: Sequence[Mapping[str, Any]]) -> Index:
 
 def _matching(spec: Any, index: Index) -> set[int]:
     """Numbers of the tables all of whose values the spec has."""
-    found = (tables.get(tuple(getattr(spec, field) for field in fields)) for fields, tables in index.items())
-    return set().union(*filter(None, found))
+    matches = (tables.get(tuple(getattr(spec, field) for field in fields)) for fields, tables in index.items())
+    return set().union(*filter(None, matches))
 
 
 def _chosen(specs: Sequence[Any], free: Mapping[str, Any]) -> list[Any]:
-    """Of variants that differ in the fields `free`, those to build."""
+    """Chooses the variants to build among those that differ in the fields `free`."""
     problem = _problem(specs[0])
     alike = specs[0].canonical()
     ranked = [(rank(alike | {field: getattr(spec, field) for field in SWEEP_FIELDS}, problem), spec) for spec in specs]
-    ranked.sort(key=lambda each: (*each[0], each[1].variant))
+    ranked.sort(key=lambda entry: (*entry[0], entry[1].variant))
     ordered = [spec for _, spec in ranked]
     if "tile" not in free:
         return ordered[:1]

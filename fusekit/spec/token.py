@@ -66,15 +66,15 @@ class TokenSpec:
         """What decides the cubin and its launch record, in JSON types: no names, scalars or problem. And the facts of
         an operation of fusekit's, of which no source is in a field.
         """
-        own = {field: value for field, value in self.canonical().items() if field not in self.APART}
-        return own | ({"operation": TOKENS[own["op"]].facts(own)} if own["op"] in TOKENS else {})
+        fields_ = {field: value for field, value in self.canonical().items() if field not in self.APART}
+        return fields_ | ({"operation": TOKENS[fields_["op"]].facts(fields_)} if fields_["op"] in TOKENS else {})
 
 
-def made(kind: type[S], file: str, values: Mapping[str, Any], choice: Mapping[str, Any], **derived: Any) -> S:
+def make_spec(kind: type[S], file: str, values: Mapping[str, Any], choice: Mapping[str, Any], **derived: Any) -> S:
     """The spec of one kernel. values: by field, complete for its operation; choice: what the sweep takes; derived: what
     is neither. A field that the operation lacks has the default of its field.
     """
-    told = {each.name: values[each.name] for each in fields(kind) if each.name in values}  # type: ignore[arg-type]
-    if told.get("problem"):
-        told["problem"] = kind.PROBLEM(**told["problem"])
-    return kind(**{"file": file, "kernel": values["name"], **told, **choice, **derived})
+    given = {field.name: values[field.name] for field in fields(kind) if field.name in values}  # type: ignore[arg-type]
+    if given.get("problem"):
+        given["problem"] = kind.PROBLEM(**given["problem"])
+    return kind(**{"file": file, "kernel": values["name"], **given, **choice, **derived})

@@ -75,7 +75,7 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
         yield "]"
     elif isinstance(value, str):
         text = json.dumps(value[: SHOWN + 1], ensure_ascii=False)
-        yield "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in text)
+        yield "".join(character if character.isprintable() else json.dumps(character)[1:-1] for character in text)
     elif isinstance(value, bool):
         yield "true" if value else "false"
     elif isinstance(value, int) and abs(value) > 10**SHOWN:
@@ -112,7 +112,7 @@ class TableReader:
 
     def __init__(self) -> None:
         self._problems: dict[str, None] = {}
-        self._told = 0
+        self._reported = 0
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ class TableReader:
 
     def add(self, problem: str) -> None:
         """Adds a line. Raises TooManyError at the last one that is told."""
-        self._told += 1
+        self._reported += 1
         self._problems[problem] = None
         if len(self._problems) == MAX_PROBLEMS:
             raise TooManyError
@@ -255,9 +255,9 @@ class TableReader:
                 f"; write {{ kind = {show(value)} }}" if field.name == "activation" and isinstance(value, str) else ""
             )
             return self.report(where, field.name, value, f"must be {_expected(field)}, is {type_name(value)}{hint}")
-        before = self._told
+        before = self._reported
         values = self.table(f"{where}{field.name}.", value, field.fields)
-        return values if self._told == before else BAD
+        return values if self._reported == before else BAD
 
     def _json(self, where: str, field: Field, value: Any) -> Any:
         from fusekit.spec.extern import is_json
@@ -299,22 +299,22 @@ class TableReader:
         if count > MOST_COMBINATIONS:
             rule = f"makes {count} kernels; at most {MOST_COMBINATIONS}; sweep less, or write several kernels"
             return self.report(where, field.name, value, rule)
-        found = combinations(value)
-        names = [variant_of(choice) for choice in found]
+        choices = combinations(value)
+        names = [variant_of(choice) for choice in choices]
         if len(set(names)) < len(names):
             alike = next(name for index, name in enumerate(names) if name in names[:index])
             rule = f"makes two variants {show(alike)}: names have letters, digits and dots of the values; choose others"
             return self.report(where, field.name, value, rule)
-        return found
+        return choices
 
     def _tables(self, where: str, field: Field, value: Any) -> Any:
         if not isinstance(value, list) or not all(isinstance(table, dict) and table for table in value):
             return self.report(where, field.name, value, f"must be {_expected(field)}")
         if len(value) > MAX_VALUES:
             return self.report(where, field.name, value, f"{len(value)} tables; a list has at most {MAX_VALUES}")
-        before = self._told
+        before = self._reported
         tables = tuple(self.table(f"{where}{field.name}.", table, field.fields) for table in value)
-        return tables if self._told == before else BAD
+        return tables if self._reported == before else BAD
 
 
 def _expected(field: Field) -> str:

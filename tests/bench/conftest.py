@@ -15,11 +15,11 @@ from tests.bench.rig import Rig
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Rig:
     """The GPU of this process; its store is the one at `tmp_path`."""
-    made = Rig()
-    monkeypatch.setattr("fusekit.runtime.driver._import_bindings", lambda: made)
+    gpu = Rig()
+    monkeypatch.setattr("fusekit.runtime.driver._import_bindings", lambda: gpu)
     monkeypatch.setenv("FUSEKIT_STORE", str(tmp_path))
     monkeypatch.delenv("FUSEKIT_STORES", raising=False)
-    return made
+    return gpu
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cpu_torch(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> Any:
-    """PyTorch, if it is installed, on the memory of the rig; what it does takes made-up time."""
+    """PyTorch, if it is installed, on the memory of the rig; what it does takes invented time."""
     torch = pytest.importorskip("torch")
     from fusekit.bench import torch_gemm, torch_router
     from fusekit.interop.torch import DTYPES

@@ -27,7 +27,7 @@ from tests.runtime.samples import CUBIN
 NAME = "made/two@base"
 SPEC = """
 schema = 1
-summary = "made up"
+summary = "made for the test"
 [[kernel]]
 name = "two"
 op = "extern"
@@ -65,18 +65,18 @@ def record(**changes: Any) -> LaunchRecord:
     return LaunchRecord(**(parts | changes))
 
 
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch, made: LaunchRecord | None = None) -> FakeDriver:
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, launch_record: LaunchRecord | None = None) -> FakeDriver:
     """Publishes the kernel NAME below `folder`, the store of the environment from here on; gives the driver."""
-    made = record() if made is None else made
+    launch_record = record() if launch_record is None else launch_record
     (spec,) = parse_text(SPEC, "made", "made.toml")
     fields = {"arch": "sm_90a"}
     entry = Entry(
-        key_of(fields), fields, hashlib.sha256(CUBIN).hexdigest(), len(CUBIN), made.to_json(), {}, {}, {}, 1.0
+        key_of(fields), fields, hashlib.sha256(CUBIN).hexdigest(), len(CUBIN), launch_record.to_json(), {}, {}, {}, 1.0
     )
     store = Store.open(Config(store=folder))
     store.publish(entry, CUBIN)
     store.publish_name(NameRecord(NAME, "sm_90a", entry.key, json.loads(json.dumps(spec.canonical())), {}))
-    first, *rest = made.launches
+    first, *rest = launch_record.launches
     fake = FakeDriver(
         [(each.offset, each.size) for each in first.parameters], symbol=first.symbol,
         others={step.symbol: [(each.offset, each.size) for each in step.parameters] for step in rest},

@@ -1,4 +1,4 @@
-"""A layer whose kernels are their formulas, on the memory of a GPU that is made up."""
+"""A layer whose kernels are their formulas, on the memory of a stand-in GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Formula:
         return launch
 
     def _compute(self, tensors: Any) -> None:
-        compute(self.keys, tensors, self.dims, lambda made: self.wrong(self.part, made))
+        compute(self.keys, tensors, self.dims, lambda outputs: self.wrong(self.part, outputs))
 
 
 class StandIn(Layer):
@@ -56,7 +56,7 @@ class StandIn(Layer):
         return Formula(self._rig, self.program.parts[part], part, dims, self._wrong)
 
 
-def install(monkeypatch: Any, rig: Rig, wrong: Any = lambda part, made: None) -> None:
+def install(monkeypatch: Any, rig: Rig, wrong: Any = lambda part, outputs: None) -> None:
     """Layers of every library are stand-ins from now on."""
     monkeypatch.setattr(
         "fusekit.library.Library.layer",

@@ -1,4 +1,4 @@
-"""A stand-in GPU that computes what kernels of a store mean, with made-up times; and stores of such kernels."""
+"""A stand-in GPU that computes what kernels of a store mean, with invented times; and stores of such kernels."""
 
 from __future__ import annotations
 
@@ -81,8 +81,10 @@ class Rig(FakeDriver):
             self.specs[code] = spec
             fields = {"arch": "sm_90a", "name": spec.full_name}
             digest = hashlib.sha256(code).hexdigest()
-            made = record_of(spec)
-            store.publish(Entry(key_of(fields), fields, digest, len(code), made.to_json(), {}, {}, {}, 1.0), code)
+            launch_record = record_of(spec)
+            store.publish(
+                Entry(key_of(fields), fields, digest, len(code), launch_record.to_json(), {}, {}, {}, 1.0), code
+            )
             canonical = json.loads(json.dumps(spec.canonical()))
             store.publish_name(NameRecord(spec.full_name, "sm_90a", key_of(fields), canonical, spec.defaults()))
         return store
@@ -109,19 +111,19 @@ class Rig(FakeDriver):
         return super().cuLaunchKernelEx(config, function, parameters, extra)
 
     def _compute(self, spec: Any, launched: Launched) -> None:
-        made = record_of(spec)
-        raw = dict(zip([parameter.name for parameter in made.parameters], launched.parameters, strict=True))
-        dims = {dim.name: struct.unpack("<q", raw[dim.name])[0] for dim in made.dims}
+        launch_record = record_of(spec)
+        raw = dict(zip([parameter.name for parameter in launch_record.parameters], launched.parameters, strict=True))
+        dims = {dim.name: struct.unpack("<q", raw[dim.name])[0] for dim in launch_record.dims}
         arrays: dict[str, Any] = {}
-        for tensor in made.tensors:
+        for tensor in launch_record.tensors:
             shape = tuple(evaluate(extent, dims) for extent in tensor.shape)
             kind = np.dtype(KINDS.get(tensor.dtype, np.uint16))
             memory = (ctypes.c_char * (int(np.prod(shape)) * kind.itemsize)).from_address(
                 *struct.unpack("<Q", raw[tensor.name])
             )
             arrays[tensor.name] = np.frombuffer(memory, kind).reshape(shape)
-        scalars = {scalar.name: struct.unpack("<f", raw[scalar.name][:4])[0] for scalar in made.scalars}
-        dtypes = {tensor.name: tensor.dtype for tensor in made.tensors}
+        scalars = {scalar.name: struct.unpack("<f", raw[scalar.name][:4])[0] for scalar in launch_record.scalars}
+        dtypes = {tensor.name: tensor.dtype for tensor in launch_record.tensors}
         for name, values in self._means(spec, arrays, scalars, dims).items():
             if name in arrays:
                 arrays[name][: len(values)] = encode(values, dtypes[name]) if values.dtype.kind == "f" else values
@@ -135,8 +137,8 @@ class Rig(FakeDriver):
             types = {tensor.name: tensor.dtype for tensor in record_of(spec).tensors}
             with np.errstate(all="ignore"):  # of memory that nothing has written yet
                 given = {name: wide(array, types[name]) for name, array in arrays.items()}
-                made = layer_meaning.OPERATIONS[spec.op](spec.canonical(), {**given, **scalars}, known)
-            return {name: values for name, values in made.items() if values is not None}
+                outputs = layer_meaning.OPERATIONS[spec.op](spec.canonical(), {**given, **scalars}, known)
+            return {name: values for name, values in outputs.items() if values is not None}
         if isinstance(spec, KernelSpec):
             given = {name: value for name, value in scalars.items() if name == "alpha"}
             return reference_gemm(spec, {**arrays, **given})
@@ -194,9 +196,9 @@ class Rig(FakeDriver):
         return OK, graph
 
     def cuGraphInstantiate(self, graph: Any, flags: int) -> Any:  # noqa: N802
-        made = ("exec", next(self._numbers))
-        self._graphs[made] = self._graphs[graph]
-        return OK, made
+        executable = ("exec", next(self._numbers))
+        self._graphs[executable] = self._graphs[graph]
+        return OK, executable
 
     def cuGraphLaunch(self, graph: Any, stream: int) -> Any:  # noqa: N802
         self._clock += self._graphs[graph]

@@ -1,4 +1,4 @@
-"""The GPU tests' random batches, on a GPU that is made up: layers of real records, choice of variants and checks."""
+"""The GPU tests' random batches, on a stand-in GPU: layers of real records, choice of variants and checks."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", [*LAYERS, "mlp"])
 def test_no_token_depends_on_its_batch(rig: Rig, tmp_path: Path, name: str) -> None:
     rig.publish(tmp_path, EXPERTS + LAYERS[name] if name in LAYERS else HEAD.format("mlp") + "bias = true\n", "layers")
-    made = Batches(open_library(), "layers/moe")
-    assert made.problems(4) == []
-    assert sum(len(names) > 1 for names in made.loose.taken.values()) > 3
-    parts = made.layer.program.parts
-    assert all(len(names) == 1 for part, names in made.loose.taken.items() if pinned(parts[part]))
+    batches = Batches(open_library(), "layers/moe")
+    assert batches.problems(4) == []
+    assert sum(len(names) > 1 for names in batches.loose.taken.values()) > 3
+    parts = batches.layer.program.parts
+    assert all(len(names) == 1 for part, names in batches.loose.taken.items() if pinned(parts[part]))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The GPU tests' block, on a GPU that is made up: its wiring is right, and what is wrong is found."""
+"""The GPU tests' block, on a stand-in GPU: its wiring is right, and what is wrong is found."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from fusekit.library import open_library
 from tests.bench.rig import Rig
-from tests.gpu.block import Block, made, wrong
+from tests.gpu.block import Block, random_inputs, wrong
 
 TEXT = (Path(__file__).parents[1] / "gpu" / "block.toml").read_text()
 
@@ -24,7 +24,7 @@ def test_a_block(rig: Rig, tmp_path: Path, harmed: str | None) -> None:
                 arrays[harmed][-1 if harmed == "row_scale" else 0] = 1
 
         rig.harm = harm
-    inputs = made(33, 64, 32, 3)
+    inputs = random_inputs(33, 64, 32, 3)
     block = Block(open_library(), inputs)
     block.poison()
     block(1)

@@ -33,7 +33,7 @@ def test_host_time_is_that_of_one_call_without_waits_and_warm_up(monkeypatch):
     ("flops", "moved", "rate", "share"), [(10, 1, 1.0, 0.5), (10, 1, 2.0, 0.25), (1, 30, 1.0, 0.75)]
 )
 def test_the_share_is_of_the_peak_that_binds(flops, moved, rate, share):
-    """Of 10 TFLOP/s and 20 GB/s, in 2 ms."""
+    """10 TFLOP/s and 20 GB/s, in 2 ms."""
     assert Work(flops * 10**9, moved * 10**6, rate).share(2.0, Peak(10, 20)) == pytest.approx(share)
 
 

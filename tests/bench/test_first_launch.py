@@ -35,11 +35,11 @@ def test_the_program_launches_and_tells_its_times(store: Any) -> None:
     out = io.StringIO()
     with redirect_stdout(out):
         exec(ours(CASE, opened), {})
-    told = json.loads(out.getvalue())
+    figures = json.loads(out.getvalue())
     assert [launched.grid for launched in fake.launches] == [(40, 1, 1), (1, 1, 1)]
-    assert sorted(told) == sorted([*first_launch.PARTS, "modules"])
-    assert min(told[part] for part in first_launch.PARTS) > 0
-    assert "numpy" in told["modules"]  # this process has it
+    assert sorted(figures) == sorted([*first_launch.PARTS, "modules"])
+    assert min(figures[part] for part in first_launch.PARTS) > 0
+    assert "numpy" in figures["modules"]  # this process has it
 
 
 def test_what_is_not_built_says_so(store: Any) -> None:
@@ -65,10 +65,10 @@ def test_medians_and_quotients(store: Any) -> None:
     asked: list[tuple[str, str]] = []
 
     def runner(program: str) -> dict[str, Any]:
-        mine = "import fusekit" in program
-        asked.append(("fusekit" if mine else "quack", program))
-        cold = not mine and [each[1] for each in asked].count(asked[-1][1]) == 1
-        unit = 1.0 if mine else 40.0 if cold else 12.0
+        is_fusekit = "import fusekit" in program
+        asked.append(("fusekit" if is_fusekit else "quack", program))
+        cold = not is_fusekit and [each[1] for each in asked].count(asked[-1][1]) == 1
+        unit = 1.0 if is_fusekit else 40.0 if cold else 12.0
         return {"process": unit, "inside": unit / 2, "imports": 0.1, "arrays": 0.1, "kernel": unit / 4, "modules": []}
 
     document = measure(CASE, store[0], rounds=3, cold=2, peer=True, runner=runner)
@@ -85,9 +85,9 @@ def test_medians_and_quotients(store: Any) -> None:
 
 
 def test_the_module_prints_a_document(store: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    told = {"process": 1.0, "inside": 0.5, "imports": 0.1, "arrays": 0.1, "kernel": 0.3, "modules": []}
+    figures = {"process": 1.0, "inside": 0.5, "imports": 0.1, "arrays": 0.1, "kernel": 0.3, "modules": []}
     monkeypatch.setattr(first_launch, "CASES", (CASE,))
-    monkeypatch.setattr(first_launch.measure, "__kwdefaults__", {"runner": lambda program: told})
+    monkeypatch.setattr(first_launch.measure, "__kwdefaults__", {"runner": lambda program: figures})
     monkeypatch.setattr(first_launch.importlib.util, "find_spec", lambda name: None)
     assert main(["--rounds", "1"]) == 0
     out, err = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Foreign kernels on made-up tensors: `fusekit run`, the host's time of a launch."""
+"""Foreign kernels on random inputs: `fusekit run`, the host's time of a launch."""
 
 from __future__ import annotations
 

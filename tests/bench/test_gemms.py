@@ -1,4 +1,4 @@
-"""`fusekit bench` of a model, on a GPU that is made up."""
+"""`fusekit bench` of a model, on a stand-in GPU."""
 
 from __future__ import annotations
 

@@ -46,29 +46,29 @@ def small(**said: Any) -> Any:
 
 @pytest.mark.parametrize("case", [*CASES, *OTHERS])
 def test_a_right_layer_is_ok(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any, case: str) -> None:
-    made = small(**(CASES | OTHERS)[case])
-    name = publish(tmp_path, made)
+    trial = small(**(CASES | OTHERS)[case])
+    name = publish(tmp_path, trial)
     install(monkeypatch, rig)
     code, document = run(capsys, name, "--check")
     assert document["problems"] == []
     assert code == 0
     assert (document["name"], document["arch"], document["ok"]) == (name, "sm_90a", True)
-    few = min(made.tokens, 256)
+    few = min(trial.tokens, 256)
     assert (document["tokens"], document["checked_tokens"]) == (few, few)
-    outputs = {*program(made).arguments("forward")[1], *program(made).arguments("backward")[1]}
+    outputs = {*program(trial).arguments("forward")[1], *program(trial).arguments("backward")[1]}
     assert set(document["errors"]) == outputs | {
-        f"inference {each}" for each in program(made).arguments("inference")[1]
+        f"inference {each}" for each in program(trial).arguments("inference")[1]
     }
-    assert 0 < document["error"]["fro"] < (2.5e-2 if made.recipe != "none" else 1e-2)
+    assert 0 < document["error"]["fro"] < (2.5e-2 if trial.recipe != "none" else 1e-2)
     assert document["error"]["max_scaled"] <= 1
     assert (document["memory"]["kept"] > 0) == (not case.endswith("mlp-as-stored"))
     assert not rig.memory
 
 
 def off(part: str, name: str, change: Any) -> Any:
-    def wrong(which: str, made: dict[str, Any]) -> None:
+    def wrong(which: str, outputs: dict[str, Any]) -> None:
         if which == part:
-            made[name] = change(made[name])
+            outputs[name] = change(outputs[name])
 
     return wrong
 
@@ -149,7 +149,7 @@ def test_what_is_not_written_or_written_beyond_is_noticed(
     (said,) = document["problems"]  # of most: until it is written, dw1 serves as scratch memory
     assert 8 * 64 * 64 / 2 < int(said.removeprefix("dw1: ").removesuffix(" elements were not written")) <= 8 * 64 * 64
 
-    def beyond(part: str, made: dict[str, Any]) -> None:
+    def beyond(part: str, outputs: dict[str, Any]) -> None:
         for buffer in rig.memory.values():
             if len(buffer) > 8192 and part == "unpermute-dx":
                 guard = len(buffer) - 256 - 2000  # wherever in its 256 spare bytes the memory begins
@@ -191,12 +191,12 @@ def idle(monkeypatch: Any) -> None:
 
 @pytest.mark.usefixtures("idle")
 def test_times_of_passes_and_of_one_graph(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    made = small(bias=True)
-    layer = publish(tmp_path, made)
+    trial = small(bias=True)
+    layer = publish(tmp_path, trial)
     install(monkeypatch, rig)
     code, document = run(capsys, layer, "--time", "--rows", "4096")
     assert code == 0
-    forward, backward = (len(program(made).steps[which]) for which in ("forward", "backward"))
+    forward, backward = (len(program(trial).steps[which]) for which in ("forward", "backward"))
     passes = document["passes"]
     assert [passes[which]["ms"] for which in ("forward", "backward", "both")] == [
         MS * forward, MS * backward, MS * (forward + backward),
@@ -218,12 +218,12 @@ def test_times_of_passes_and_of_one_graph(rig: Rig, tmp_path: Path, monkeypatch:
 
 @pytest.mark.usefixtures("idle")
 def test_the_codes_of_weights_are_timed_apart(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    made = small(**CASES["fp8"])
-    layer = publish(tmp_path, made)
+    trial = small(**CASES["fp8"])
+    layer = publish(tmp_path, trial)
     install(monkeypatch, rig)
     code, document = run(capsys, layer, "--time", "--rows", "40")
     assert code == 0
-    steps = {which: len(each) for which, each in program(made).steps.items()}
+    steps = {which: len(each) for which, each in program(trial).steps.items()}
     steps["both"] = steps["forward"] + steps["backward"]
     assert {which: each["ms"] for which, each in document["passes"].items()} == {
         which: MS * steps[which] for which in ("forward", "backward", "both", "quantise")
@@ -239,17 +239,17 @@ def test_the_codes_of_weights_are_timed_apart(rig: Rig, tmp_path: Path, monkeypa
 
 @pytest.mark.usefixtures("idle")
 def test_a_benchmark_of_a_layer(rig: Rig, cpu_torch: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    made = small()
-    layer = publish(tmp_path, made)
+    trial = small()
+    layer = publish(tmp_path, trial)
     install(monkeypatch, rig)
     assert main(["bench", layer, "--peer", "torch", "--rows", "64", "--json", "--csv", str(tmp_path / "t.csv")]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["models"], document["tokens"], document["ok"]) == ([], [], True)
     (found,) = document["layers"]
     assert found["problem"] == {"T": 64, "H": 64, "I": 32, "X": 8, "K": 3}
-    sizes = program(made)
+    sizes = program(trial)
     assert found["memory"]["kept"] == sizes.kept(sizes.dims(64))[1]
-    steps = {which: len(program(made).steps[which]) for which in ("forward", "backward")}
+    steps = {which: len(program(trial).steps[which]) for which in ("forward", "backward")}
     steps["both"] = sum(steps.values())
     gemms = {"forward": 3, "backward": 6}
     gemms["both"] = 9
@@ -290,8 +290,8 @@ def test_a_sweep_of_a_layer_decides_what_it_loads(
     rig.cost = lambda name: 1.0 if best.get(name.partition(".")[2].partition("@")[0]) == name.partition("@")[2] else 2.0
     assert main(["bench", "model/moe", "--sweep", "--rows", "80", "--rows", "200", "--seconds", "0.01", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    made = open_library().layer("model/moe")
-    gemms = [part for part, keys in made.program.parts.items() if OPERATIONS[keys["op"]].gemm]
+    layer = open_library().layer("model/moe")
+    gemms = [part for part, keys in layer.program.parts.items() if OPERATIONS[keys["op"]].gemm]
     assert document["layers"] == [] and [each["model"] for each in document["models"]] == ["model/moe"] * 2
     for each, tokens in zip(document["models"], (80, 200), strict=True):
         assert [kernel["name"] for kernel in each["kernels"]] == [f"model/moe.{part}" for part in gemms]
@@ -301,8 +301,8 @@ def test_a_sweep_of_a_layer_decides_what_it_loads(
     gathering = [row for row in table.rows if row.features.get("gather")]
     assert document["tuning"]["rows"] == len(table.rows) and len(gathering) >= 4
     for part, variant in best.items():
-        assert made._kernel(part, made.program.dims(80)).name == f"model/moe.{part}@{variant}"
-        assert made._kernel(part, made.program.dims(150)).name == f"model/moe.{part}@{variant}"
+        assert layer._kernel(part, layer.program.dims(80)).name == f"model/moe.{part}@{variant}"
+        assert layer._kernel(part, layer.program.dims(150)).name == f"model/moe.{part}@{variant}"
     assert not rig.memory
 
 
@@ -334,13 +334,13 @@ def test_a_sweep_of_a_layer_takes_what_is_faster_inside_its_passes(
         return 2.0 - (name in (other["fc1-wgrad"], other["fc1-infer"])) + 1.5 * (before == other["fc1-fwd"])
 
     rig.cost = cost
-    found, made = swept(capsys)
+    found, layer = swept(capsys)
     gains = {"fc1-wgrad", "fc1-infer"}
     for part, name in names.items():
         chosen = other[part] if part in gains else name
         assert found[part]["chosen"] == chosen.partition("@")[2]
-        assert made.kernel_name(part, 80) == chosen
-    launches = len(made.program.needed("forward", set(made.outputs("forward"))))
+        assert layer.kernel_name(part, 80) == chosen
+    launches = len(layer.program.needed("forward", set(layer.outputs("forward"))))
     ms = {line["variant"]: line["ms"] for line in found["fc1-fwd"]["lines"]}
     assert (ms[names["fc1-fwd"].partition("@")[2]], ms[other["fc1-fwd"].partition("@")[2]]) == (
         pytest.approx(2.0 * launches), pytest.approx(2.0 * launches + 0.5),
@@ -364,11 +364,11 @@ def test_parts_that_share_a_row_of_the_table_are_swept_together(
         if (variant := each.name.partition("@")[2]) != present
     )  # fmt: skip
     rig.cost = lambda name: {f"model/moe.router@{other}": 1.0, f"model/moe.dy-b2@{other}": 4.0}.get(name, 2.0)
-    found, made = swept(capsys)
+    found, layer = swept(capsys)
     assert found["router"]["passes"] == found["dy-b2"]["passes"] == ["forward", "backward"]
     assert found["router"]["lines"] == found["dy-b2"]["lines"]
     for part in ("router", "dy-b2"):
-        assert found[part]["chosen"] == made.kernel_name(part, 80).partition("@")[2] == present
+        assert found[part]["chosen"] == layer.kernel_name(part, 80).partition("@")[2] == present
 
 
 def test_bits_that_depend_on_a_tile_depend_on_no_batch(
@@ -381,11 +381,11 @@ def test_bits_that_depend_on_a_tile_depend_on_no_batch(
     for rig_tokens[0] in (80, 4096):
         assert main(["bench", "model/moe", "--sweep", "--rows", str(rig_tokens[0]), "--seconds", "0.01", "--json"]) == 0
     capsys.readouterr()
-    made = open_library().layer("model/moe")
+    layer = open_library().layer("model/moe")
     counts = (1, 80, 100, 2048, 4096, 8000)
-    assert made.program.parts["fc2-dgrad"]["dprob"]
-    assert len({made.kernel_name("fc2-dgrad", tokens) for tokens in counts}) == 1
-    assert len({made.kernel_name("fc1-dgrad", tokens) for tokens in counts}) > 1
+    assert layer.program.parts["fc2-dgrad"]["dprob"]
+    assert len({layer.kernel_name("fc2-dgrad", tokens) for tokens in counts}) == 1
+    assert len({layer.kernel_name("fc1-dgrad", tokens) for tokens in counts}) > 1
     monkeypatch.setattr(rig, "_compute", lambda spec, launched: None)
     assert bench_pinned(["model/moe", "--rows", "4096", "--seconds", "0.01"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["kernels"]

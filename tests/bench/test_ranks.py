@@ -51,9 +51,9 @@ def test_the_spec_has_the_layers_of_each_case(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("which", [FORWARD, BACKWARD])
 def test_launches_that_wait_for_other_ranks_are_apart(which: str) -> None:
-    made = program(over(2, "choices"))
-    layer: Any = SimpleNamespace(program=made, outputs=lambda each: made.arguments(each)[1])
-    steps = made.needed(which, made.arguments(which)[1])
+    layer_program = program(over(2, "choices"))
+    layer: Any = SimpleNamespace(program=layer_program, outputs=lambda each: layer_program.arguments(each)[1])
+    steps = layer_program.needed(which, layer_program.arguments(which)[1])
     bound: Any = SimpleNamespace(launches=tuple(step.part for step in steps))
     found = parts(layer, bound, which)
     together = {FORWARD: ["dispatch", "combine"], BACKWARD: ["dispatch", "combine-dx", "dispatch"]}

@@ -1,4 +1,4 @@
-"""`fusekit bench --html` and `--csv`, on a GPU that is made up, and of documents with every kind of line."""
+"""`fusekit bench --html` and `--csv`, on a stand-in GPU, and of documents with every kind of line."""
 
 from __future__ import annotations
 

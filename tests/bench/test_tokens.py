@@ -1,4 +1,4 @@
-"""`fusekit bench` of router and permutation kernels, on a GPU that is made up."""
+"""`fusekit bench` of router and permutation kernels, on a stand-in GPU."""
 
 from __future__ import annotations
 
@@ -193,32 +193,32 @@ def test_eager_permutation_means_the_same() -> None:
 
     def tensors(name: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
         spec = specs[name]
-        made = permutation_inputs(spec, T=24, H=64, seed=1)
+        inputs = permutation_inputs(spec, T=24, H=64, seed=1)
         given = {
             key: torch.from_numpy(np.ascontiguousarray(value)).view(torch.bfloat16)
             if value.dtype == np.uint16
             else torch.from_numpy(np.ascontiguousarray(value))
-            for key, value in made.items()
+            for key, value in inputs.items()
         }
-        return made, given, eager(json.loads(json.dumps(spec.canonical())), given, {})()
+        return inputs, given, eager(json.loads(json.dumps(spec.canonical())), given, {})()
 
-    made, _, got = tensors("index")
-    want = index(made["indices"], 16)
+    inputs, _, got = tensors("index")
+    want = index(inputs["indices"], 16)
     rows = len(want["order"])
     assert np.array_equal(got["offsets"].numpy(), want["offsets"])
     assert np.array_equal(got["order"].numpy()[:rows], want["order"])
     owned = want["inverse"] >= 0
     assert np.array_equal(got["inverse"].numpy()[owned], want["inverse"][owned])
-    made, given, (y, weights) = tensors("permute")
-    token, choice = np.nonzero(made["inverse"] >= 0)
-    row = made["inverse"][token, choice]
+    inputs, given, (y, weights) = tensors("permute")
+    token, choice = np.nonzero(inputs["inverse"] >= 0)
+    row = inputs["inverse"][token, choice]
     assert np.array_equal(y.float().numpy()[row], given["x"].float().numpy()[token])
-    assert np.array_equal(weights.numpy()[row], made["weights"][token, choice])
-    made, given, y = tensors("scaled")
-    scaled = given["x"].double().numpy()[token] * made["weights"][token, choice, None]
+    assert np.array_equal(weights.numpy()[row], inputs["weights"][token, choice])
+    inputs, given, y = tensors("scaled")
+    scaled = given["x"].double().numpy()[token] * inputs["weights"][token, choice, None]
     assert np.allclose(y.double().numpy()[row], scaled, rtol=2.0**-8, atol=0)
-    made, given, y = tensors("unpermute")
-    total, size = unpermute(given["x"].double().numpy(), made["inverse"], made["weights"])
+    inputs, given, y = tensors("unpermute")
+    total, size = unpermute(given["x"].double().numpy(), inputs["inverse"], inputs["weights"])
     assert np.all(np.abs(y.double().numpy() - total) <= 2.0**-8 * np.abs(total) + 1e-6 * size + 1e-30)
 
 

@@ -22,8 +22,8 @@ NEAR = 1.5e-2
 
 
 def tensor(value: Any, dtype: str) -> Any:
-    made = torch.from_numpy(np.ascontiguousarray(value))
-    return made.view(torch.bfloat16 if dtype == "bf16" else torch.float16) if value.dtype == np.uint16 else made
+    tensor = torch.from_numpy(np.ascontiguousarray(value))
+    return tensor.view(torch.bfloat16 if dtype == "bf16" else torch.float16) if value.dtype == np.uint16 else tensor
 
 
 def twin(spec: KernelSpec, how: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -50,9 +50,9 @@ def test_twin(name: str, how: str) -> None:
     got, want = twin(spec, how)
     assert set(got) == set(want)
     for output, value in want.items():
-        made = got[output].float().numpy().astype(np.float64)
-        assert made.shape == value.shape, output
-        apart = np.linalg.norm(made - value) / np.linalg.norm(value)
+        values = got[output].float().numpy().astype(np.float64)
+        assert values.shape == value.shape, output
+        apart = np.linalg.norm(values - value) / np.linalg.norm(value)
         assert apart < NEAR, (output, apart)
 
 

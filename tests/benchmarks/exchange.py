@@ -41,19 +41,19 @@ Launch = Callable[[int], None]
 
 
 def table(name: str, op: str, **keys: Any) -> str:
-    """Of a spec file: a kernel of two ranks with an expert each."""
-    said = "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
-    return f'\n[[kernel]]\nname = "{name}"\nop = "{op}"\nranks = 2\nexperts = 2\ntopk = 1\n{said}'
+    """A table of a spec file: a kernel of two ranks with an expert each."""
+    lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
+    return f'\n[[kernel]]\nname = "{name}"\nop = "{op}"\nranks = 2\nexperts = 2\ntopk = 1\n{lines}'
 
 
 def spec() -> str:
     """The file with all kernels."""
-    made = [HEAD]
+    tables = [HEAD]
     for op in ("dispatch", "combine"):
-        made += [table(f"{op}-{blocks}", f"moe-{op}", blocks=blocks, warps=list(WARPS)) for blocks in BLOCKS]
-    made += [table(f"rows-{blocks}", "moe-dispatch", blocks=blocks, sends="rows") for blocks in FEW]
-    made.append(table(CODES, "moe-dispatch", dtype="e4m3"))
-    return "".join([*made, table("choices-64", "moe-dispatch", sends="choices")])
+        tables += [table(f"{op}-{blocks}", f"moe-{op}", blocks=blocks, warps=list(WARPS)) for blocks in BLOCKS]
+    tables += [table(f"rows-{blocks}", "moe-dispatch", blocks=blocks, sends="rows") for blocks in FEW]
+    tables.append(table(CODES, "moe-dispatch", dtype="e4m3"))
+    return "".join([*tables, table("choices-64", "moe-dispatch", sends="choices")])
 
 
 class Rank:
@@ -63,18 +63,20 @@ class Rank:
         import numpy as np  # which prints of the spec do without
 
         self.library, self.ranks, self.hidden, self.tokens = library, ranks, hidden, tokens
-        own = indices[ranks.rank]
+        chosen_here = indices[ranks.rank]
         capacity = -(-tokens // 128) * 128
         chosen = np.concatenate([np.pad(each, (0, capacity - tokens), constant_values=-1) for each in indices])
-        mine = chosen == ranks.rank
-        inverse = np.where(mine, np.cumsum(mine) - 1, -1).astype(np.int32)[:, None]
+        is_here = chosen == ranks.rank
+        inverse = np.where(is_here, np.cumsum(is_here) - 1, -1).astype(np.int32)[:, None]
         source = np.random.default_rng(ranks.rank)
         self.tensors = {
             "x": self._array(source.integers(0, 2**14, (tokens, hidden)).astype(np.uint16), "bf16"),
             "codes": self._array(source.integers(0, 2**6, (tokens, hidden)).astype(np.uint8), "e4m3"),
             "scales": self._array(source.random((-(-hidden // SIDE), tokens), np.float32), "f32"),
-            "indices": self._array(own.astype(np.int32)[:, None], "i32"),
-            "rows": self._array(source.integers(0, 2**14, (max(int(mine.sum()), 1), hidden)).astype(np.uint16), "bf16"),
+            "indices": self._array(chosen_here.astype(np.int32)[:, None], "i32"),
+            "rows": self._array(
+                source.integers(0, 2**14, (max(int(is_here.sum()), 1), hidden)).astype(np.uint16), "bf16"
+            ),
             "inverse": self._array(inverse, "i32"),
             "y": self._array(np.zeros((tokens, hidden), np.uint16), "bf16"),
         }
@@ -93,9 +95,9 @@ class Rank:
         self.ranks.close()
 
     def _array(self, value: Any, dtype: str) -> DeviceArray:
-        made = DeviceArray(self.library.devices, value.shape, dtype, self.ranks.device)
-        made.upload(value)
-        return made
+        array = DeviceArray(self.library.devices, value.shape, dtype, self.ranks.device)
+        array.upload(value)
+        return array
 
     def launch(self, name: str) -> Any:
         """A kernel bound to this rank's tensors, and its window."""
@@ -118,19 +120,19 @@ def measure(ranks: Sequence[Rank], launches: Sequence[Sequence[Launch]]) -> floa
     """Microseconds of the launches of each rank, one after the other."""
     library = ranks[0].library
     devices, api, check = library.devices, library.devices.driver.api, library.devices.driver.check
-    for rank, own in zip(ranks, launches, strict=True):  # what a first launch makes ready, no capture can
+    for rank, launch in zip(ranks, launches, strict=True):  # what a first launch makes ready, no capture can
         with devices.active(devices.get(rank.ranks.device)):
-            run(list(own), rank.stream)
+            run(list(launch), rank.stream)
     for rank in ranks:
         with devices.active(devices.get(rank.ranks.device)):
             check(api.cuStreamSynchronize(rank.stream), "cuStreamSynchronize")
     with ExitStack() as graphs:
-        made = []
-        for rank, own in zip(ranks, launches, strict=True):
+        replays = []
+        for rank, launch in zip(ranks, launches, strict=True):
             with devices.active(devices.get(rank.ranks.device)):
-                made.append(Replay(devices, [partial(run, list(own))], COUNT, rank.stream, ready=True))
-            graphs.callback(made[-1].close)
-        times = [_round(ranks, made) for _ in range(ROUNDS + 1)]
+                replays.append(Replay(devices, [partial(run, list(launch))], COUNT, rank.stream, ready=True))
+            graphs.callback(replays[-1].close)
+        times = [_round(ranks, replays) for _ in range(ROUNDS + 1)]
     for rank in ranks:
         rank.ranks.check()
     return float(median(times[1:])) * 1e3 / COUNT
@@ -181,8 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     library = open_library()
     half = np.arange(given.tokens) % 2
     indices = [np.random.default_rng(7 + rank).permutation(half) for rank in range(2)]
-    made = Ranks.in_process(library.devices, [0, 1], TIMEOUT)
-    ranks = [Rank(library, each, given.tokens, given.hidden, indices) for each in made]
+    handles = Ranks.in_process(library.devices, [0, 1], TIMEOUT)
+    ranks = [Rank(library, handle, given.tokens, given.hidden, indices) for handle in handles]
     found: dict[str, Any] = {"tokens": given.tokens, "hidden": given.hidden, "us": {}}
     names = [f"{op}-{blocks}@w{warps}" for op in ("dispatch", "combine") for blocks in BLOCKS for warps in WARPS]
     runs = {name: [[rank.launch(name)] for rank in ranks] for name in [*names, CODES]}

@@ -145,8 +145,8 @@ def run(program: str) -> dict[str, Any]:
         if process.returncode or not printed:
             errors.seek(0)
             raise UsageError(f"a measured process ended with {process.returncode}: {errors.read().strip()[-2000:]}")
-    told = json.loads(printed)
-    return {"process": seconds, "inside": sum(told[part] for part in PARTS), **told}
+    figures = json.loads(printed)
+    return {"process": seconds, "inside": sum(figures[part] for part in PARTS), **figures}
 
 
 def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -160,8 +160,8 @@ Runner = Callable[[str], dict[str, Any]]
 
 def measure(case: Case, store: Store, rounds: int, cold: int, *, peer: bool, runner: Runner = run) -> dict[str, Any]:
     """One kernel: `ways`, and how many times as long as fusekit QuACK takes (`process`, `inside`, `kernel`)."""
-    mine = ours(case, store)
-    runner(mine)  # for the page cache
+    figures = ours(case, store)
+    runner(figures)  # for the page cache
     found: dict[str, list[dict[str, Any]]] = {"fusekit": []}
     with tempfile.TemporaryDirectory() as folder:
         theirs, *compiling = (quack(case, Path(folder) / str(index)) for index in range(cold + 1))
@@ -169,7 +169,7 @@ def measure(case: Case, store: Store, rounds: int, cold: int, *, peer: bool, run
             runner(theirs)  # likewise, and it fills the cache
             found |= {"cold": [runner(each) for each in compiling], "cache": []}
         for _ in range(rounds):
-            found["fusekit"].append(runner(mine))
+            found["fusekit"].append(runner(figures))
             if peer:
                 found["cache"].append(runner(theirs))
     ways = {way: medians(runs) for way, runs in found.items() if runs}

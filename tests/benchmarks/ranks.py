@@ -109,8 +109,8 @@ class Ours:
 
     def choose(self, indices: Any, rank: int) -> None:
         """Takes the choices of all ranks' tokens, [ranks * T, K], as far as they are experts of `rank`."""
-        own = indices - rank * self.options.experts
-        self.tensors["indices"].copy_(own.where((own >= 0) & (own < self.options.experts), own.new_tensor(-1)))
+        local = indices - rank * self.options.experts
+        self.tensors["indices"].copy_(local.where((local >= 0) & (local < self.options.experts), local.new_tensor(-1)))
 
     def measure(self, which: str, alone: Ours) -> dict[str, float]:
         """Times of a pass, and what comes of them."""
@@ -119,10 +119,10 @@ class Ours:
         runs = parts(self.layer, self.passes[which], which) | {"alone_ms": alone.passes[which]}
         with ExitStack() as graphs:
             for labels in (("ms", "compute_ms", "alone_ms"), ("communication_ms",)):
-                made = {label: Replay(self._devices, [runs[label]], 1, handle) for label in labels}
-                for graph in made.values():
+                replays = {label: Replay(self._devices, [runs[label]], 1, handle) for label in labels}
+                for graph in replays.values():
                     graphs.callback(graph.close)
-                found |= in_turns({label: partial(graph, handle) for label, graph in made.items()})
+                found |= in_turns({label: partial(graph, handle) for label, graph in replays.items()})
         o = self.options
         flops = 6.0 * self.tokens * o.topk * o.hidden * o.intermediate * (2 if which == BACKWARD else 1)
         found["tflops"] = flops / found["ms"] / 1e9
@@ -184,8 +184,8 @@ class Peer:
         rows = exchange()(self.x[order // self.indices.shape[1]], outgoing, incoming)
         experts = torch.arange(self.local, device=rows.device, dtype=torch.int32).repeat(self.ranks)
         experts = experts.repeat_interleave(theirs, output_size=len(rows))
-        made = self.moe(rows, experts[:, None], torch.ones(len(rows), 1, device=rows.device))
-        back = exchange()(made, incoming, outgoing)
+        y = self.moe(rows, experts[:, None], torch.ones(len(rows), 1, device=rows.device))
+        back = exchange()(y, incoming, outgoing)
         by_choice = torch.empty_like(back).index_copy(0, order, back).view(*self.indices.shape, self.x.shape[1])
         return (by_choice * self.weights.to(back.dtype)[..., None]).sum(1)
 
@@ -195,8 +195,8 @@ class Peer:
 
         y = self.forward()
         wanted = {"x": self.x, "weights": self.weights, **self.parameters}
-        made = torch.autograd.grad(y, list(wanted.values()), self.dy)
-        return {"y": y.detach(), **{f"d{name}": each for name, each in zip(wanted, made, strict=True)}}
+        gradients = torch.autograd.grad(y, list(wanted.values()), self.dy)
+        return {"y": y.detach(), **{f"d{name}": each for name, each in zip(wanted, gradients, strict=True)}}
 
     def measure(self) -> dict[str, float]:
         """ms of each pass."""
@@ -231,7 +231,7 @@ def slowest(run: Callable[[], Any]) -> float:
 
 
 def in_turns(runs: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-    """Of each run. They take turns round by round, since products run at the power limit: the clock falls with time."""
+    """Times of each run. They take turns, since GEMMs run at the power limit: the clock falls with time."""
     import torch
 
     def once(run: Callable[[], Any], repeats: int) -> float:
@@ -260,9 +260,9 @@ def agree(values: list[float]) -> list[float]:
     import torch
     from torch import distributed
 
-    made = torch.tensor(values, dtype=torch.float64)
-    distributed.all_reduce(made, distributed.ReduceOp.MAX)
-    return list(made.tolist())
+    tensor = torch.tensor(values, dtype=torch.float64)
+    distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
+    return list(tensor.tolist())
 
 
 def measure(library: Library, name: str, tokens: int, ranks: Any, peer: bool, end: str = "") -> dict[str, Any]:
@@ -285,9 +285,9 @@ def measure(library: Library, name: str, tokens: int, ranks: Any, peer: bool, en
         other = Peer(
             library.layer(f"{FILE}/{name}-{tokens}-rows", device=ranks.device), ours.tensors, ours.options.experts
         )
-        made = other.both()
-        shared = [each for each in ("y", "dx", "dw1", "dw2") if each in made]
-        errors = [float((made[each] - ours.tensors[each]).norm() / made[each].norm()) for each in shared]
+        runs = other.both()
+        shared = [each for each in ("y", "dx", "dw1", "dw2") if each in runs]
+        errors = [float((runs[each] - ours.tensors[each]).norm() / runs[each].norm()) for each in shared]
         found["apart"] = dict(zip(shared, agree(errors), strict=True))
     for which in (FORWARD, BACKWARD):
         found[which] = ours.measure(which, alone)
@@ -313,10 +313,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"there is no case {unknown[0]}; they are {', '.join(BLOCKS)}")
     wanted = [(name, tokens) for name in given.cases or CASES for tokens in given.tokens or TOKENS]
     if given.spec:
-        made = [
+        lines = [
             table for name, tokens in wanted for table in tables(name, BLOCKS[name], tokens, given.ranks, given.overlap)
         ]
-        sys.stdout.write("\n".join(["schema = 1", "", *made]))
+        sys.stdout.write("\n".join(["schema = 1", "", *lines]))
         return 0
     import torch
     from torch import distributed

@@ -85,7 +85,7 @@ def remote(shape: Shape, ranks: int) -> float:
 
 
 def times(shape: Shape, ranks: int, tokens: int = CAPACITY) -> Times:
-    """Of a layer over `ranks`, each with `tokens`."""
+    """Times of a layer over `ranks`, each with `tokens`."""
     rows = 2.0 * shape.hidden * tokens * remote(shape, ranks)
     choices = 4.0 * tokens * shape.topk * (ranks - 1)  # bytes: a rank tells every other one all of them
     flops = 6.0 * tokens * shape.topk * shape.hidden * shape.intermediate

@@ -76,9 +76,11 @@ class Block:
     def __init__(self, case: Case, tokens: int, device: str) -> None:
         import torch
 
-        made = getattr(import_module(f"transformers.models.{case.module}.configuration_{case.module}"), case.config)
+        config_class = getattr(
+            import_module(f"transformers.models.{case.module}.configuration_{case.module}"), case.config
+        )
         block = getattr(import_module(f"transformers.models.{case.module}.modeling_{case.module}"), case.block)
-        self.config = made(**case.sizes, num_hidden_layers=1)
+        self.config = config_class(**case.sizes, num_hidden_layers=1)
         torch.manual_seed(0)
         with torch.device(device):
             self.module = block(self.config).to(torch.bfloat16)
@@ -89,8 +91,8 @@ class Block:
     def forward(self, backend: str) -> Any:
         """y."""
         self.config._experts_implementation = backend
-        made = self.module(self.x)
-        return made[0] if isinstance(made, tuple) else made
+        y = self.module(self.x)
+        return y[0] if isinstance(y, tuple) else y
 
     def clear(self) -> None:
         """Frees the gradients."""
@@ -109,18 +111,18 @@ def measure(case: Case, tokens: int, seconds: float, backends: Sequence[str], de
 
     block = Block(case, tokens, device)
     found: dict[str, Any] = {backend: {} for backend in backends}
-    made = {}
+    blocks = {}
     for backend in backends:
         try:
             with torch.no_grad():
-                made[backend] = block.forward(backend).float()
+                blocks[backend] = block.forward(backend).float()
             block.both(backend)
             block.clear()
             found[backend]["peak_bytes"] = _peak(partial(block.both, backend))
         except Exception as error:  # a backend that cannot run this is a result too
             found[backend]["error"] = f"{type(error).__name__}: {str(error)[:300]}"
-            made.pop(backend, None)
-    working = [backend for backend in backends if backend in made]
+            blocks.pop(backend, None)
+    working = [backend for backend in backends if backend in blocks]
     with torch.no_grad():
         for backend, ms in _rounds(block.forward, working, seconds):
             found[backend]["forward_ms"] = ms
@@ -129,7 +131,7 @@ def measure(case: Case, tokens: int, seconds: float, backends: Sequence[str], de
     document: dict[str, Any] = {"tokens": tokens, "backends": found}
     if len(working) == len(backends) == len(BACKENDS):
         ours, theirs = (found[backend] for backend in backends)
-        left, right = (made[backend] for backend in backends)
+        left, right = (blocks[backend] for backend in backends)
         document |= {
             "forward_speedup": theirs["forward_ms"] / ours["forward_ms"],
             "both_speedup": theirs["both_ms"] / ours["both_ms"],

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fusekit.bench.layer_tensors import LOSS, definitions, made_up
+from fusekit.bench.layer_tensors import LOSS, definitions, random_tensor
 from fusekit.bench.layer_trial import _limit, _router_keys
 from fusekit.errors import CapacityError
 from fusekit.exchange import Ranks
@@ -56,7 +56,7 @@ class LayerRanks:
              for name, size in (("kept", sizes.kept), ("scratch", sizes.scratch))}
             for device in devices
         ]  # fmt: skip
-        self.made = self._parameters(seed)
+        self.tensors = self._parameters(seed)
         self.parameters = [self._place(rank, known) for rank in range(len(devices))]
         if self.layers[0].outputs(QUANTISE):
             self._quantise()
@@ -72,35 +72,41 @@ class LayerRanks:
         names = [name for name in buffers if f"d{name}" in buffers and name not in ("x", "logits", "weights", "y")]
         names = [name for name in names if buffers[name].place == "argument"]
         names += [name for name in ("expert_bias",) if name in buffers]
-        return {name: made_up(name, buffers[name].extents({}), buffers[name].dtype, self.alone, seed) for name in names}
+        parameters = {name: buffers[name] for name in names}
+        return {
+            name: random_tensor(name, buffer.extents({}), buffer.dtype, self.alone, seed)
+            for name, buffer in parameters.items()
+        }
 
     def _place(self, rank: int, known: bool) -> dict[str, DeviceArray]:
-        own = slice(rank * self.options.local, (rank + 1) * self.options.local)
-        made = {}
-        for name, each in self.made.items():
+        local = slice(rank * self.options.local, (rank + 1) * self.options.local)
+        arrays = {}
+        for name, each in self.tensors.items():
             if known:
-                made[name] = self.array(rank, each.whole()[own] if name in PARTS else each.whole(), each.dtype)
+                arrays[name] = self.array(rank, each.whole()[local] if name in PARTS else each.whole(), each.dtype)
             else:
                 extents = self.layers[rank].program.buffers[name].extents({})
-                made[name] = DeviceArray(self.library.devices, extents, each.dtype, self.devices[rank])
-                made_up(name, extents, each.dtype, self.alone, 1).place(made[name])
-        return made
+                arrays[name] = DeviceArray(self.library.devices, extents, each.dtype, self.devices[rank])
+                random_tensor(name, extents, each.dtype, self.alone, 1).place(arrays[name])
+        return arrays
 
     def _quantise(self) -> None:
         """Codes of the weights."""
         for rank, layer in enumerate(self.layers):
-            mine = self.parameters[rank]
+            parameters = self.parameters[rank]
             for name, buffer in layer.outputs(QUANTISE).items():
-                mine[name] = DeviceArray(self.library.devices, buffer.extents({}), buffer.dtype, self.devices[rank])
-            given = {name: mine[name] for name in (*layer.inputs(QUANTISE), *layer.outputs(QUANTISE))}
+                parameters[name] = DeviceArray(
+                    self.library.devices, buffer.extents({}), buffer.dtype, self.devices[rank]
+                )
+            given = {name: parameters[name] for name in (*layer.inputs(QUANTISE), *layer.outputs(QUANTISE))}
             layer.quantise(**given, stream=self.streams[rank])
         self.wait()
 
     def array(self, rank: int, numbers: np.ndarray, dtype: str) -> DeviceArray:
-        made = DeviceArray(self.library.devices, numbers.shape, dtype, self.devices[rank])
+        array = DeviceArray(self.library.devices, numbers.shape, dtype, self.devices[rank])
         whole = numbers if numbers.dtype.kind in "iu" else numbers.astype(np.float32)
-        made.upload(np.ascontiguousarray(encode(whole, dtype) if held(dtype) == np.uint16 else whole))
-        return made
+        array.upload(np.ascontiguousarray(encode(whole, dtype) if held(dtype) == np.uint16 else whole))
+        return array
 
     # -- passes
 
@@ -109,33 +115,33 @@ class LayerRanks:
         source = np.random.default_rng(seed)
         self.inputs, self.tensors = [], []
         for rank, count in enumerate(tokens):
-            own: dict[str, Any] = {}
+            inputs: dict[str, Any] = {}
             for name in ("x", "dy"):
                 rows = source.standard_normal((count, self.options.hidden)).astype(np.float32)
-                own[name] = decode(encode(rows, "bf16"), "bf16").astype(np.float64)
+                inputs[name] = decode(encode(rows, "bf16"), "bf16").astype(np.float64)
             if self.options.router["input"] == "choices":
-                own["indices"] = routing(self.options, kind, count, source)
-                own["weights"] = source.random((count, self.options.topk)).astype(np.float32)
+                inputs["indices"] = routing(self.options, kind, count, source)
+                inputs["weights"] = source.random((count, self.options.topk)).astype(np.float32)
             if self.options.router["aux_loss"]:
-                own |= {"dloss": np.float32([0.5]), "aux_coefficient": np.float32([LOSS * count])}
-                own["total_tokens"] = np.int32([count])
+                inputs |= {"dloss": np.float32([0.5]), "aux_coefficient": np.float32([LOSS * count])}
+                inputs["total_tokens"] = np.int32([count])
             layer, dims = self.layers[rank], self.layers[rank].program.dims(count)
             placed = dict(self.parameters[rank])
             for which in (FORWARD, BACKWARD):
                 for name, buffer in layer.inputs(which).items():
-                    if name in own and name not in placed:
-                        placed[name] = self.array(rank, own[name], buffer.dtype)
+                    if name in inputs and name not in placed:
+                        placed[name] = self.array(rank, inputs[name], buffer.dtype)
                 for name, buffer in layer.outputs(which).items():
                     placed[name] = DeviceArray(
                         self.library.devices, buffer.extents(dims), buffer.dtype, self.devices[rank]
                     )
                     placed[name].fill(0xFF)
-            self.inputs.append(own)
+            self.inputs.append(inputs)
             self.tensors.append(placed)
 
     def bind(self, rank: int, which: str) -> Any:
-        layer, mine = self.layers[rank], self.tensors[rank]
-        given = {name: mine[name] for name in (*layer.inputs(which), *layer.outputs(which))}
+        layer, tensors = self.layers[rank], self.tensors[rank]
+        given = {name: tensors[name] for name in (*layer.inputs(which), *layer.outputs(which))}
         return (layer.bind_backward if which == BACKWARD else layer.bind_forward)(**given, **self.memory[rank])
 
     def launch(self, passes: tuple[str, ...] = (FORWARD, BACKWARD), check: bool = True) -> None:
@@ -161,7 +167,7 @@ class LayerRanks:
     def graphs(self, passes: tuple[str, ...] = (FORWARD, BACKWARD)) -> list[Any]:
         """The passes of each rank as one CUDA graph, for `replay`."""
         api, check, devices = self.library.devices.driver.api, self.library.devices.driver.check, self.library.devices
-        made = []
+        outputs = []
         for rank, stream in enumerate(self.streams):
             bound = [self.bind(rank, which) for which in passes]
             with devices.active(devices.get(self.devices[rank])):
@@ -170,8 +176,8 @@ class LayerRanks:
                 for each in bound:
                     each(stream)
                 graph = check(api.cuStreamEndCapture(stream), "cuStreamEndCapture")
-                made.append((check(api.cuGraphInstantiate(graph, 0), "cuGraphInstantiate"), bound))
-        return made
+                outputs.append((check(api.cuGraphInstantiate(graph, 0), "cuGraphInstantiate"), bound))
+        return outputs
 
     def replay(self, graphs: list[Any]) -> None:
         api, check, devices = self.library.devices.driver.api, self.library.devices.driver.check, self.library.devices
@@ -205,30 +211,35 @@ class LayerRanks:
     def wanted(self) -> list[dict[str, np.ndarray]]:
         """Every output by the definition, of one GPU with all experts; each rank's own tokens have their own loss."""
         o = self.alone
-        tensors = definitions(o, self.made)
+        tensors = definitions(o, self.tensors)
         given = o.router["input"] == "choices"
         tensors.setdefault("router", np.zeros((o.experts, o.hidden)))
-        made: list[dict[str, Any]] = []
-        whole = {name: np.concatenate([own[name] for own in self.inputs]) for name in self.inputs[0]}
-        for own in [*self.inputs, *([whole] if o.recipe != "none" else [])]:  # codes along all tokens are of weights
-            aux = LOSS * len(own["x"]) if o.router["aux_loss"] else None
+        wanted: list[dict[str, Any]] = []
+        whole = {name: np.concatenate([rank_inputs[name] for rank_inputs in self.inputs]) for name in self.inputs[0]}
+        for rank_inputs in [
+            *self.inputs,
+            *([whole] if o.recipe != "none" else []),
+        ]:  # codes along all tokens are of weights
+            aux = LOSS * len(rank_inputs["x"]) if o.router["aux_loss"] else None
             layer = definition.Layer(
                 _router_keys(o), Activation(**o.activation), o.glu_layout, o.router["scale"], aux, o.recipe
             )
-            choices = (own["indices"].astype(np.int64), own["weights"].astype(np.float64)) if given else None
-            y, loss, kept = definition.forward(layer, own["x"], tensors, choices)
+            choices = (
+                (rank_inputs["indices"].astype(np.int64), rank_inputs["weights"].astype(np.float64)) if given else None
+            )
+            y, loss, kept = definition.forward(layer, rank_inputs["x"], tensors, choices)
             kept = replace(kept, z=decode(encode(kept.z.astype(np.float32), o.dtype), o.dtype).astype(np.float64))
-            back = definition.backward(layer, tensors, kept, own["dy"], 0.5 if aux is not None else 0.0)
+            back = definition.backward(layer, tensors, kept, rank_inputs["dy"], 0.5 if aux is not None else 0.0)
             back["x"] = back["x"] - back["logits"] @ tensors["router"] if given else back["x"]
-            made.append({"y": y, "loss": np.array([loss])} | {f"d{name}": value for name, value in back.items()})
-        summed = [made.pop()] if o.recipe != "none" else made
+            wanted.append({"y": y, "loss": np.array([loss])} | {f"d{name}": value for name, value in back.items()})
+        summed = [wanted.pop()] if o.recipe != "none" else wanted
         for name in PARTS:
-            if f"d{name}" in made[0]:
+            if f"d{name}" in wanted[0]:
                 total = sum(each[f"d{name}"] for each in summed)
                 total = total.swapaxes(1, 2) if o.b_major == "n" and name in ("w1", "w2") else total
-                for rank, each in enumerate(made):
+                for rank, each in enumerate(wanted):
                     each[f"d{name}"] = total[rank * self.options.local :][: self.options.local]
-        return made
+        return wanted
 
     def problems(self) -> list[str]:
         """What is beyond the bounds of a layer of one GPU."""

@@ -271,7 +271,7 @@ def seen(rank: Rank, window: str, source: int, chunk: int, epoch: int) -> Block:
 
 def dispatch(rank: Rank, launch: int) -> Block:
     """A block of moe-dispatch. launch: which it really is, to make rows that say so."""
-    setting, routes, own = rank.machine.setting, rank.machine.routes, rank.number
+    setting, routes, number = rank.machine.setting, rank.machine.routes, rank.number
     turn, epoch = yield from arrive(rank, "rows")
     if setting.fault == "blocks that wait run first":
         turn = (turn - 1) % (2 * setting.blocks + 1)
@@ -285,16 +285,16 @@ def dispatch(rank: Rank, launch: int) -> Block:
             for chunk in range(setting.chunks):
                 yield from seen(rank, "rows", source, chunk, epoch)
     else:
-        targets = [own] if turn >= setting.blocks else [each for each in range(setting.ranks) if each != own]
+        targets = [number] if turn >= setting.blocks else [each for each in range(setting.ranks) if each != number]
         if turn < setting.blocks:
             yield from opened(rank, "rows", epoch)
         chunk, drawn = turn % setting.blocks, ("rows", "drawn", turn >= setting.blocks)
         while chunk < setting.chunks:
             for target in targets:
-                sent = target in routes[launch, own, chunk]
-                yield ("store", target, ("rows", "indices", own, chunk), (launch, sent))
+                sent = target in routes[launch, number, chunk]
+                yield ("store", target, ("rows", "indices", number, chunk), (launch, sent))
                 if sent:
-                    yield ("store", target, ("rows", "row", own, chunk), (launch, own, chunk))
+                    yield ("store", target, ("rows", "row", number, chunk), (launch, number, chunk))
             for target in targets:
                 yield from tell(rank, target, "rows", chunk, epoch)
             chunk = setting.blocks + (yield ("add", drawn))
@@ -304,7 +304,7 @@ def dispatch(rank: Rank, launch: int) -> Block:
 
 def send_choices(rank: Rank, launch: int) -> Block:
     """A block of moe-dispatch that sends choices."""
-    setting, routes, own = rank.machine.setting, rank.machine.routes, rank.number
+    setting, routes, number = rank.machine.setting, rank.machine.routes, rank.number
     turn, epoch = yield from arrive(rank, "rows")
     if turn == 0:
         yield from open_window(rank, "rows", epoch)
@@ -319,10 +319,10 @@ def send_choices(rank: Rank, launch: int) -> Block:
         yield from opened(rank, "rows", epoch)
         for target in range(setting.ranks):
             for token in range(turn, setting.chunks, setting.blocks):
-                sent = target in routes[launch, own, token]
-                yield ("store", target, ("rows", "indices", own, token), (launch, sent))
+                sent = target in routes[launch, number, token]
+                yield ("store", target, ("rows", "indices", number, token), (launch, sent))
         for target in range(setting.ranks):
-            yield ("release", target, ("rows", "told", own, turn), epoch)
+            yield ("release", target, ("rows", "told", number, turn), epoch)
     yield from leave(rank, "rows", epoch, setting.blocks + 1, draws=False)
 
 
@@ -338,31 +338,31 @@ def send_nothing(rank: Rank) -> Block:
 
 def send_rows(rank: Rank, launch: int) -> Block:
     """A block of moe-dispatch that sends rows."""
-    setting, routes, own = rank.machine.setting, rank.machine.routes, rank.number
+    setting, routes, number = rank.machine.setting, rank.machine.routes, rank.number
     late = setting.fault == "rows learn their launch after they began"
     epoch = 0 if late else (yield ("read", ("rows", "epoch"))) + 1
     turn = yield ("add", ("rows", "rows ticket"))
     if turn == 2 * setting.blocks:
-        yield ("release", own, ("rows", "begun"), launch if late else epoch)
+        yield ("release", number, ("rows", "begun"), launch if late else epoch)
     epoch = (yield ("read", ("rows", "epoch"))) + 1 if late else epoch
     if turn == 0:
         yield from open_window(rank, "rows", epoch)
     if turn == 2 * setting.blocks:
         if setting.fault == "all rows are said to be here before they are":
-            yield ("release", own, ("rows", "came"), epoch)
+            yield ("release", number, ("rows", "came"), epoch)
         for source in range(setting.ranks):
             for chunk in range(setting.chunks):
                 yield from seen(rank, "rows", source, chunk, epoch)
-        yield ("release", own, ("rows", "came"), epoch)
+        yield ("release", number, ("rows", "came"), epoch)
     else:
-        targets = [own] if turn >= setting.blocks else [each for each in range(setting.ranks) if each != own]
+        targets = [number] if turn >= setting.blocks else [each for each in range(setting.ranks) if each != number]
         if turn < setting.blocks:
             yield from opened(rank, "rows", epoch)
         chunk, drawn = turn % setting.blocks, ("rows", "drawn", turn >= setting.blocks)
         while chunk < setting.chunks:
             for target in targets:
-                if target in routes[launch, own, chunk]:
-                    yield ("store", target, ("rows", "row", own, chunk), (launch, own, chunk))
+                if target in routes[launch, number, chunk]:
+                    yield ("store", target, ("rows", "row", number, chunk), (launch, number, chunk))
                 yield from tell(rank, target, "rows", chunk, epoch)
             chunk = setting.blocks + (yield ("add", drawn))
     ended = (yield ("add", ("rows", "rows done"))) + 1
@@ -403,12 +403,12 @@ def gather(rank: Rank, launch: int) -> Block:
                     raise BrokenError(f"rank {rank.number} reads row {row} of {source}, {token} in launch {launch}")
 
 
-def consume(rank: Rank, launch: int, told: bool = True) -> Block:
+def consume(rank: Rank, launch: int, tells: bool = True) -> Block:
     """The launches between: they read what has come, bit by bit. told: whether choices came."""
     for source in range(rank.machine.setting.ranks):
         for token in range(rank.machine.setting.chunks):
             sent = rank.number in rank.machine.routes[launch, source, token]
-            if told:
+            if tells:
                 yield from read_choice(rank, launch, source, token)
             row = yield ("read", ("rows", "row", source, token))
             if sent and row != (launch, source, token):
@@ -434,7 +434,7 @@ def over(rank: Rank, epoch: int, source: int) -> tuple[Any, ...]:
 
 def combine(rank: Rank, launch: int) -> Block:
     """A block of moe-combine."""
-    setting, routes, own = rank.machine.setting, rank.machine.routes, rank.number
+    setting, routes, number = rank.machine.setting, rank.machine.routes, rank.number
     turn, epoch = yield from arrive(rank, "parts")
     if turn == 0:
         late = setting.fault == "an overflow is said when the window is open"
@@ -445,16 +445,16 @@ def combine(rank: Rank, launch: int) -> Block:
             yield from say_overflow(rank, launch, epoch)
     if turn >= setting.blocks:
         yield from leave(rank, "parts", epoch, setting.blocks + setting.chunks)
-        if (launch, own) in rank.machine.idle:
+        if (launch, number) in rank.machine.idle:
             return
         chunk = turn - setting.blocks
         for source in range(setting.ranks):
-            if source != own:
+            if source != number:
                 yield from seen(rank, "parts", source, chunk, epoch)
         for source in range(setting.ranks):
             part = yield ("read", ("parts", "row", source, chunk))
-            if source != own and source in routes[launch, own, chunk] and part != (launch, source, own, chunk):
-                raise BrokenError(f"rank {own} has part {part} of {source} for {chunk} in launch {launch}")
+            if source != number and source in routes[launch, number, chunk] and part != (launch, source, number, chunk):
+                raise BrokenError(f"rank {number} has part {part} of {source} for {chunk} in launch {launch}")
     else:
         yield from opened(rank, "parts", epoch)
         if turn == 0:
@@ -462,9 +462,9 @@ def combine(rank: Rank, launch: int) -> Block:
         at = turn
         while at < setting.chunks * (setting.ranks - 1):
             chunk, step = divmod(at, setting.ranks - 1)
-            target = (own + 1 + step) % setting.ranks
-            if own in routes[launch, target, chunk]:
-                yield ("store", target, ("parts", "row", own, chunk), (launch, own, target, chunk))
+            target = (number + 1 + step) % setting.ranks
+            if number in routes[launch, target, chunk]:
+                yield ("store", target, ("parts", "row", number, chunk), (launch, number, target, chunk))
             yield from tell(rank, target, "parts", chunk, epoch)
             at = setting.blocks + (yield ("add", ("parts", "drawn", False)))
         yield from leave(rank, "parts", epoch, setting.blocks + setting.chunks)

@@ -28,11 +28,11 @@ def routing(kind: str, rank: int, tokens: int, spec: Any, source: np.random.Gene
     if kind == NONE:
         return np.full((tokens, topk), -1, np.int32)
     first, count = {ALL_TO_ONE: ((ranks - 1) * local, local), LOCAL: (rank * local, local)}.get(kind, (0, experts))
-    made = np.argsort(source.random((tokens, count)), axis=1)[:, :topk].astype(np.int32) + first
-    if made.shape[1] < topk:  # fewer experts than choices
-        made = np.pad(made, ((0, 0), (0, topk - made.shape[1])), constant_values=-1)
-    made[source.random(made.shape) < 0.05] = -1
-    return made
+    indices = np.argsort(source.random((tokens, count)), axis=1)[:, :topk].astype(np.int32) + first
+    if indices.shape[1] < topk:  # fewer experts than choices
+        indices = np.pad(indices, ((0, 0), (0, topk - indices.shape[1])), constant_values=-1)
+    indices[source.random(indices.shape) < 0.05] = -1
+    return indices
 
 
 class Ranks:
@@ -56,9 +56,9 @@ class Ranks:
             return int(self.library.devices.driver.check(api.cuStreamCreate(1), "cuStreamCreate"))
 
     def array(self, rank: int, value: np.ndarray, dtype: str) -> DeviceArray:
-        made = DeviceArray(self.library.devices, value.shape, dtype, self.devices[rank])
-        made.upload(np.ascontiguousarray(value))
-        return made
+        array = DeviceArray(self.library.devices, value.shape, dtype, self.devices[rank])
+        array.upload(np.ascontiguousarray(value))
+        return array
 
     def wait(self) -> None:
         """Until all streams are empty."""
@@ -83,12 +83,12 @@ class Ranks:
 
 def fetch(library: Library, part: Any) -> np.ndarray:
     """A part of a window, on the host."""
-    made = np.empty(part.shape, held(part.dtype))
+    values = np.empty(part.shape, held(part.dtype))
     driver = library.devices.driver
     with library.devices.active(library.devices.get(part.device)):
-        if made.size:
-            driver.check(driver.api.cuMemcpyDtoH(made.ctypes.data, part.data_ptr(), part.nbytes), "cuMemcpyDtoH")
-    return made
+        if values.size:
+            driver.check(driver.api.cuMemcpyDtoH(values.ctypes.data, part.data_ptr(), part.nbytes), "cuMemcpyDtoH")
+    return values
 
 
 def download(array: DeviceArray) -> np.ndarray:
@@ -98,7 +98,7 @@ def download(array: DeviceArray) -> np.ndarray:
 def round_trip(
     ranks: Ranks, kind: str, tokens: list[int], seed: int, timeout: int = 5000, keep: list | None = None
 ) -> list[str]:
-    """One dispatch, made-up experts, one combine; what differs from the reference, in words.
+    """One dispatch, stand-in experts, one combine; what differs from the reference, in words.
 
     keep: gets each rank's arguments of both launches.
     """
@@ -111,10 +111,10 @@ def round_trip(
     common = {"capacity": ranks.capacity, "timeout": timeout}
     given = []
     for rank in range(count):
-        own = {"x": ranks.array(rank, x[rank], spec["dtype"]), "indices": ranks.array(rank, chosen[rank], "i32")}
+        tensors = {"x": ranks.array(rank, x[rank], spec["dtype"]), "indices": ranks.array(rank, chosen[rank], "i32")}
         if spec["weighted"]:
-            own["weights"] = ranks.array(rank, weights[rank], "f32")
-        given.append(own)
+            tensors["weights"] = ranks.array(rank, weights[rank], "f32")
+        given.append(tensors)
     for rank in range(count):
         ranks.send[rank](**given[rank], window=ranks.sent[rank].peers, rank=rank, stream=ranks.streams[rank], **common)
     ranks.wait()
@@ -131,8 +131,8 @@ def round_trip(
             problems.append(f"dispatch: rows of rank {rank} differ")
         order = index(right["indices"], spec["experts"] // count)
         inverse.append(order["inverse"])
-        made = source.standard_normal((len(order["order"]), ranks.hidden)).astype(np.float32)
-        rows.append(encode(made, spec["dtype"]))
+        values = source.standard_normal((len(order["order"]), ranks.hidden)).astype(np.float32)
+        rows.append(encode(values, spec["dtype"]))
     factors = [each["weights"] for each in expected] if back["weighted"] else None
     gradients = [source.standard_normal(each.shape).astype(np.float32) for each in inverse]
     addends = [
@@ -141,19 +141,19 @@ def round_trip(
     ]
     results = []
     for rank in range(count):
-        own = {"indices": given[rank]["indices"]}
+        tensors = {"indices": given[rank]["indices"]}
         if back["rows"]:
-            own["x"] = ranks.array(rank, rows[rank], spec["dtype"])
-            own["inverse"] = ranks.array(rank, inverse[rank], "i32")
-            own["y"] = ranks.array(rank, np.full_like(x[rank], POISON), spec["dtype"])
+            tensors["x"] = ranks.array(rank, rows[rank], spec["dtype"])
+            tensors["inverse"] = ranks.array(rank, inverse[rank], "i32")
+            tensors["y"] = ranks.array(rank, np.full_like(x[rank], POISON), spec["dtype"])
         for number, addend in enumerate(addends[rank]):
-            own[f"addend{number}"] = ranks.array(rank, addend, spec["dtype"])
+            tensors[f"addend{number}"] = ranks.array(rank, addend, spec["dtype"])
         if factors is not None:
-            own["weights"] = ranks.array(rank, factors[rank], "f32")
+            tensors["weights"] = ranks.array(rank, factors[rank], "f32")
         if back["gradients"]:
-            own["grad_weights"] = ranks.array(rank, gradients[rank], "f32")
-            own["returned"] = ranks.array(rank, np.full(chosen[rank].shape, np.nan, np.float32), "f32")
-        results.append(own)
+            tensors["grad_weights"] = ranks.array(rank, gradients[rank], "f32")
+            tensors["returned"] = ranks.array(rank, np.full(chosen[rank].shape, np.nan, np.float32), "f32")
+        results.append(tensors)
     if keep is not None:
         keep += zip(given, results, strict=True)
     for rank in range(count):
@@ -179,14 +179,14 @@ def round_trip(
 def again(ranks: Ranks, kept: list, timeout: int = 5000) -> list[bytes]:
     """Launches both with arguments that were kept; y of each rank."""
     common = {"capacity": ranks.capacity, "timeout": timeout}
-    for rank, (given, own) in enumerate(kept):
-        own["y"].upload(np.full(own["y"].shape, POISON, np.uint16))
+    for rank, (given, tensors) in enumerate(kept):
+        tensors["y"].upload(np.full(tensors["y"].shape, POISON, np.uint16))
         each = {"rank": rank, "stream": ranks.streams[rank], **common}
         ranks.send[rank](**given, window=ranks.sent[rank].peers, **each)
-        ranks.back[rank](**own, window=ranks.returned[rank].peers, **each)
+        ranks.back[rank](**tensors, window=ranks.returned[rank].peers, **each)
     ranks.wait()
     ranks.check()
-    return [own["y"].download() for _, own in kept]
+    return [tensors["y"].download() for _, tensors in kept]
 
 
 def compare(found: np.ndarray, right: np.ndarray, magnitude: np.ndarray, *, exact: bool) -> list[str]:

@@ -39,14 +39,14 @@ def test_the_constants_are_those_of_the_measurements(tokens, dispatch, combine):
 def test_the_ranks_of_a_token_are_those_of_random_choices(shape, ranks):
     source = np.random.default_rng(0)
     chosen = np.argsort(source.random((4000, shape.experts)), axis=1)[:, : shape.topk] // (shape.experts // ranks)
-    others = [len(set(own.tolist()) - {0}) for own in chosen]  # of tokens of rank 0
+    others = [len(set(ranks_of_tokens.tolist()) - {0}) for ranks_of_tokens in chosen]  # of tokens of rank 0
     assert np.mean(others) == pytest.approx(remote(shape, ranks), rel=0.03)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_overlap_helps_and_ranks_cost(shape):
-    made = [times(shape, ranks) for ranks in RANKS]
-    for one in made:
+    modelled = [times(shape, ranks) for ranks in RANKS]
+    for one in modelled:
         assert one.forward_at_best < one.forward
         assert one.backward_at_best < one.backward
-    assert [one.forward for one in made] == sorted(one.forward for one in made)
+    assert [one.forward for one in modelled] == sorted(one.forward for one in modelled)

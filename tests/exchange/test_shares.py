@@ -1,4 +1,4 @@
-"""How warps share out rows, shares.py as a state machine: each row is sent once, each chunk told of when it is there.
+"""How warps share out rows, shares.py as a state machine: each row is sent once, each chunk announced when it is there.
 
 A warp is a generator that stops wherever another one may go on; what it yields must hold before it does.
 """
@@ -18,7 +18,11 @@ from fusekit.kernels.exchange.shares import SLOT, SLOTS
 from fusekit.plan.exchange import CHUNK
 from tests.kernels.plain import plain
 
-FAULTS = ("chunks take slots that are in use", "chunks become known in any order", "a chunk is told of by its last row")
+FAULTS = (
+    "chunks take slots that are in use",
+    "chunks become known in any order",
+    "a chunk is announced by its last row",
+)
 Until = Callable[[], bool]
 
 
@@ -28,7 +32,7 @@ class Launch:
     def __init__(self, blocks: int, warps: int, count: int, seed: int, fault: str = "", sizes=(CHUNK, SLOTS)) -> None:
         self.blocks, self.count, self.fault = blocks, count, fault
         self.rows, self.slots = sizes
-        self.drawn, self.sent, self.told = 0, Counter(), Counter()
+        self.drawn, self.sent, self.announced = 0, Counter(), Counter()
         source, waiting = random.Random(seed), []
         for turn in range(blocks):
             block = Block(self)
@@ -40,7 +44,9 @@ class Launch:
             following = next(warp, None)
             waiting += [(warp, following)] if following else []
         rows = product(range(count), range(self.rows))
-        assert self.sent == Counter(dict.fromkeys(rows, 1)) and self.told == Counter(dict.fromkeys(range(count), 1))
+        assert self.sent == Counter(dict.fromkeys(rows, 1)) and self.announced == Counter(
+            dict.fromkeys(range(count), 1)
+        )
 
 
 class Block:
@@ -78,12 +84,12 @@ class Block:
             last = row == launch.rows - 1 if launch.fault == FAULTS[2] else self.sent[slot] % launch.rows == 0
             if last:
                 assert all(launch.sent[chunk, each] for each in range(launch.rows)), f"{chunk} is not all there"
-                launch.told[chunk] += 1
+                launch.announced[chunk] += 1
 
 
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize(("blocks", "warps"), [(1, 4), (2, 8), (3, 16), (2, 32)])
-def test_every_row_is_sent_once_and_told_of_once(blocks, warps, seed):
+def test_every_row_is_sent_and_announced_once(blocks, warps, seed):
     Launch(blocks, warps, seed % 23, seed)
     Launch(blocks, min(warps, 8), seed % 23, seed, sizes=(4, 4))  # slots are used again and again
 

@@ -148,14 +148,14 @@ class Gathering:
     """What mpi4py's allgather does, between threads."""
 
     def __init__(self, ranks: int) -> None:
-        self._told: list[bytes] = [b""] * ranks
+        self._records: list[bytes] = [b""] * ranks
         self._barrier = threading.Barrier(ranks)
 
     def of(self, rank: int):
         def gather(value: bytes) -> list[bytes]:
-            self._told[rank] = value
+            self._records[rank] = value
             self._barrier.wait(10)
-            found = list(self._told)
+            found = list(self._records)
             self._barrier.wait(10)
             return found
 
@@ -251,13 +251,13 @@ def test_windows_that_a_rank_does_not_close_can_be_closed_alone(driver, devices,
 
         return gathered
 
-    def made(rank: int) -> Ranks:
+    def rank_of_process(rank: int) -> Ranks:
         ranks = Ranks.of_process(devices, rank, rank, gather(rank))
         for key in (("rows",), ("sums",)):
             ranks.window(key, 4096)
         return ranks
 
-    ranks = together(2, made)[0]
+    ranks = together(2, rank_of_process)[0]
     over.set()
     with pytest.raises(RuntimeError, match="a rank ended"):
         ranks.close()
@@ -350,7 +350,7 @@ def test_sizes_of_numpy_do_not_overflow(devices):
     assert large.bytes == Layout(SPEC, 1 << 20, 7168).bytes > 2**31
     (window,) = in_process(devices, [np.int64(0)], np.int16(1 << 14))
     assert type(window.size) is int
-    window = between_processes(devices, 0, 0, np.int64(4096), lambda own: [own])
+    window = between_processes(devices, 0, 0, np.int64(4096), lambda record: [record])
     assert window.size == 4096
 
 

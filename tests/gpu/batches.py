@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fusekit.bench.layer_tensors import LOSS, made_up
+from fusekit.bench.layer_tensors import LOSS, random_tensor
 from fusekit.layers import Layer
 from fusekit.layers.kernels import pinned
 from fusekit.library import Library
@@ -71,7 +71,7 @@ class Batches:
         for each, buffer in inputs.items():
             if each not in ROWS:
                 known = self.fixed.get(each)
-                known = known or made_up(each, buffer.extents({}), buffer.dtype, self.options, seed).block
+                known = known or random_tensor(each, buffer.extents({}), buffer.dtype, self.options, seed).block
                 self.fixed[each] = np.resize(np.asarray(known, held(buffer.dtype)), buffer.extents({}))
         self.kinds = {each: buffers[each].dtype for each in (*inputs, *self.outputs)}
         self.given = [each for each in ROWS if each in inputs]
@@ -87,11 +87,13 @@ class Batches:
         if skewed:
             logits += 50 * rng.permutation(o.experts)
         best = np.argsort(-logits, axis=1, kind="stable")[:, : o.topk].astype(np.int32)
-        made = {"logits": logits, "indices": best, "weights": rng.random((count, o.topk), np.float32)}
+        choices = {"logits": logits, "indices": best, "weights": rng.random((count, o.topk), np.float32)}
         for each in ("x", "dy"):
-            made[each] = bits((count, o.hidden), o.dtype, int(rng.integers(1 << 30)))
-            made[each] = np.resize(made[each][:1], made[each].shape) if skewed and each == "x" else made[each]
-        return {each: made[each] for each in self.given}
+            choices[each] = bits((count, o.hidden), o.dtype, int(rng.integers(1 << 30)))
+            choices[each] = (
+                np.resize(choices[each][:1], choices[each].shape) if skewed and each == "x" else choices[each]
+            )
+        return {each: choices[each] for each in self.given}
 
     def run(self, layer: Layer, tokens: Arrays) -> Arrays:
         """Every output of both passes, in bits."""
@@ -132,16 +134,16 @@ class Batches:
         found = [f"{each}: a second run differs" for each, bits in self.run(self.layer, self.pool).items()
                  if bits.tobytes() != want[each].tobytes()]  # fmt: skip
         for trial in range(trials):
-            own = self.rng.permutation(POOL)[: self.rng.integers(1, POOL + 1)]
-            between = int(self.rng.integers(0, MOST - len(own))) if trial else 0  # the first: a part of the pool alone
+            rows = self.rng.permutation(POOL)[: self.rng.integers(1, POOL + 1)]
+            between = int(self.rng.integers(0, MOST - len(rows))) if trial else 0  # the first: a part of the pool alone
             others = self.tokens(between, skewed=bool(trial % 2))
-            place = self.rng.permutation(len(own) + between)
-            batch = {each: np.concatenate([self.pool[each][own], others[each]])[place] for each in self.pool}
-            made = self.run(self.loose, batch)
-            back = np.argsort(place)[: len(own)]
+            place = self.rng.permutation(len(rows) + between)
+            batch = {each: np.concatenate([self.pool[each][rows], others[each]])[place] for each in self.pool}
+            outputs = self.run(self.loose, batch)
+            back = np.argsort(place)[: len(rows)]
             for each in self.rows:
-                apart = (made[each][back].view(np.uint8) != want[each][own].view(np.uint8)).reshape(len(own), -1)
+                apart = (outputs[each][back].view(np.uint8) != want[each][rows].view(np.uint8)).reshape(len(rows), -1)
                 if apart.any():
                     tokens = int(apart.any(axis=1).sum())
-                    found.append(f"{each}: {tokens} of {len(own)} tokens differ in a batch of {len(place)}")
+                    found.append(f"{each}: {tokens} of {len(rows)} tokens differ in a batch of {len(place)}")
         return found

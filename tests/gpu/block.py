@@ -75,7 +75,7 @@ class Block:
             kernel.unload()
 
 
-def made(tokens: int, hidden: int, inter: int, seed: int) -> dict[str, Any]:
+def random_inputs(tokens: int, hidden: int, inter: int, seed: int) -> dict[str, Any]:
     """Random inputs; logits lean towards a few experts, and one expert is never chosen."""
     rng = np.random.default_rng(seed)
     logits = rng.standard_normal((tokens, EXPERTS), dtype=np.float32) + rng.standard_normal(EXPERTS, dtype=np.float32)

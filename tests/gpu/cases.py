@@ -70,7 +70,7 @@ def multiple_of_n(spec: KernelSpec) -> int:
 
 def cases_of(spec: KernelSpec) -> list[Case]:
     """Every case that the kernel must pass, with distinct names."""
-    made = {
+    cases = {
         "dense-gemm": _dense_cases,
         "grouped-gemm": _grouped_cases,
         "dense-wgrad": _dense_wgrad_cases,
@@ -78,9 +78,9 @@ def cases_of(spec: KernelSpec) -> list[Case]:
     }
     unit = spec.plan.quant.group_alignment
     aligned = [
-        replace(case, sizes=tuple(-(-size // unit) * unit for size in case.sizes)) for case in made[spec.op](spec)
+        replace(case, sizes=tuple(-(-size // unit) * unit for size in case.sizes)) for case in cases[spec.op](spec)
     ]
-    return aligned if spec.grouped else made[spec.op](spec)
+    return aligned if spec.grouped else cases[spec.op](spec)
 
 
 def each_case(specs: Iterable[KernelSpec]) -> pytest.MarkDecorator:

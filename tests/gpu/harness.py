@@ -96,7 +96,7 @@ def guarded(
 
 
 def prepare(spec: KernelSpec, case: Case, seed: int = 0) -> Launch:
-    """Made-up inputs for the case, and poisoned outputs."""
+    """Random inputs for the case, and poisoned outputs."""
     rows = case.rows + case.spare
     inputs = reference.make_inputs(
         spec, E=len(case.sizes), M=rows, N=case.n, K=case.k, seed=seed, sizes=case.sizes, spare=case.spare
@@ -191,9 +191,9 @@ def in_place(launch: Launch, output: str, over: str) -> Launch:
 
 def laid_over(launch: Launch, output: str, over: str) -> Launch:
     """What such a launch must leave: the input, but for the rows that `launch` has written."""
-    made, given = launch.arguments[output], launch.arguments[over]
+    output_array, given = launch.arguments[output], launch.arguments[over]
     wanted = replace(given, image=given.image.copy())
-    wanted.array[: launch.case.rows] = made.array[: launch.case.rows]
+    wanted.array[: launch.case.rows] = output_array.array[: launch.case.rows]
     return replace(launch, arguments=launch.arguments | {output: wanted})
 
 

@@ -109,8 +109,8 @@ def train(f, params, x, target):
     """The losses of 20 steps, on float32 parameters; the layer sees them in its own type."""
 
     def distance(params):
-        own = jax.tree.map(lambda each, like: each.astype(like.dtype), params, given)
-        result = f(x, own, **more)
+        typed = jax.tree.map(lambda each, like: each.astype(like.dtype), params, given)
+        result = f(x, typed, **more)
         y = result[0] if isinstance(result, tuple) else result
         return ((y.astype("float32") - target) ** 2).sum(axis=1).mean()
 

@@ -25,8 +25,8 @@ def rows(torch, count, columns, dtype="bfloat16", seed=0, room=0):
 
 def empty(torch, *shape, dtype="bfloat16"):
     """Not a number everywhere: what a kernel leaves out shows."""
-    made = torch.empty(*shape, device="cuda", dtype=getattr(torch, dtype))
-    return made.fill_(math.nan) if made.is_floating_point() else made.fill_(-1)
+    tensor = torch.empty(*shape, device="cuda", dtype=getattr(torch, dtype))
+    return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor.fill_(-1)
 
 
 def made_by(torch, **shapes):

@@ -43,9 +43,9 @@ class Product:
             self.stream = int(driver.check(driver.api.cuStreamCreate(1), "cuStreamCreate"))
 
     def array(self, value, dtype):
-        made = DeviceArray(self.library.devices, value.shape, dtype, 0)
-        made.upload(np.ascontiguousarray(value))
-        return made
+        array = DeviceArray(self.library.devices, value.shape, dtype, 0)
+        array.upload(np.ascontiguousarray(value))
+        return array
 
     def write(self, address, value):
         driver, value = self.library.devices.driver, np.ascontiguousarray(value)
@@ -98,9 +98,9 @@ def wanted(product):
 def test_rows_that_come_late(product, wanted, order):
     product.arrays["x"].upload(np.full_like(product.x, 0x7FC0))
     product.begin(NUMBER - 1, 20_000)
-    chunks, own = list(range(TOKENS // CHUNK)), range(LOCAL_PLACES[0] // CHUNK, LOCAL_PLACES[1] // CHUNK)
+    chunks, local = list(range(TOKENS // CHUNK)), range(LOCAL_PLACES[0] // CHUNK, LOCAL_PLACES[1] // CHUNK)
     if order == "own first":
-        chunks = [*own, *(each for each in chunks if each not in own)]
+        chunks = [*local, *(each for each in chunks if each not in local)]
     time.sleep(0.02)
     if order == "at once":
         product.arrive(0, len(chunks))

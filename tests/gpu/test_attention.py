@@ -80,8 +80,8 @@ def test_sequences_over_a_paged_cache(torch, launch):
     given = {"mCuSeqlensQ": starts, "mSeqUsedK": seen, "mPageTable": table, "softmax_scale": SIZE**-0.5}
     launch("forward-paged", mQ=q, mK=k, mV=v, mO=o, **given)
     for number, (begin, end) in enumerate(pairwise(ends)):
-        own = [each[table[number].long()].flatten(0, 1)[None, : used[number]] for each in (k, v)]
-        close(o[begin:end], attention(torch, q[None, begin:end], *own)[0][0])
+        lying = [cache[table[number].long()].flatten(0, 1)[None, : used[number]] for cache in (k, v)]
+        close(o[begin:end], attention(torch, q[None, begin:end], *lying)[0][0])
 
 
 def test_backward(torch, launch):
@@ -99,6 +99,6 @@ def test_backward(torch, launch):
     launch("backward", mQ=q, mK=k, mV=v, mdO=do, **given)
     rounds = (("round-queries", dq, q, scale), ("round-keys", dk, k, scale), ("round-keys", dv, v, 1.0))
     for (name, total, like, factor), wanted in zip(rounds, wide, strict=True):
-        made = poisoned(torch, *like.shape)
-        launch(name, mdQaccum=total, mdQ=made, scale=factor)
-        close(made, wanted.grad)
+        filled = poisoned(torch, *like.shape)
+        launch(name, mdQaccum=total, mdQ=filled, scale=factor)
+        close(filled, wanted.grad)

@@ -9,7 +9,7 @@ import pytest
 from fusekit.bench.replay import Replay
 from fusekit.bench.timing import own_stream
 
-from .block import SPECS, Block, made, wrong
+from .block import SPECS, Block, random_inputs, wrong
 
 SHAPES = ((1, 256, 128), (77, 2880, 128), (1500, 512, 768))
 
@@ -30,7 +30,7 @@ def test_a_block(stored, tokens, hidden, inter):
     def finish(stream):
         driver.check(driver.api.cuStreamSynchronize(stream), "the block")
 
-    first, second = (made(tokens, hidden, inter, seed) for seed in (1, 2))
+    first, second = (random_inputs(tokens, hidden, inter, seed) for seed in (1, 2))
     block = Block(stored, first)
     try:
         with own_stream(stored.devices, stored.devices.get(0)) as stream:

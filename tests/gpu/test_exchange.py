@@ -37,7 +37,7 @@ def ranks_of(opened):
         pytest.skip(f"no exchange kernels in {opened}; build tests/gpu/exchange-matrix.toml there and name the store")
 
     @contextmanager
-    def made(pair, tokens=300, pairs=PAIRS):
+    def opened_ranks(pair, tokens=300, pairs=PAIRS):
         *names, hidden = pairs[pair]
         loaded = [opened.load(f"exchange-matrix/{name}") for name in names]
         count = loaded[0].spec["ranks"]
@@ -49,7 +49,7 @@ def ranks_of(opened):
             ranks.wait()
             ranks.close()
 
-    return made
+    return opened_ranks
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -86,7 +86,7 @@ def test_codes_come_with_their_scales(ranks_of, name, hidden):
                 arrays = {"x": (x, "e4m3"), "x_s": (scales, "f32"), "indices": (chosen, "i32")}
                 arrays |= {"weights": (weights, "f32")} if spec["weighted"] else {}
                 placed = [
-                    {each: ranks.array(rank, made[rank], dtype) for each, (made, dtype) in arrays.items()}
+                    {each: ranks.array(rank, values[rank], dtype) for each, (values, dtype) in arrays.items()}
                     for rank in range(len(tokens))
                 ]
                 for rank, stream in enumerate(ranks.streams):
@@ -116,7 +116,7 @@ def once(ranks, seed):
     kept = []
     problems = round_trip(ranks, RANDOM, [300] * len(ranks.devices), seed, LONG, keep=kept)
     assert problems == []
-    return [download(own["y"]).tobytes() for _, own in kept]
+    return [download(tensors["y"]).tobytes() for _, tensors in kept]
 
 
 def test_the_same_bits_in_any_order(ranks_of, soak):
@@ -128,7 +128,7 @@ def test_the_same_bits_in_any_order(ranks_of, soak):
             kind = [RANDOM, ALL_TO_ONE, NONE, LOCAL][int(source.choice(4, p=[0.7, 0.1, 0.1, 0.1]))]
             kept: list = []
             assert round_trip(ranks, kind, tokens, seed, LONG, keep=kept) == []
-            cases.append((kept, [own["y"].download() for _, own in kept]))
+            cases.append((kept, [tensors["y"].download() for _, tensors in kept]))
         for turn in range(10_000 if soak else 300):
             kept, right = cases[int(source.integers(len(cases)))]
             assert again(ranks, kept, LONG) == right, turn

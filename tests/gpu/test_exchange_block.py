@@ -14,7 +14,7 @@ from fusekit.reference.formats import decode
 from fusekit.runtime import DeviceArray
 from tests.exchange.ranks import download
 
-from .block import EXPERTS, SPECS, TOPK, made, wanted
+from .block import EXPERTS, SPECS, TOPK, random_inputs, wanted
 
 RANKS, HIDDEN, INTER = 2, 512, 128
 LOCAL = EXPERTS // RANKS
@@ -34,7 +34,7 @@ class RankedBlock:
         self.capacity = layouts[0].capacity
         self.received = layouts[0].parts(windows[0].address, device)
         tokens, slots = len(inputs["x"]), layouts[0].slots
-        rows, mine = slots * TOPK, slice(rank * LOCAL, (rank + 1) * LOCAL)
+        rows, experts = slots * TOPK, slice(rank * LOCAL, (rank + 1) * LOCAL)
         shapes = {
             "indices": ((tokens, TOPK), "i32"), "weights": ((tokens, TOPK), "f32"), "offsets": ((LOCAL,), "i32"),
             "order": ((rows,), "i32"), "inverse": ((slots, TOPK), "i32"), "rows": ((rows, HIDDEN), "bf16"),
@@ -44,7 +44,7 @@ class RankedBlock:
         self.arrays = {
             name: DeviceArray(library.devices, shape, dtype, device) for name, (shape, dtype) in shapes.items()
         }
-        given = {**inputs, "w1": inputs["w1"][mine], "w2": inputs["w2"][mine]}
+        given = {**inputs, "w1": inputs["w1"][experts], "w2": inputs["w2"][experts]}
         for name, value in given.items():
             dtype = "f32" if value.dtype == np.float32 else "bf16"
             self.arrays[name] = DeviceArray(library.devices, value.shape, dtype, device)
@@ -76,7 +76,7 @@ def test_a_block_over_two_ranks(opened, tokens):
     loaded = [opened.load(NAMES[name]) for name in ("dispatch", "combine")]
     layouts = [Layout(kernel.spec, max(tokens), HIDDEN) for kernel in loaded]
     windows = list(zip(*(in_process(opened.devices, devices, layout.bytes) for layout in layouts), strict=True))
-    whole = made(sum(tokens), HIDDEN, INTER, 3)
+    whole = random_inputs(sum(tokens), HIDDEN, INTER, 3)
     inputs = [
         {**whole, "x": whole["x"][first : first + count], "logits": whole["logits"][first : first + count]}
         for first, count in zip((0, tokens[0]), tokens, strict=True)

@@ -1,4 +1,4 @@
-"""Every kernel with 8-bit factors in every case that breaks GEMMs; see ``cases`` and ``harness``."""
+"""Every kernel with FP8 operands in every case that breaks GEMMs; see ``cases`` and ``harness``."""
 
 from fusekit.spec import parse_file
 

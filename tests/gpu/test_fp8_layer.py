@@ -42,14 +42,14 @@ def layers(opened):
 
 @pytest.fixture
 def trial(layers):
-    made = []
+    trials = []
 
     def make(name, tokens, seed=3):
-        made.append(LayerTrial(layers, layers.layer(f"fp8-layers/{name}"), tokens, seed))
-        return made[-1]
+        trials.append(LayerTrial(layers, layers.layer(f"fp8-layers/{name}"), tokens, seed))
+        return trials[-1]
 
     yield make
-    for each in made:
+    for each in trials:
         each.close()
 
 
@@ -60,8 +60,8 @@ def bits(trial, name):
 def place(trial, name, values):
     """Other numbers into an input of the layer's dtype, for the launches and for the definition."""
     block = reference.encode(np.asarray(values, np.float64), "bf16").reshape(-1)
-    trial.made[name] = replace(trial.made[name], block=block)
-    trial.made[name].place(trial.arrays[name])
+    trial.tensors[name] = replace(trial.tensors[name], block=block)
+    trial.tensors[name].place(trial.arrays[name])
 
 
 def run(trial, *passes):
@@ -86,7 +86,9 @@ def test_errors_are_not_above_those_of_transformer_engines_recipe(trial):
     """Against float64 of the numbers that codes are made of."""
     one = trial("choices", 1000)
     one.launch()
-    tensors = definitions(one.options, {name: made for name, made in one.made.items() if name not in one.outputs})
+    tensors = definitions(
+        one.options, {name: tensor for name, tensor in one.tensors.items() if name not in one.outputs}
+    )
     tensors |= {name: np.stack([tensors[name][each] for each in range(one.options.experts)]) for name in ("w1", "w2")}
     tensors["router"] = np.zeros((one.options.experts, one.options.hidden))
     keys = {"op": "router-topk", "experts": one.options.experts, "topk": one.options.topk, "dtype": "f32",
@@ -94,8 +96,8 @@ def test_errors_are_not_above_those_of_transformer_engines_recipe(trial):
             "pre_softmax": False, "expert_bias": False, "num_groups": 0, "group_topk": 0,
             "scaling_factor": 1.0}  # fmt: skip
     meant = definition.Layer(keys, Activation(**one.options.activation), one.options.glu_layout)
-    x, dy = (one.made[name].whole() for name in ("x", "dy"))
-    choices = one.made["indices"].whole().astype(np.int64), one.made["weights"].whole()
+    x, dy = (one.tensors[name].whole() for name in ("x", "dy"))
+    choices = one.tensors["indices"].whole().astype(np.int64), one.tensors["weights"].whole()
     y, _, kept = definition.forward(meant, x, tensors, choices)
     back = definition.backward(meant, tensors, kept, dy)
     exact = {"y": y, "dx": back["x"], "dw1": back["w1"], "dw2": back["w2"]}
@@ -106,7 +108,7 @@ def test_errors_are_not_above_those_of_transformer_engines_recipe(trial):
         found = reference.decode(found, "bf16").astype(np.float64)
         off[name] = blocks_of_te.error(found, want), blocks_of_te.error(yardstick[name], want)
     print({name: tuple(f"{each:.4f}" for each in both) for name, both in off.items()})  # noqa: T201 - of the page
-    assert all(own <= 1.03 * theirs for own, theirs in off.values()), off
+    assert all(ours <= 1.03 * theirs for ours, theirs in off.values()), off
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -143,11 +145,11 @@ def test_float32_weights_give_the_bits_of_their_rounding(trial):
     run(one, QUANTISE, FORWARD, BACKWARD)
     wide = {each: bits(one, each).copy() for each in outputs}
     for name in one.layer.inputs(QUANTISE):
-        block = one.made[name].block
+        block = one.tensors[name].block
         rounded = reference.decode(reference.encode(block, "bf16"), "bf16")
-        assert one.made[name].dtype == "f32" and (rounded != block).any()
-        one.made[name] = replace(one.made[name], block=rounded)
-        one.made[name].place(one.arrays[name])
+        assert one.tensors[name].dtype == "f32" and (rounded != block).any()
+        one.tensors[name] = replace(one.tensors[name], block=rounded)
+        one.tensors[name].place(one.arrays[name])
     run(one, QUANTISE, FORWARD, BACKWARD)
     for each in outputs:
         assert np.array_equal(bits(one, each), wide[each]), each
@@ -170,7 +172,7 @@ def test_two_runs_and_a_graph_give_the_same_bits(trial, name):
     with own_stream(one.devices, one.device) as stream:
         graph = Replay(one.devices, [forward, backward], 2, stream)
         one._wait(stream)
-        x = one.made["x"].whole()
+        x = one.tensors["x"].whole()
         place(one, "x", x[::-1])  # other tokens in the same graph
         one.devices.synchronize(one.device)
         graph(stream)
@@ -186,7 +188,7 @@ def test_two_runs_and_a_graph_give_the_same_bits(trial, name):
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "deepseek", "mlp"])
 def test_a_token_has_the_same_bits_in_another_batch(trial, name):
     many, few = trial(name, 700), trial(name, 90)
-    x = many.made["x"].whole()
+    x = many.tensors["x"].whole()
     place(few, "x", x[300:390])
     for one in (many, few):
         run(one, QUANTISE, INFERENCE)
@@ -200,7 +202,7 @@ def test_equal_logits_leave_experts_without_tokens(trial, name):
     """All tokens go to the first experts: groups of 0 and of all rows."""
     one = trial(name, 300)
     place(one, "router", np.zeros(one.arrays["router"].shape))
-    if "router_bias" in one.made:
+    if "router_bias" in one.tensors:
         place(one, "router_bias", np.zeros(one.arrays["router_bias"].shape))
     one.launch()
     verdict, _ = one.check()
@@ -215,7 +217,7 @@ def test_a_nan_stays_with_its_token(trial, name):
     one = trial(name, 200)
     run(one, QUANTISE, FORWARD, BACKWARD)
     clean = {each: np.frombuffer(one.arrays[each].download(), np.uint16).reshape(200, -1) for each in ("y", "dx")}
-    x = one.made["x"].whole()
+    x = one.tensors["x"].whole()
     x[77, 5] = np.nan
     place(one, "x", x)
     run(one, FORWARD, BACKWARD)

@@ -116,7 +116,7 @@ class Counted:
 
 
 def test_nothing_waits_and_nothing_is_allocated(gpu, step, alone):
-    """The stream is held back by a value that the host writes last: whatever waited for the stream would wait for ever.
+    """The stream waits for a value that the host writes last: whatever waited for the stream would wait for ever.
 
     And the driver is asked for nothing but launches.
     """

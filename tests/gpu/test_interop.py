@@ -14,7 +14,7 @@ GROUPS, ROWS, N, K = 3, 200, 320, 136
 BF16, FP16, DENSE = "swiglu-interleaved@128x160-c2x1", "identity-fp16@128x192-c1x2", "dense@128x128-c1x1"
 
 
-def made(spec):
+def random_inputs(spec):
     grouped = spec.op == "grouped-gemm"
     return reference.make_inputs(spec, E=GROUPS if grouped else 1, M=ROWS, N=N, K=K, seed=4)
 
@@ -86,7 +86,7 @@ def torch_outputs(torch, spec, tensors):
 @pytest.mark.parametrize("shown", [lambda tensor: tensor, OnlyDLPack, OnlyInterface], ids=["torch", "dlpack", "cai"])
 def test_torch(gpu, specs, torch, name, shown):
     spec = specs[name]
-    inputs = made(spec)
+    inputs = random_inputs(spec)
     tensors = torch_tensors(torch, spec, inputs)
     torch.cuda.synchronize()
     given = {key: shown(value) if isinstance(value, torch.Tensor) else value for key, value in tensors.items()}
@@ -99,7 +99,7 @@ def test_torch(gpu, specs, torch, name, shown):
 def test_torch_stream_orders_the_launch(gpu, specs, torch, how):
     """The inputs are copied in on the same stream, after enough work that an unordered launch would read NaN."""
     spec = specs[BF16]
-    inputs = made(spec)
+    inputs = random_inputs(spec)
     tensors = torch_tensors(torch, spec, inputs)
     late = torch.full_like(tensors["x"], float("nan"))
     torch.cuda.synchronize()
@@ -119,7 +119,7 @@ def test_torch_stream_orders_the_launch(gpu, specs, torch, how):
 
 def test_torch_slices_are_strided_views(gpu, specs, torch):
     spec = specs[BF16]
-    inputs = made(spec)
+    inputs = random_inputs(spec)
     tensors = torch_tensors(torch, spec, inputs)
     wide = torch.full((ROWS, K + 64), float("nan"), dtype=torch.bfloat16, device="cuda")
     wide[:, 32 : 32 + K] = tensors["x"]
@@ -134,7 +134,7 @@ def test_torch_slices_are_strided_views(gpu, specs, torch):
 
 def test_torch_graph(gpu, specs, torch):
     spec = specs[BF16]
-    inputs = made(spec)
+    inputs = random_inputs(spec)
     tensors = torch_tensors(torch, spec, inputs)
     torch.cuda.synchronize()
     kernel = gpu.kernel(spec)
@@ -176,7 +176,7 @@ def test_torch_recipe_for_a_kernel_with_scratch(gpu, specs, torch):
 def test_cupy(gpu, specs):
     cupy = pytest.importorskip("cupy", reason="cupy is not installed")
     spec = specs[FP16]
-    inputs = made(spec)
+    inputs = random_inputs(spec)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         arrays = {
@@ -195,7 +195,7 @@ def test_cuda_core_stream(gpu, specs, torch):
     device.set_current()
     stream = device.create_stream()
     spec = specs[DENSE]
-    inputs = made(spec)
+    inputs = random_inputs(spec)
     tensors = torch_tensors(torch, spec, inputs)
     torch.cuda.synchronize()
     gpu.kernel(spec)(**tensors, stream=stream)

@@ -37,7 +37,7 @@ def over(opened):
         pytest.skip(f"no layers over ranks in {opened}; build tests/gpu/layer-ranks.toml there and name the store")
 
     @contextmanager
-    def made(name, tokens=512, **said):
+    def over_ranks(name, tokens=512, **said):
         options = opened.layers()[f"layer-ranks/{name}"]
         devices = [rank % opened.devices.count for rank in range(options.ranks)]
         ranks = LayerRanks(opened, f"layer-ranks/{name}", devices, tokens, **said)
@@ -52,7 +52,7 @@ def over(opened):
         finally:
             ranks.close()
 
-    return made
+    return over_ranks
 
 
 def shared(ranks, tokens):
@@ -115,18 +115,18 @@ def test_tokens_of_one_rank_have_the_bits_of_one_gpu(over, opened, name, tokens)
         ranks.launch()
         layer = opened.layer(f"layer-ranks/{name}-alone", device=ranks.devices[0])
         sizes, count = layer.sizes(sum(tokens)), sum(tokens)
-        mine = {each: ranks.array(0, ranks.made[each].whole(), "bf16") for each in ("w1", "w2")}
+        local_weights = {each: ranks.array(0, ranks.tensors[each].whole(), "bf16") for each in ("w1", "w2")}
         for each, buffer in (layer.inputs(FORWARD) | layer.inputs(BACKWARD)).items():
             if each in ranks.inputs[0]:
-                rows = np.concatenate([own[each] for own in ranks.inputs])
-                mine[each] = ranks.array(0, rows, buffer.dtype)
+                rows = np.concatenate([rank_inputs[each] for rank_inputs in ranks.inputs])
+                local_weights[each] = ranks.array(0, rows, buffer.dtype)
         for which in (QUANTISE, FORWARD, BACKWARD):
             for each, buffer in layer.outputs(which).items():
                 extents = buffer.extents(layer.program.dims(count))
-                mine[each] = DeviceArray(opened.devices, extents, buffer.dtype, ranks.devices[0])
+                local_weights[each] = DeviceArray(opened.devices, extents, buffer.dtype, ranks.devices[0])
         memory = {each: DeviceArray(opened.devices, (size,), "u8", ranks.devices[0])
                   for each, size in (("kept", sizes.kept), ("scratch", sizes.scratch))}  # fmt: skip
-        given = {which: {each: mine[each] for each in (*layer.inputs(which), *layer.outputs(which))}
+        given = {which: {each: local_weights[each] for each in (*layer.inputs(which), *layer.outputs(which))}
                  for which in (QUANTISE, FORWARD, BACKWARD)}  # fmt: skip
         if given[QUANTISE]:
             layer.quantise(**given[QUANTISE], stream=ranks.streams[0])
@@ -135,7 +135,7 @@ def test_tokens_of_one_rank_have_the_bits_of_one_gpu(over, opened, name, tokens)
         ranks.wait()
         for each in ("y", "dx", "dweights", "dw1", "dw2"):
             of_ranks = [bytes(ranks.tensors[rank][each].download()) for rank in range(2)]
-            assert bytes(mine[each].download()) == b"".join(of_ranks), each
+            assert bytes(local_weights[each].download()) == b"".join(of_ranks), each
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss-overlap", "fp8", "gpt-oss-4"])

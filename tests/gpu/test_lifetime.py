@@ -67,10 +67,10 @@ def test_loading_and_unloading_holds_memory_flat(gpu, specs, soak, alone):
     launch = prepare(spec, Case("small", (40, 30), 2 * spec.tile[1], 72))
     placed = gpu.arguments(launch)
     entry, cubin = gpu.library.store.load(record.key)
-    made = LaunchRecord.from_json(dict(entry.launch))
+    launch_record = LaunchRecord.from_json(dict(entry.launch))
 
     def cycle(index):
-        kernel = Kernel(gpu.devices, record.name, made, cubin, record.defaults, 0, record.spec)
+        kernel = Kernel(gpu.devices, record.name, launch_record, cubin, record.defaults, 0, record.spec)
         if index % 10 == 0:
             kernel(**placed)
             gpu.finish("a launch between load and unload")

@@ -36,11 +36,11 @@ def place(gpu):
 
     def put(array, dtype):
         output = isinstance(array, tuple)
-        made = DeviceArray(gpu.devices, array if output else array.shape, dtype)
-        made.fill(0xFF)
+        device_array = DeviceArray(gpu.devices, array if output else array.shape, dtype)
+        device_array.fill(0xFF)
         if not output:
-            made.upload(encode(array, dtype))
-        return made
+            device_array.upload(encode(array, dtype))
+        return device_array
 
     return put
 

@@ -31,9 +31,9 @@ def trial(opened):
             f"no permutation kernels in {opened}; build tests/gpu/permutation-matrix.toml there and name the store"
         )
 
-    def run(name, tokens, hidden=8, harm=lambda inputs: None, **made):
+    def run(name, tokens, hidden=8, harm=lambda inputs: None, **options):
         spec = SPECS[name]
-        inputs = permutation_inputs(spec, T=tokens, H=hidden, **made)
+        inputs = permutation_inputs(spec, T=tokens, H=hidden, **options)
         harm(inputs)
         kernel = opened.load(spec.full_name)
         kernel.spec["problem"] = {"T": tokens, "H": hidden}

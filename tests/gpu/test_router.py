@@ -108,15 +108,15 @@ def trial(opened):
 
     def run(name, tokens, inputs=None, seed=0):
         spec = SPECS[name]
-        made = TokenTrial(opened, opened.load(spec.full_name), tokens, seed, inputs)
+        token_trial = TokenTrial(opened, opened.load(spec.full_name), tokens, seed, inputs)
         try:
-            made.launch(None)
-            first, _ = made.fetch()
-            verdict = made.check()
-            for output in made.outputs:
-                made.arrays[output].fill(0x7F)
-            made.launch(None)
-            second, _ = made.fetch()
+            token_trial.launch(None)
+            first, _ = token_trial.fetch()
+            verdict = token_trial.check()
+            for output in token_trial.outputs:
+                token_trial.arrays[output].fill(0x7F)
+            token_trial.launch(None)
+            second, _ = token_trial.fetch()
             changed = [
                 f"{output}: the same launch twice gave other bits"
                 for output in first
@@ -124,14 +124,14 @@ def trial(opened):
             ]
             return verdict.problems + changed
         finally:
-            made.close()
+            token_trial.close()
 
     return run
 
 
-def with_logits(spec, made, tokens, seed=3):
+def with_logits(spec, numbers, tokens, seed=3):
     inputs = router_inputs(spec, T=tokens, seed=seed)
-    logits = made(np.random.default_rng(seed), (tokens, spec.experts))
+    logits = numbers(np.random.default_rng(seed), (tokens, spec.experts))
     inputs["logits"] = encode(logits, "bf16") if spec.dtype == "bf16" else logits
     return inputs
 
@@ -149,14 +149,14 @@ def test_no_tokens(trial, name):
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_adversarial_logits(trial, name):
-    problems = {made.__name__: trial(name, 67, with_logits(SPECS[name], made, 67)) for made in (*FINITE, *ODD)}
+    problems = {numbers.__name__: trial(name, 67, with_logits(SPECS[name], numbers, 67)) for numbers in (*FINITE, *ODD)}
     assert not {case: lines for case, lines in problems.items() if lines}
 
 
 @pytest.mark.parametrize("name", [name for name in BACKWARD if SPECS[name].op == "router-topk-bwd"])
 def test_backward_of_adversarial_logits(trial, name):
     cases = (all_equal, denormals, wide, one_far_below)
-    problems = {made.__name__: trial(name, 67, with_logits(SPECS[name], made, 67)) for made in cases}
+    problems = {numbers.__name__: trial(name, 67, with_logits(SPECS[name], numbers, 67)) for numbers in cases}
     assert not {case: lines for case, lines in problems.items() if lines}
 
 

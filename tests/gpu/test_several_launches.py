@@ -22,8 +22,8 @@ def exported(tmp_path_factory):
     hostfunctions = pytest.importorskip("tests.compiler.hostfunctions", reason="the CuTe DSL is not installed")
     from fusekit.compiler.trace import compile_plan
 
-    made = compile_plan(hostfunctions.plan(hostfunctions.two), Path(tmp_path_factory.mktemp("scratch")))
-    return Exported("host/two@1", LaunchRecord.from_json(made.launch), made.cubin)
+    compiled = compile_plan(hostfunctions.plan(hostfunctions.two), Path(tmp_path_factory.mktemp("scratch")))
+    return Exported("host/two@1", LaunchRecord.from_json(compiled.launch), compiled.cubin)
 
 
 @pytest.fixture

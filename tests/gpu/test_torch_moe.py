@@ -61,10 +61,10 @@ def inputs(moe, tokens, seed=1):
     logits = torch.randn(len(x), o.experts, device="cuda") if o.experts else None
     if kind in ("x", "logits"):
         t = tensors_of(moe, torch.float64)
-        made = logits.double()
+        logits_ = logits.double()
         if kind == "x":
-            made = torch.nn.functional.linear(x.double(), t["router"], t.get("router_bias"))
-        far = plain_torch.margins(o, made, t.get("expert_bias")) > APART
+            logits_ = torch.nn.functional.linear(x.double(), t["router"], t.get("router_bias"))
+        far = plain_torch.margins(o, logits_, t.get("expert_bias")) > APART
         assert far.sum() >= tokens
         x, logits = x[far], logits[far]
     x = x[:tokens].clone().requires_grad_()
@@ -92,8 +92,8 @@ def direction(shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(5)).bfloat16().to("cuda")
 
 
-def total(made):
-    y, loss = made if isinstance(made, tuple) else (made, None)
+def total(outputs):
+    y, loss = outputs if isinstance(outputs, tuple) else (outputs, None)
     found = (y.to(torch.promote_types(y.dtype, torch.float32)) * direction(y.shape)).sum()
     return found if loss is None else found + 3.0 * loss
 
@@ -102,11 +102,11 @@ def step(moe, given, call=None):
     """(outputs, gradients by name) of a forward and a backward pass."""
     moe.zero_grad(set_to_none=True)
     given = [each.detach().requires_grad_(each.is_floating_point()) for each in given]
-    made = (moe if call is None else call)(*given)
-    total(made).backward()
+    outputs = (moe if call is None else call)(*given)
+    total(outputs).backward()
     grads = {f"input{number}": each.grad for number, each in enumerate(given) if each.is_floating_point()}
     grads |= {name: each.grad for name, each in moe.named_parameters()}
-    return (made if isinstance(made, tuple) else (made,)), grads
+    return (outputs if isinstance(outputs, tuple) else (outputs,)), grads
 
 
 def reference(moe, given):
@@ -140,31 +140,34 @@ def same(left, right):
 def test_results_and_gradients(layers, name, tokens):
     moe = module(layers, name)
     given = inputs(moe, tokens)
-    made, grads = step(moe, given)
+    outputs, grads = step(moe, given)
     want, want_grads = reference(moe, given)
-    wrong = {"y": error(made[0], want[0])} if tokens else {}
+    wrong = {"y": error(outputs[0], want[0])} if tokens else {}
     assert all(value <= VALUES for value in wrong.values()), wrong
-    if len(made) > 1:
-        assert made[1].item() == pytest.approx(want[1].item(), rel=1e-5, abs=1e-12)
+    if len(outputs) > 1:
+        assert outputs[1].item() == pytest.approx(want[1].item(), rel=1e-5, abs=1e-12)
     wrong = {path: error(grad, want_grads[path]) for path, grad in grads.items() if grad.numel()}
     # Of one token a router's gradient is one number, a sum of terms of both signs.
     limit = GRADIENTS * (4 if tokens == 1 else 1)
     assert all(value <= limit for value in wrong.values()), wrong
     with torch.no_grad():
         again = moe(*given)
-    assert same(again[0] if isinstance(again, tuple) else again, made[0])  # the pass that keeps nothing
+    assert same(again[0] if isinstance(again, tuple) else again, outputs[0])  # the pass that keeps nothing
 
 
 def test_logits_of_float32_weights_are_float32_products(layers):
     """Rounded to bf16, the weights alone would be 1.7e-3 of the spread off; a float32 GEMM is 3e-7."""
     moe, tokens = module(layers, "router-f32"), 300
     (x,), layer, t = inputs(moe, tokens), moe.layer, tensors_of(moe, torch.float64)
-    own = {name: moe.get_parameter(path).detach() for name, path in moe.names.items()}
+    parameters = {name: moe.get_parameter(path).detach() for name, path in moe.names.items()}
     sizes, new = layer.sizes(tokens), {"device": "cuda"}
     kept = torch.empty(sizes.kept, dtype=torch.uint8, **new)
-    own |= {"total_tokens": torch.full((1,), tokens, dtype=torch.int32, **new), "aux_coefficient": torch.ones(1, **new)}
+    parameters |= {
+        "total_tokens": torch.full((1,), tokens, dtype=torch.int32, **new),
+        "aux_coefficient": torch.ones(1, **new),
+    }
     outputs = {"y": torch.empty_like(x), "loss": torch.empty(1, **new), "kept": kept}
-    layer.forward(x=x.detach(), **own, **outputs, scratch=torch.empty(sizes.forward, dtype=torch.uint8, **new))
+    layer.forward(x=x.detach(), **parameters, **outputs, scratch=torch.empty(sizes.forward, dtype=torch.uint8, **new))
     start = layer.program.kept(layer.program.dims(tokens))[0]["logits"]
     found = kept[start : start + 4 * tokens * layer.options.experts].view(torch.float32).view(tokens, -1).double()
     want = torch.nn.functional.linear(x.detach().double(), t["router"], t["router_bias"]).detach()
@@ -207,13 +210,13 @@ def test_a_token_has_the_same_bits_in_any_batch(layers, name):
     if moe.operator.loss:
         pytest.skip("the loss, and so its gradient, is of the whole batch")
     given = inputs(moe, 777)
-    made, grads = step(moe, given)
+    outputs, grads = step(moe, given)
     for rows in (slice(0, 1), slice(300, 433), slice(776, 777)):
         alone = [each[rows] for each in given]
         with torch.no_grad():
-            assert same(moe(*alone), made[0][rows])
+            assert same(moe(*alone), outputs[0][rows])
         part = [each.detach().clone().requires_grad_(each.is_floating_point()) for each in alone]
-        (moe(*part).float() * direction(made[0].shape)[rows]).sum().backward()
+        (moe(*part).float() * direction(outputs[0].shape)[rows]).sum().backward()
         assert same(part[0].grad, grads["input0"][rows])
 
 
@@ -227,9 +230,9 @@ def test_a_graph_of_both_passes_is_replayed_with_other_tokens(layers, name):
         moe.zero_grad(set_to_none=True)
         for each in static:
             each.grad = None
-        made = moe(*static)
-        total(made).backward()
-        return made if isinstance(made, tuple) else (made,)
+        outputs = moe(*static)
+        total(outputs).backward()
+        return outputs if isinstance(outputs, tuple) else (outputs,)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -239,7 +242,7 @@ def test_a_graph_of_both_passes_is_replayed_with_other_tokens(layers, name):
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = run()
+        outputs = run()
     held = {path: each.grad for path, each in moe.named_parameters()} | {"input0": static[0].grad}
     for given in (second, first):
         with torch.no_grad():
@@ -248,7 +251,7 @@ def test_a_graph_of_both_passes_is_replayed_with_other_tokens(layers, name):
         graph.replay()
         torch.cuda.synchronize()
         want, grads = step(copy.deepcopy(moe), given)
-        assert all(map(same, made, want))
+        assert all(map(same, outputs, want))
         assert all(same(held[path], grads[path]) for path in held)
 
 
@@ -277,9 +280,9 @@ def test_calls_on_tensors_that_come_and_go_have_the_same_bits(layers):
     held = []
     for size in (1, 1 << 12, 1 << 20, 1 << 24):
         held.append(torch.empty(size, device="cuda"))
-        made, grads = step(moe, [each.detach().clone().requires_grad_() for each in given])
-        held.append((made, grads))
-        assert all(map(same, made, want)) and all(same(grads[path], want_grads[path]) for path in grads)
+        outputs, grads = step(moe, [each.detach().clone().requires_grad_() for each in given])
+        held.append((outputs, grads))
+        assert all(map(same, outputs, want)) and all(same(grads[path], want_grads[path]) for path in grads)
 
 
 def test_all_tokens_to_one_expert_and_none_to_the_others(layers):
@@ -290,9 +293,9 @@ def test_all_tokens_to_one_expert_and_none_to_the_others(layers):
     torch.manual_seed(3)
     x = torch.randn(500, moe.layer.options.hidden, device="cuda").bfloat16()
     x[:, 0] = 1.0
-    made, grads = step(moe, (x,))
+    outputs, grads = step(moe, (x,))
     want, want_grads = reference(moe, (x,))
-    assert error(made[0], want[0]) <= VALUES
+    assert error(outputs[0], want[0]) <= VALUES
     for path in ("experts.gate_up_proj", "experts.down_proj"):
         assert error(grads[path], want_grads[path]) <= GRADIENTS
         others = grads[path][torch.arange(16) != 5]
@@ -302,12 +305,12 @@ def test_all_tokens_to_one_expert_and_none_to_the_others(layers):
 def test_a_nan_reaches_its_token_and_its_experts(layers):
     moe = module(layers, "choices")
     given = inputs(moe, 200)
-    made, grads = step(moe, given)
+    outputs, grads = step(moe, given)
     x = given[0].detach().clone()
     x[17] = float("nan")
     found, found_grads = step(moe, (x, *given[1:]))
     others = torch.arange(200, device="cuda") != 17
-    assert found[0][17].isnan().all() and same(found[0][others], made[0][others])
+    assert found[0][17].isnan().all() and same(found[0][others], outputs[0][others])
     assert same(found_grads["input0"][others], grads["input0"][others])
     hit = torch.zeros(16, dtype=torch.bool, device="cuda")
     hit[given[1][17].long()] = True
@@ -341,12 +344,12 @@ def test_a_nan_in_a_gradient_reaches_its_token_and_its_experts(layers):
 def test_a_nan_behind_a_router_reaches_no_other_token(layers, name):
     moe = module(layers, name)
     given = inputs(moe, 200)
-    made, grads = step(moe, given)
+    outputs, grads = step(moe, given)
     x = given[0].detach().clone()
     x[17] = float("nan")
     found, found_grads = step(moe, (x,))
     others = torch.arange(200, device="cuda") != 17
-    assert found[0][17].isnan().all() and same(found[0][others], made[0][others])
+    assert found[0][17].isnan().all() and same(found[0][others], outputs[0][others])
     if not moe.operator.loss:
         assert same(found_grads["input0"][others], grads["input0"][others])
 
@@ -356,9 +359,9 @@ def test_of_equal_logits_the_lower_experts_win(layers):
     torch.manual_seed(3)
     x = torch.randn(65, moe.layer.options.hidden, device="cuda").bfloat16()
     given = x, torch.zeros(65, 16, device="cuda")
-    made, grads = step(moe, given)
+    outputs, grads = step(moe, given)
     want, want_grads = reference(moe, given)
-    assert error(made[0], want[0]) <= VALUES
+    assert error(outputs[0], want[0]) <= VALUES
     assert error(grads["experts.down_proj"], want_grads["experts.down_proj"]) <= GRADIENTS
     assert not grads["experts.down_proj"][4:].any()
 
@@ -400,9 +403,9 @@ def test_compiled(layers, name):
     compiled = torch.compile(moe, fullgraph=True, dynamic=True)
     for tokens in (127, 300):
         given = inputs(moe, tokens)
-        made, grads = step(moe, given)
+        outputs, grads = step(moe, given)
         found, found_grads = step(moe, given, compiled)
-        assert same(found[0], made[0])
+        assert same(found[0], outputs[0])
         for path in grads:
             assert error(found_grads[path], grads[path].double()) <= 1e-5, path
 
@@ -410,10 +413,10 @@ def test_compiled(layers, name):
 def test_checkpointed(layers):
     moe = module(layers, "qwen3")
     given = inputs(moe, 300)
-    made, grads = step(moe, given)
+    outputs, grads = step(moe, given)
     for reentrant in (False, True):
         found, again = step(moe, given, lambda x, way=reentrant: checkpoint(moe, x, use_reentrant=way))
-        assert same(found[0], made[0]) and all(same(grads[path], again[path]) for path in grads)
+        assert same(found[0], outputs[0]) and all(same(grads[path], again[path]) for path in grads)
 
 
 def test_autocast(layers):
@@ -423,11 +426,11 @@ def test_autocast(layers):
             parameter.copy_(parameter.bfloat16())
     given = [each.detach().float().requires_grad_() for each in inputs(module(layers, "gpt-oss"), 300)]
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        made = moe(*given)
-    assert made.dtype == torch.bfloat16
-    total(made).backward()
+        outputs = moe(*given)
+    assert outputs.dtype == torch.bfloat16
+    total(outputs).backward()
     want, want_grads = reference(moe, given)
-    assert error(made, want[0]) <= VALUES
+    assert error(outputs, want[0]) <= VALUES
     for path, parameter in moe.named_parameters():
         assert parameter.grad.dtype == torch.float32
         assert error(parameter.grad, want_grads[path]) <= GRADIENTS, path
@@ -449,7 +452,7 @@ def test_memory_that_stays_is_what_sizes_say(layers):
 def test_another_stream(layers):
     moe = module(layers, "gpt-oss")
     given = inputs(moe, 300)
-    made, grads = step(moe, given)
+    outputs, grads = step(moe, given)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     late = [torch.full_like(given[0], float("nan"))]
@@ -459,4 +462,4 @@ def test_another_stream(layers):
         found, again = step(moe, late)
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    assert same(found[0], made[0]) and all(same(grads[path], again[path]) for path in grads)
+    assert same(found[0], outputs[0]) and all(same(grads[path], again[path]) for path in grads)

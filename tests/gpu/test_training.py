@@ -48,14 +48,14 @@ def test_the_loss_with_codes_stays_with_that_in_bf16(name, masters, backends):
         idle[recipe] = training.without_experts(model, ids[-1])
     means = {recipe: found[-LAST:].mean().item() for recipe, found in losses.items()}
     apart = means["fp8-block"] / means["none"] - 1
-    said = (
+    message = (
         f"{name}, {str(masters).removeprefix('torch.')} parameters: loss {losses['none'][0]:.3f}, then"
         f" {means['none']:.4f} in bf16, {means['fp8-block']:.4f} with codes ({apart:+.2%}); without experts"
         f" {idle['none']:.2f}, {idle['fp8-block']:.2f}; every 25 steps:"
         + "".join(f"\n  {recipe:10}" + "".join(f"{x:7.3f}" for x in found[::25]) for recipe, found in losses.items())
     )
-    print(f"\n{said}")  # noqa: T201 - the figures of the page
+    print(f"\n{message}")  # noqa: T201 - the figures of the page
     assert not torch.equal(losses["none"], losses["fp8-block"]), "both trainings are the same"
-    assert means["none"] < 0.25 * losses["none"][0], said
-    assert min(idle.values()) > 1.5 * means["none"], said
-    assert abs(apart) <= WITHIN, said
+    assert means["none"] < 0.25 * losses["none"][0], message
+    assert min(idle.values()) > 1.5 * means["none"], message
+    assert abs(apart) <= WITHIN, message

@@ -69,14 +69,18 @@ def test_experts_alone(name, tokens, backend):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_loss_logits_and_gradients_are_those_of_eager(name, backend):
     """A model of one layer, whose router sees the same bits with both: no choice differs, only roundings do."""
-    made = {}
+    results = {}
     ids = models.tokens(128, "cuda")
-    for own in (backend, "eager"):
-        each = model(name, own, layers=1)
+    for implementation in (backend, "eager"):
+        each = model(name, implementation, layers=1)
         result = each(input_ids=ids, labels=ids)
         result.loss.backward()
-        made[own] = result.loss.item(), result.logits, {path: p.grad for path, p in each.named_parameters()}
-    found, want = made[backend], made["eager"]
+        results[implementation] = (
+            result.loss.item(),
+            result.logits,
+            {path: p.grad for path, p in each.named_parameters()},
+        )
+    found, want = results[backend], results["eager"]
     assert found[0] == pytest.approx(want[0], rel=1e-3)
     assert error(found[1], want[1]) <= 1e-2
     off = {path: error(found[2][path], grad) for path, grad in want[2].items() if grad is not None}
@@ -87,17 +91,17 @@ def test_loss_logits_and_gradients_are_those_of_eager(name, backend):
 def test_a_training_follows_that_of_eager(name, backend):
     """Two layers, so a router's choice may differ where scores are close; the losses stay together."""
     losses = {}
-    for own in (backend, "eager"):
-        each = model(name, own)
+    for implementation in (backend, "eager"):
+        each = model(name, implementation)
         optimizer = torch.optim.AdamW(each.parameters(), lr=3e-4)
-        losses[own] = []
+        losses[implementation] = []
         for step in range(50):
             ids = models.tokens(64, "cuda", seed=step % 4)
             loss = each(input_ids=ids, labels=ids).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            losses[own].append(loss.item())
+            losses[implementation].append(loss.item())
     first = losses["eager"][0]
     apart = [abs(left - right) / first for left, right in zip(losses[backend], losses["eager"], strict=True)]
     assert losses[backend][-1] < 0.8 * first, losses
@@ -122,8 +126,8 @@ def test_compiled_block(name, backend):
 
 def test_generation(backend):
     """One token at a time; greedy choices are eager's where logits are apart."""
-    made = {}
-    for own in (backend, "eager"):
-        each = model("qwen3-moe", own).eval()
-        made[own] = each.generate(models.tokens(16, "cuda"), max_new_tokens=8, do_sample=False)
-    assert made[backend].shape == made["eager"].shape
+    results = {}
+    for implementation in (backend, "eager"):
+        each = model("qwen3-moe", implementation).eval()
+        results[implementation] = each.generate(models.tokens(16, "cuda"), max_new_tokens=8, do_sample=False)
+    assert results[backend].shape == results["eager"].shape

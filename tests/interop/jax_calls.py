@@ -107,7 +107,7 @@ def test_a_guard_is_an_error_of_the_computation(operator):
 def test_codes_of_8_and_4_bits_and_several_results(operator):
     types = {"a": "e4m3", "b": "e5m2", "c": "e8m0", "d": "e2m1x2"}
     second = LaunchStep((PointerParameter("out", "d_out", 0),), (1, 1, 1), (32, 1, 1), symbol="second")
-    made = LaunchRecord(
+    launch_record = LaunchRecord(
         arch="sm_90a",
         arguments=(
             *(TensorArgument(name, "input", dtype, ("M",), (1,)) for name, dtype in types.items()),
@@ -117,8 +117,8 @@ def test_codes_of_8_and_4_bits_and_several_results(operator):
         dims=(Dim("M"),), parameters=(PointerParameter("d", "d", 0),), grid=("shift", 1, 1), block=(32, 1, 1),
         symbol="kernel", then=(second,),
     )  # fmt: skip
-    fake = fake_for(made, others={"second": [(0, 8)]}, devices=2)
-    call = operator(made, fake)
+    fake = fake_for(launch_record, others={"second": [(0, 8)]}, devices=2)
+    call = operator(launch_record, fake)
     given = {
         "a": jnp.float8_e4m3fn, "b": jnp.float8_e5m2, "c": jnp.float8_e8m0fnu, "d": jnp.uint8,
     }  # fmt: skip

@@ -23,8 +23,8 @@ _NUMBERS = itertools.count()
 
 
 @pytest.fixture
-def made(monkeypatch):
-    """made(options) -> (layer, f). XLA's CPU has no streams."""
+def jax_layer(monkeypatch):
+    """jax_layer(options) -> (layer, f). XLA's CPU has no streams."""
     from fusekit.interop import jax as interop
 
     monkeypatch.setattr(interop.xla, "stream_of", lambda frame: (None, STREAM))
@@ -74,8 +74,8 @@ def floats(more):
 
 
 @pytest.mark.parametrize("case", PLAIN)
-def test_values_and_gradients_are_those_of_plain_jax(made, case):
-    layer, f = made(layer_of(case))
+def test_values_and_gradients_are_those_of_plain_jax(jax_layer, case):
+    layer, f = jax_layer(layer_of(case))
     x, params, more = inputs_of(layer)
     wanted = plain(layer.options)
     with jax.default_matmul_precision("highest"):
@@ -93,9 +93,9 @@ def test_values_and_gradients_are_those_of_plain_jax(made, case):
 
 
 @pytest.mark.parametrize("case", ["fp8-gpt-oss", "fp8-deepseek", "fp8-mlp"])
-def test_a_layer_with_a_recipe(made, case):
+def test_a_layer_with_a_recipe(jax_layer, case):
     """Near to plain JAX, and with codes for several calls the same bits."""
-    layer, f = made(layer_of(case))
+    layer, f = jax_layer(layer_of(case))
     x, params, more = inputs_of(layer, tokens=60)
     wanted = plain(layer.options)
 
@@ -116,8 +116,8 @@ def test_a_layer_with_a_recipe(made, case):
     assert not [part for part in parts(layer) if part in quantise]
 
 
-def test_nothing_is_kept_without_a_derivative(made):
-    layer, f = made(layer_of("gpt-oss"))
+def test_nothing_is_kept_without_a_derivative(jax_layer):
+    layer, f = jax_layer(layer_of("gpt-oss"))
     x, params, _ = inputs_of(layer)
     inference = jax.jit(f).lower(x, params).as_text()
     jax.jit(f)(x, params).block_until_ready()
@@ -126,8 +126,8 @@ def test_nothing_is_kept_without_a_derivative(made):
     assert str(layer.sizes(T).kept) in jax.jit(jax.grad(total(f))).lower(x, params, {}).as_text()
 
 
-def test_only_the_gradients_asked_for_are_computed(made):
-    layer, f = made(layer_of("gpt-oss"))
+def test_only_the_gradients_asked_for_are_computed(jax_layer):
+    layer, f = jax_layer(layer_of("gpt-oss"))
     x, params, _ = inputs_of(layer)
     jax.jit(jax.grad(total(f)))(x, params, {}).block_until_ready()
     assert "unpermute-dx" in parts(layer) and not any(part.endswith("wgrad") for part in parts(layer))
@@ -141,16 +141,16 @@ def test_only_the_gradients_asked_for_are_computed(made):
     assert "unpermute-dx" not in parts(layer)
 
 
-def test_a_bias_of_the_choice_alone_has_no_gradient(made):
-    layer, f = made(layer_of("deepseek"))
+def test_a_bias_of_the_choice_alone_has_no_gradient(jax_layer):
+    layer, f = jax_layer(layer_of("deepseek"))
     x, params, more = inputs_of(layer)
     gradient = jax.grad(lambda bias: total(f)(x, {**params, "expert_bias": bias}, more))(params["expert_bias"])
     assert not gradient.any() and not any("dgrad" in part for part in parts(layer))
 
 
-def test_the_loss_alone(made):
+def test_the_loss_alone(jax_layer):
     """y has no gradient then."""
-    layer, f = made(layer_of("deepseek"))
+    layer, f = jax_layer(layer_of("deepseek"))
     x, params, more = inputs_of(layer)
 
     def loss(g):
@@ -159,8 +159,8 @@ def test_the_loss_alone(made):
     close(loss(f), loss(plain(layer.options)))
 
 
-def test_tokens_of_the_whole_step_and_a_traced_coefficient(made):
-    layer, f = made(layer_of("logits"))
+def test_tokens_of_the_whole_step_and_a_traced_coefficient(jax_layer):
+    layer, f = jax_layer(layer_of("logits"))
     x, params, more = inputs_of(layer)
     run = jax.jit(lambda factor, tokens: f(x, params, **{**more, "aux_coefficient": factor}, total_tokens=tokens)[1])
     close(run(0.5, 3 * T), 2 / 9 * run(0.25, T))
@@ -170,17 +170,17 @@ def test_tokens_of_the_whole_step_and_a_traced_coefficient(made):
 @pytest.mark.parametrize(
     "tokens", [0, 1, T - 1, np.int64(T), np.uint8(9), [T], np.array([T]), [jnp.int32(T)], 2**31 - 1]
 )
-def test_any_count_of_tokens_for_the_loss(made, tokens):
+def test_any_count_of_tokens_for_the_loss(jax_layer, tokens):
     """0 counts as 1. Fewer than the tokens of x are right where some rows of x are padding."""
-    layer, f = made(layer_of("logits"))
+    layer, f = jax_layer(layer_of("logits"))
     x, params, more = inputs_of(layer)
     count = max(int(np.asarray(tokens).item()), 1)
     close(f(x, params, **more, total_tokens=tokens)[1], (T / count) ** 2 * f(x, params, **more)[1])
 
 
-def test_layers_in_a_scan_with_recomputation(made):
+def test_layers_in_a_scan_with_recomputation(jax_layer):
     """What is kept is stacked by XLA: every layer's own comes back."""
-    layer, f = made(layer_of("gpt-oss"))
+    layer, f = jax_layer(layer_of("gpt-oss"))
     x, params, _ = inputs_of(layer)
     stacked = jax.tree.map(lambda each: jnp.stack([each, 0.5 * each, -each]), params)
 
@@ -199,10 +199,10 @@ def test_layers_in_a_scan_with_recomputation(made):
 
 
 @pytest.mark.parametrize("case", ["gpt-oss", "deepseek", "recompute", "mlp", "fp8-gpt-oss"])
-def test_backward_passes_in_place(made, case):
+def test_backward_passes_in_place(jax_layer, case):
     """The same bits, also of a second pass over what the same forward pass kept: XLA copies that before the first."""
-    layer, f = made(layer_of(case), in_place=True)
-    _, apart = made(layer_of(case))
+    layer, f = jax_layer(layer_of(case), in_place=True)
+    _, apart = jax_layer(layer_of(case))
     x, params, more = inputs_of(layer, tokens=60 if case.startswith("fp8") else T)
     found, wanted = (jax.jit(jax.grad(total(g), argnums=(0, 1)))(x, params, more) for g in (f, apart))
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
@@ -223,8 +223,8 @@ def test_backward_passes_in_place(made, case):
         jax.tree.map(np.testing.assert_array_equal, pull(1.0), wanted)
 
 
-def test_rows_have_leading_dims(made):
-    layer, f = made(layer_of("choices"))
+def test_rows_have_leading_dims(jax_layer):
+    layer, f = jax_layer(layer_of("choices"))
     x, params, more = inputs_of(layer, tokens=6)
     cut = {name: each.reshape(2, 3, K) for name, each in more.items()}
     y = f(x.reshape(2, 3, H), params, **cut)
@@ -232,8 +232,8 @@ def test_rows_have_leading_dims(made):
 
 
 @pytest.mark.parametrize("case", ["gpt-oss", "deepseek", "choices", "mlp"])
-def test_no_tokens(made, case):
-    layer, f = made(layer_of(case))
+def test_no_tokens(jax_layer, case):
+    layer, f = jax_layer(layer_of(case))
     x, params, more = inputs_of(layer, tokens=0)
     y = jax.tree.leaves(jax.jit(f)(x, params, **more))[0]
     assert y.shape == (0, H)
@@ -241,8 +241,8 @@ def test_no_tokens(made, case):
     assert all(not each.any() for each in jax.tree.leaves(gradients))
 
 
-def test_types_of_gradients_are_those_of_the_parameters(made):
-    layer, f = made(layer_of("gpt-oss", dtype="bf16", grad_dtype="f32"))
+def test_types_of_gradients_are_those_of_the_parameters(jax_layer):
+    layer, f = jax_layer(layer_of("gpt-oss", dtype="bf16", grad_dtype="f32"))
     x, params, _ = inputs_of(layer)
     gradients = jax.jit(jax.grad(total(f), argnums=1))(x, params, {})
     assert {str(each.dtype) for each in gradients.values()} == {"bfloat16"}
@@ -272,8 +272,8 @@ def test_types_of_gradients_are_those_of_the_parameters(made):
         ({"x": np.zeros((3, 0), np.float32)}, r"x is float32 \[3, 0\]; for 3 tokens it must be float32 \[3, 24\]"),
     ],
 )
-def test_wrong_arguments_are_named(made, change, text):
-    layer, f = made(layer_of("deepseek"))
+def test_wrong_arguments_are_named(jax_layer, change, text):
+    layer, f = jax_layer(layer_of("deepseek"))
     x, params, more = inputs_of(layer)
     given = {"x": x, **more, **change}
     with pytest.raises(ArgumentError, match=text):
@@ -281,16 +281,16 @@ def test_wrong_arguments_are_named(made, change, text):
     assert not layer.passes
 
 
-def test_kernels_are_loaded_when_a_call_is_traced(made):
-    layer, f = made(layer_of("plain"))
+def test_kernels_are_loaded_when_a_call_is_traced(jax_layer):
+    layer, f = jax_layer(layer_of("plain"))
     x, params, _ = inputs_of(layer)
     jax.jit(f).lower(x, params)
     assert layer.loaded == [T] and not layer.launched
     assert layer.prepared == [device.local_hardware_id for device in jax.local_devices()]
 
 
-def test_a_layer_for_inference_has_no_derivative(made):
-    layer, f = made(layer_of("gpt-oss", keep="none"))
+def test_a_layer_for_inference_has_no_derivative(jax_layer):
+    layer, f = jax_layer(layer_of("gpt-oss", keep="none"))
     x, params, _ = inputs_of(layer)
     with jax.default_matmul_precision("highest"):
         close(jax.jit(f)(x, params), plain(layer.options)(x, params))
@@ -298,9 +298,9 @@ def test_a_layer_for_inference_has_no_derivative(made):
         jax.jit(jax.grad(total(f)))(x, params, {})
 
 
-def test_gradients_that_are_added_to_are_refused(made):
+def test_gradients_that_are_added_to_are_refused(jax_layer):
     with pytest.raises(ArgumentError, match="accumulate = false and add in JAX"):
-        made(layer_of("plain", accumulate=True))
+        jax_layer(layer_of("plain", accumulate=True))
 
 
 @pytest.mark.parametrize(
@@ -312,16 +312,16 @@ def test_gradients_that_are_added_to_are_refused(made):
         ({"w1": jnp.ones((X, 8, H), jnp.bfloat16)}, r"w1 is bfloat16 \[8, 8, 24\]; .* float32 \[8, 8, 24\]"),
     ],
 )
-def test_wrong_arguments_are_refused_before_xla_sees_them(made, change, said):
-    layer, f = made(layer_of("plain"))
+def test_wrong_arguments_are_refused_before_xla_sees_them(jax_layer, change, said):
+    layer, f = jax_layer(layer_of("plain"))
     x, params, _ = inputs_of(layer)
     given = {name: each for name, each in {**params, **change}.items() if each is not None}
     with pytest.raises(ArgumentError, match=said):
         f(x, given)
 
 
-def test_rows_of_another_count_are_refused(made):
-    layer, f = made(layer_of("choices"))
+def test_rows_of_another_count_are_refused(jax_layer):
+    layer, f = jax_layer(layer_of("choices"))
     x, params, more = inputs_of(layer)
     with pytest.raises(
         ArgumentError, match=rf"indices is int32 \[3, {K}\]; for {T} tokens it must be int32 \[{T}, {K}\]"
@@ -329,8 +329,8 @@ def test_rows_of_another_count_are_refused(made):
         f(x, params, **{**more, "indices": more["indices"][:3]})
 
 
-def test_memory_that_is_not_aligned_is_an_error_of_the_computation(made, monkeypatch):
-    layer, f = made(layer_of("plain"))
+def test_memory_that_is_not_aligned_is_an_error_of_the_computation(jax_layer, monkeypatch):
+    layer, f = jax_layer(layer_of("plain"))
     monkeypatch.setattr(memory, "ALIGNMENT", 1 << 60)
     x, params, _ = inputs_of(layer)
     with pytest.raises(Exception, match=r"scratch is .* contiguous bytes at a multiple of"):

@@ -47,9 +47,9 @@ class Ordinal(ctypes.Structure):
 def stream_of(frame):
     """XLA's CPU has no streams, but devices with numbers, which CUDA's contexts have on a GPU."""
     names = re.findall(r"API_STRUCT_FIELD\((\w+)\);", HEADER.read_text())
-    behind = names.index("XLA_FFI_DeviceOrdinal_Get") - names.index("XLA_FFI_Stream_Get")
+    distance = names.index("XLA_FFI_DeviceOrdinal_Get") - names.index("XLA_FFI_Stream_Get")
     api = type(frame.api.contents)
-    place = ctypes.addressof(frame.api.contents) + api.stream_get.offset + 8 * behind
+    place = ctypes.addressof(frame.api.contents) + api.stream_get.offset + 8 * distance
     function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(Ordinal))(ctypes.c_void_p.from_address(place).value)
     asked = Ordinal(ctypes.sizeof(Ordinal), None, frame.context, -1)
     assert not function(ctypes.byref(asked))
@@ -61,9 +61,9 @@ class Ranked(HostRanked):
     """The layer of a rank, each on a thread of XLA's: the last one to come runs what all have queued."""
 
     def over(self, ranks):
-        made = Ranked(self._library, self.name, self.options, ranks=ranks, tokens=self.capacity, rows=self.rows)
-        self._library.layers[ranks.rank] = made
-        return made
+        ranked = Ranked(self._library, self.name, self.options, ranks=ranks, tokens=self.capacity, rows=self.rows)
+        self._library.layers[ranks.rank] = ranked
+        return ranked
 
     def load(self, tokens=None):
         self._library.loaded.append((self.ranks.rank, tokens))
@@ -81,8 +81,8 @@ class Ranked(HostRanked):
 
 
 @pytest.fixture
-def made(monkeypatch):
-    """made(options, mesh, **said) -> (library, f)."""
+def jax_ranked(monkeypatch):
+    """jax_ranked(options, mesh, **said) -> (library, f)."""
     from fusekit.interop import jax as interop
 
     monkeypatch.setattr(interop.xla, "stream_of", stream_of)
@@ -158,11 +158,11 @@ def close(found, right, tolerance=1e-4):
     [(name, (0, 1), True) for name in ("gpt-oss", "deepseek", "llama4", "logits", "recompute")]
     + [("choices", (2, 0, 1), True), ("gpt-oss", (1, 0), False), ("choices", (0, 1), False)],
 )
-def test_values_and_gradients_are_those_of_one_gpu(made, name, order, checked):
+def test_values_and_gradients_are_those_of_one_gpu(jax_ranked, name, order, checked):
     """A derivative of a shard_map, and one within it."""
     o = over(len(order), name, dtype="f32", grad_dtype="f32")
     mesh = mesh_of(*order)
-    library, f = made(o, mesh)
+    library, f = jax_ranked(o, mesh)
     x, params, more = whole(o, 11)
     floats = {each: array for each, array in more.items() if each in ("logits", "weights")}
     spread = partial(jax.shard_map, mesh=mesh, check_vma=checked)
@@ -196,10 +196,10 @@ def test_values_and_gradients_are_those_of_one_gpu(made, name, order, checked):
     assert sorted(set(library.loaded)) == [(rank, 11) for rank in range(o.ranks)]
 
 
-def test_a_layer_with_a_recipe_sends_codes(made):
+def test_a_layer_with_a_recipe_sends_codes(jax_ranked):
     """Near to plain JAX; codes that are made once for several calls give the same bits."""
     o, mesh = over(2, "fp8-deepseek", dtype="f32", grad_dtype="f32"), mesh_of(0, 1)
-    library, f = made(o, mesh)
+    library, f = jax_ranked(o, mesh)
     x, params, more = whole(o, 30)
     places = specs(params, more)
     spread = partial(jax.shard_map, mesh=mesh)
@@ -224,9 +224,9 @@ def test_a_layer_with_a_recipe_sends_codes(made):
     jax.tree.map(np.testing.assert_array_equal, {each: again[1][each] for each in params}, found[1])
 
 
-def test_nothing_is_kept_without_a_derivative_and_layers_share_windows(made):
+def test_nothing_is_kept_without_a_derivative_and_layers_share_windows(jax_ranked):
     o, mesh = over(2, "choices", dtype="f32"), mesh_of(1, 0)
-    library, f = made(o, mesh)
+    library, f = jax_ranked(o, mesh)
     x, params, more = whole(o, 7)
     places = specs(params, more)
 
@@ -243,9 +243,9 @@ def test_nothing_is_kept_without_a_derivative_and_layers_share_windows(made):
     assert not library.driver.memory
 
 
-def test_a_rank_that_does_not_come_is_an_error_in_words(made, monkeypatch):
+def test_a_rank_that_does_not_come_is_an_error_in_words(jax_ranked, monkeypatch):
     o, mesh = over(2, "choices", dtype="f32"), mesh_of(0, 1)
-    library, f = made(o, mesh)
+    library, f = jax_ranked(o, mesh)
     x, params, more = whole(o, 7)
     run = jax.jit(
         jax.shard_map(lambda *given: f(given[0], given[1], **given[2]), mesh=mesh, in_specs=specs(params, more),
@@ -265,9 +265,9 @@ def test_a_rank_that_does_not_come_is_an_error_in_words(made, monkeypatch):
         jax.block_until_ready(run(x, params, more))
 
 
-def test_calls_that_do_not_fit_are_refused_in_words(made):
+def test_calls_that_do_not_fit_are_refused_in_words(jax_ranked):
     o, mesh = over(2, "choices", dtype="f32"), mesh_of(0, 1)
-    _, f = made(o, mesh, patience=1)
+    _, f = jax_ranked(o, mesh, patience=1)
     x, params, more = whole(o, 7)
     share = {name: each[: o.local] if name in PARTS else each for name, each in params.items()}
     with pytest.raises(
@@ -297,7 +297,7 @@ def test_calls_that_do_not_fit_are_refused_in_words(made):
         (1, mesh_of(0, 1), "experts", "is a layer of one GPU, which takes no mesh"),
     ],
 )
-def test_meshes_that_do_not_fit_are_refused_in_words(made, ranks, mesh, axis, said):
+def test_meshes_that_do_not_fit_are_refused_in_words(jax_ranked, ranks, mesh, axis, said):
     from fusekit.interop import jax as interop
     from tests.layers.host import HostLayer
 
@@ -305,7 +305,7 @@ def test_meshes_that_do_not_fit_are_refused_in_words(made, ranks, mesh, axis, sa
         if ranks == 1:
             interop.moe(HostLayer(alone(over(2, "choices"))), "fusekit_test_refused", mesh=mesh, axis=axis)
         else:
-            made(over(2, "choices"), mesh, axis=axis)
+            jax_ranked(over(2, "choices"), mesh, axis=axis)
 
 
 def test_each_place_of_another_axis_has_ranks_of_its_own():
@@ -322,7 +322,7 @@ def test_each_place_of_another_axis_has_ranks_of_its_own():
     assert [(each.rank, each.count, each.device) for each in turned] == [(0, 3, 2), (1, 3, 1), (2, 3, 0)]
 
 
-def test_the_example(made, monkeypatch, capsys):
+def test_the_example(jax_ranked, monkeypatch, capsys):
     from fusekit.interop import jax as interop
 
     o = parse_file(EXAMPLE.with_name("ranks.toml"))[0].layer
@@ -331,7 +331,7 @@ def test_the_example(made, monkeypatch, capsys):
         return SimpleNamespace(options=o, tokens=tokens)
 
     def moe(layer, name, **said):
-        _, f = made(o, said.pop("mesh"), tokens=layer.tokens, **said)
+        _, f = jax_ranked(o, said.pop("mesh"), tokens=layer.tokens, **said)
         return f
 
     monkeypatch.setattr(fusekit, "open_library", lambda: SimpleNamespace(layer=layer))
@@ -378,7 +378,7 @@ def test_processes_find_each_other():
         assert out.endswith("all there\n"), problems
 
 
-def test_layers_of_one_gpu_are_differentiated_in_a_shard_map(made, monkeypatch):
+def test_layers_of_one_gpu_are_differentiated_in_a_shard_map(jax_ranked, monkeypatch):
     """With data parallel devices, whose gradients of parameters shard_map sums."""
     from fusekit.interop import jax as interop
     from tests.layers.host import HostLayer

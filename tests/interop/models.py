@@ -11,20 +11,20 @@ ATTENTION = {
 
 def configs(hidden, intermediate, layers=2):
     """A configuration of each family."""
-    own = {**ATTENTION, "hidden_size": hidden, "num_hidden_layers": layers}
+    base = {**ATTENTION, "hidden_size": hidden, "num_hidden_layers": layers}
     return {
         "gpt-oss": GptOssConfig(
-            **own, intermediate_size=intermediate, num_local_experts=8, num_experts_per_tok=4, sliding_window=64
+            **base, intermediate_size=intermediate, num_local_experts=8, num_experts_per_tok=4, sliding_window=64
         ),
         "qwen3-moe": Qwen3MoeConfig(
-            **own, intermediate_size=hidden, moe_intermediate_size=intermediate, num_experts=16, num_experts_per_tok=4,
+            **base, intermediate_size=hidden, moe_intermediate_size=intermediate, num_experts=16, num_experts_per_tok=4,
             norm_topk_prob=True,
         ),
         "mixtral": MixtralConfig(
-            **own, intermediate_size=intermediate, num_local_experts=8, num_experts_per_tok=2, sliding_window=None
+            **base, intermediate_size=intermediate, num_local_experts=8, num_experts_per_tok=2, sliding_window=None
         ),
         "deepseek-v3": DeepseekV3Config(
-            **{**own, "num_key_value_heads": 4, "head_dim": 8}, intermediate_size=hidden,
+            **{**base, "num_key_value_heads": 4, "head_dim": 8}, intermediate_size=hidden,
             moe_intermediate_size=intermediate, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2,
             n_shared_experts=1, first_k_dense_replace=0, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8,
             qk_nope_head_dim=16, v_head_dim=16, routed_scaling_factor=2.5,
@@ -36,12 +36,12 @@ def model(name, backend, hidden, intermediate, dtype=torch.float32, device="cpu"
     """A model of the family with the experts backend; the same weights for every backend."""
     torch.manual_seed(0)
     config = configs(hidden, intermediate, layers)[name]
-    made = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=backend)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=backend)
     with torch.no_grad():
-        for path, parameter in made.named_parameters():
+        for path, parameter in model.named_parameters():
             if "experts" in path or "router" in path or "gate" in path:
                 parameter.normal_(std=0.02 if parameter.dim() > 1 else 0.1)
-    return made.to(device)
+    return model.to(device)
 
 
 def tokens(count, device="cpu", seed=0):

@@ -81,10 +81,10 @@ def weights_of(options, logits, indices):
     picked = jnp.take_along_axis(logits, indices, axis=1)
     if r["score_function"] == "softmax":
         every = jnp.take_along_axis(jax.nn.softmax(logits), indices, axis=1)
-        made = every if r["pre_softmax"] else jax.nn.softmax(picked)
+        weights = every if r["pre_softmax"] else jax.nn.softmax(picked)
     else:
-        made = normalised(score(r, picked)) if options.topk > 1 else score(r, picked)
-    return made * r["scaling_factor"]
+        weights = normalised(score(r, picked)) if options.topk > 1 else score(r, picked)
+    return weights * r["scaling_factor"]
 
 
 def activate(options, z):

@@ -94,8 +94,8 @@ class Meeting:
     """Where the passes of all ranks are run: by the last one to come."""
 
     def __init__(self, options, tokens):
-        made = program(options).within(ranks_meaning.room(options, tokens))
-        self.world = ranks_meaning.World(made, options.ranks)
+        layer_program = program(options).within(ranks_meaning.room(options, tokens))
+        self.world = ranks_meaning.World(layer_program, options.ranks)
         self.barrier = threading.Barrier(options.ranks, timeout=30)
         self.given, self.found = [None] * options.ranks, None
 

@@ -32,26 +32,26 @@ def test_results_of_several_launches_are_known_without_launching():
 
 
 def test_results_of_8_bits():
-    made = LaunchRecord(
+    launch_record = LaunchRecord(
         arch="sm_90a",
         arguments=(
             TensorArgument("x", "input", "e4m3", ("M",), (1,)), TensorArgument("y", "output", "e5m2", ("M",), (1,)),
         ),
         dims=(Dim("M"),), parameters=(), grid=(1, 1, 1), block=(32, 1, 1), symbol="kernel",
     )  # fmt: skip
-    call = interop.operator(load(made, fake_for(made))[0], "fusekit_test::codes")
+    call = interop.operator(load(launch_record, fake_for(launch_record))[0], "fusekit_test::codes")
     with torch._subclasses.FakeTensorMode():
         assert call(torch.empty((64,), dtype=torch.float8_e4m3fn)).dtype == torch.float8_e5m2
 
 
 def test_a_name_stands_for_one_kernel():
-    made = whole()
-    kernel, _ = load(made, fake_for(made, others={"second": [(0, 8)]}))
+    launch_record = whole()
+    kernel, _ = load(launch_record, fake_for(launch_record, others={"second": [(0, 8)]}))
     interop.operator(kernel, "fusekit_test::one")
     interop.operator(kernel, "fusekit_test::one")  # again, as in a notebook
     with pytest.raises(ArgumentError, match="fusekit_test::one is another kernel, or has another margin"):
         interop.operator(kernel, "fusekit_test::one", cluster_margin=2)
-    other, _ = load(made, fake_for(made, others={"second": [(0, 8)]}))
+    other, _ = load(launch_record, fake_for(launch_record, others={"second": [(0, 8)]}))
     other.digest = "of other code"
     with pytest.raises(ArgumentError, match="fusekit_test::one is another kernel"):
         interop.operator(other, "fusekit_test::one")

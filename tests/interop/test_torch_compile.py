@@ -46,8 +46,8 @@ def test_compile_of_a_whole_graph_with_any_count_of_tokens(name):
             assert (left is None and right is None) or torch.equal(left, right)
     with torch.no_grad():
         given = inputs_of(moe, 5)
-        made, want = torch.compile(moe, fullgraph=True, backend="aot_eager")(*given), moe(*given)
-        assert torch.equal(made[0], want[0])
+        outputs, want = torch.compile(moe, fullgraph=True, backend="aot_eager")(*given), moe(*given)
+        assert torch.equal(outputs[0], want[0])
 
 
 @pytest.mark.parametrize("dynamic", [None, False, True])
@@ -58,9 +58,9 @@ def test_a_compiled_call_with_a_number_of_tokens_for_the_loss(dynamic):
     compiled = torch.compile(moe, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for tokens in (7, 14, 0, 1, 2**31 - 1):
         given, again = inputs_of(moe, 5), inputs_of(moe, 5)
-        made, want = compiled(*given, total_tokens=tokens), moe(*again, total_tokens=tokens)
-        assert torch.equal(made[1], want[1])
-        total(made).backward()
+        outputs, want = compiled(*given, total_tokens=tokens), moe(*again, total_tokens=tokens)
+        assert torch.equal(outputs[1], want[1])
+        total(outputs).backward()
         total(want).backward()
         assert torch.equal(given[0].grad, again[0].grad)
     assert compiled(*given, total_tokens=7)[1] != compiled(*given, total_tokens=14)[1]
@@ -202,11 +202,11 @@ def test_versions_of_what_a_backward_pass_writes_are_raised(looked_at):
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each)
     with torch.autograd.profiler.profile() if looked_at else contextlib.nullcontext():
         with hooks:
-            made = total(moe(*inputs_of(moe, 5)))
+            outputs = total(moe(*inputs_of(moe, 5)))
         (kept,) = (each for each in saved if each.dtype == torch.uint8)
         written = [kept, *(moe.get_parameter(moe.names[name]).main_grad for name in moe.operator.summed)]
         before = [each._version for each in written]
-        made.backward()
+        outputs.backward()
     assert len(written) > 2 and all(each._version > was for each, was in zip(written, before, strict=True))
 
 

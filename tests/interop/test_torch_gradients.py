@@ -42,10 +42,10 @@ def test_weight_gradients_are_added_to_main_gradients(compiled):
     moe = module({**DEEPSEEK, "accumulate": True, "grad_dtype": "f32", "dtype": "bf16"})
     reference = module({**DEEPSEEK, "grad_dtype": "f32", "dtype": "f32"})
     with torch.no_grad():
-        for mine, other in zip(moe.parameters(), reference.parameters(), strict=True):
-            other.copy_(mine)
-        for mine, other in zip(moe.buffers(), reference.buffers(), strict=True):
-            other.copy_(mine)
+        for weight, other in zip(moe.parameters(), reference.parameters(), strict=True):
+            other.copy_(weight)
+        for buffer, other in zip(moe.buffers(), reference.buffers(), strict=True):
+            other.copy_(buffer)
     summed = {moe.names[name] for name in moe.operator.summed}
     assert summed == {name for name, _ in moe.named_parameters()}
     for parameter in moe.parameters():
@@ -193,9 +193,9 @@ def test_weights_without_a_gradient_need_no_main_gradient(compiled):
     weight = moe.router.weight
     weight.main_grad = torch.zeros_like(weight)
     before = [parameter.clone() for parameter in moe.parameters()]
-    made = call(x)
-    total(made).backward()
-    assert torch.equal(made, y) and weight.main_grad.any() and x.grad is not None
+    outputs = call(x)
+    total(outputs).backward()
+    assert torch.equal(outputs, y) and weight.main_grad.any() and x.grad is not None
     assert all(map(torch.equal, moe.parameters(), before))
     assert moe.layer.passes[-1][-1] == {"dx", "drouter", "drouter_bias"}
 

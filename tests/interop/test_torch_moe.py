@@ -35,13 +35,13 @@ from tests.plan.test_layer_program import CASES, PLAIN, H, K  # noqa: E402
 def test_values_and_gradients_are_those_of_plain_pytorch(name, tokens):
     moe = module(CASES[name])
     given = inputs_of(moe, tokens)
-    made = moe(*given)
-    total(made).backward()
+    outputs = moe(*given)
+    total(outputs).backward()
     y, loss, of_inputs, of_parameters = plain(moe, given)
-    assert isinstance(made, tuple) == (loss is not None)
-    close(made[0] if loss is not None else made, y)
+    assert isinstance(outputs, tuple) == (loss is not None)
+    close(outputs[0] if loss is not None else outputs, y)
     if loss is not None:
-        close(made[1], loss)
+        close(outputs[1], loss)
     for tensor, want in zip(given, of_inputs, strict=True):
         if tensor.requires_grad:
             close(tensor.grad, want)
@@ -164,9 +164,9 @@ def test_autocast(name):
     moe = module({**CASES[name], "dtype": "bf16", "grad_dtype": "bf16"}, dtype=torch.float32)
     given = inputs_of(moe, 7)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        made = moe(*given)
-    assert (made[0] if isinstance(made, tuple) else made).dtype == torch.bfloat16
-    total(made).backward()
+        outputs = moe(*given)
+    assert (outputs[0] if isinstance(outputs, tuple) else outputs).dtype == torch.bfloat16
+    total(outputs).backward()
     rounded = copy.deepcopy(moe)
     with torch.no_grad():
         for parameter in rounded.parameters():
@@ -281,17 +281,17 @@ def test_fully_sharded(one_rank, compiled):
     for _ in range(2):
         total(call(x.bfloat16())).backward()
         total(plain_one(x.bfloat16())).backward()
-    for (name, mine), other in zip(sharded.named_parameters(), plain_one.parameters(), strict=True):
-        assert mine.grad.dtype == torch.float32, name
-        close(mine.grad.full_tensor(), other.grad, 0.02)
+    for (name, shard), other in zip(sharded.named_parameters(), plain_one.parameters(), strict=True):
+        assert shard.grad.dtype == torch.float32, name
+        close(shard.grad.full_tensor(), other.grad, 0.02)
 
 
 def test_kept_memory_is_bounded_by_a_line():
     for said in CASES.values():
-        made = host(**said).program
-        slope, rest = made.kept_line()
+        layer_program = host(**said).program
+        slope, rest = layer_program.kept_line()
         for tokens in [*range(40), 127, 128, 129, 1000, 24576]:
-            size = made.kept(made.dims(tokens))[1]
+            size = layer_program.kept(layer_program.dims(tokens))[1]
             assert size <= slope * tokens + rest
             assert slope * tokens + rest - size <= 2 * rest
     assert np.isscalar(rest)

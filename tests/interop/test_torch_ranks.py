@@ -55,8 +55,8 @@ def given_of(o, count, seed):
 
 
 def step(moe, given):
-    made = moe(*given)
-    y, loss = made if isinstance(made, tuple) else (made, None)
+    outputs = moe(*given)
+    y, loss = outputs if isinstance(outputs, tuple) else (outputs, None)
     total = (y * torch.arange(y.shape[-1]).cos()).sum()
     (total if loss is None else total + 0.7 * loss).backward()
     return y.detach()
@@ -91,21 +91,21 @@ def test_a_module_over_ranks_is_that_of_one_gpu(name, tokens):
         found[rank] = step(ranks[rank], given[rank])
 
     together([lambda rank=rank: body(rank) for rank in range(len(ranks))])
-    got = [[each.grad for each in own if each.requires_grad] for own in given]
-    for own in given:
-        for each in own:
+    got = [[each.grad for each in rank_inputs if each.requires_grad] for rank_inputs in given]
+    for rank_inputs in given:
+        for each in rank_inputs:
             each.grad = None
     shared = {path: torch.zeros_like(tensor) for path, tensor in one.named_parameters()}
-    for rank, own in enumerate(given):
+    for rank, rank_inputs in enumerate(given):
         one.zero_grad()
-        torch.testing.assert_close(found[rank], step(one, own), rtol=1e-4, atol=1e-4)
-        for left, right in zip(got[rank], [each.grad for each in own if each.requires_grad], strict=True):
+        torch.testing.assert_close(found[rank], step(one, rank_inputs), rtol=1e-4, atol=1e-4)
+        for left, right in zip(got[rank], [each.grad for each in rank_inputs if each.requires_grad], strict=True):
             torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
         for path, parameter in one.named_parameters():
             shared[path] += parameter.grad
             if path not in [one.names[name] for name in PARTS if name in one.names]:
-                mine = ranks[rank].get_parameter(path).grad
-                torch.testing.assert_close(mine, parameter.grad, rtol=1e-4, atol=1e-3)
+                gradient = ranks[rank].get_parameter(path).grad
+                torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-3)
     for name_ in PARTS:
         if name_ in one.names:
             path = one.names[name_]
@@ -123,11 +123,11 @@ def test_a_module_over_ranks_with_a_recipe():
         found[rank] = step(ranks[rank], given[rank])
 
     together([lambda: body(0), lambda: body(1)])
-    mine = [each.grad.clone() for each in given[0] if each.requires_grad]
+    gradients = [each.grad.clone() for each in given[0] if each.requires_grad]
     for each in given[0]:
         each.grad = None
     torch.testing.assert_close(found[0], step(one, given[0]), rtol=1e-5, atol=1e-5)
-    for left, right in zip(mine, [each.grad for each in given[0] if each.requires_grad], strict=True):
+    for left, right in zip(gradients, [each.grad for each in given[0] if each.requires_grad], strict=True):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
     for name in ("w1", "w2"):
         path = one.names[name]

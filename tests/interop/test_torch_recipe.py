@@ -39,9 +39,9 @@ def grads(moe, x):
 def step(moe, x, call=None):
     moe.zero_grad()
     x.grad = None
-    made = (moe if call is None else call)(x)
-    y = made[0] if isinstance(made, tuple) else made
-    (y.sin().sum() + (made[1] if isinstance(made, tuple) else 0.0)).backward()
+    outputs = (moe if call is None else call)(x)
+    y = outputs[0] if isinstance(outputs, tuple) else outputs
+    (y.sin().sum() + (outputs[1] if isinstance(outputs, tuple) else 0.0)).backward()
     return y.detach(), grads(moe, x)
 
 
@@ -178,8 +178,8 @@ def test_transformers_takes_layers_of_the_recipe():
     from fusekit.interop import transformers
     from fusekit.interop.transformers import Experts
 
-    said = {"router": {"input": "choices"}, "hidden": 144, "intermediate": 64, "dtype": "bf16"}
-    layers = {name: host(**said, recipe=recipe).options for name, recipe in
+    table = {"router": {"input": "choices"}, "hidden": 144, "intermediate": 64, "dtype": "bf16"}
+    layers = {name: host(**table, recipe=recipe).options for name, recipe in
               (("store/plain", "none"), ("store/fp8", "fp8-block"))}  # fmt: skip
     library = SimpleNamespace(layers=lambda: layers)
     wanted = {
@@ -188,7 +188,7 @@ def test_transformers_takes_layers_of_the_recipe():
     }
     assert transformers.layer_for(library, "*", wanted["none"], "Experts") == "store/plain"
     assert transformers.layer_for(library, "*", wanted["fp8-block"], "Experts") == "store/fp8"
-    layers["store/masters"] = host(**said, recipe="fp8-block", weight_dtype="f32").options
+    layers["store/masters"] = host(**table, recipe="fp8-block", weight_dtype="f32").options
     assert transformers.layer_for(library, "*", wanted["fp8-block"], "Experts") == "store/fp8"
     masters = replace(wanted["fp8-block"], weight_dtype="f32")
     assert transformers.layer_for(library, "*", masters, "Experts") == "store/masters"

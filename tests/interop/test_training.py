@@ -20,13 +20,13 @@ H, I, STEPS = 64, 64, 3  # noqa: E741
 @pytest.fixture
 def layers():
     """By name; a backend for each recipe."""
-    said = {"hidden": H, "intermediate": I, "experts": 8, "topk": 2, "router": {"input": "choices"}, "dtype": "bf16"}
+    table = {"hidden": H, "intermediate": I, "experts": 8, "topk": 2, "router": {"input": "choices"}, "dtype": "bf16"}
     kinds = {"none": {}, "fp8": {"recipe": "fp8-block"}, "fp8-f32": {"recipe": "fp8-block", "weight_dtype": "f32"}}
-    made = {f"store/{name}": host(file="store", name=name, **said, **more) for name, more in kinds.items()}
-    library = SimpleNamespace(layers=lambda: {name: each.options for name, each in made.items()}, layer=made.get)
+    stored = {f"store/{name}": host(file="store", name=name, **table, **more) for name, more in kinds.items()}
+    library = SimpleNamespace(layers=lambda: {name: each.options for name, each in stored.items()}, layer=stored.get)
     for recipe in RECIPES:
         interop.register(library, f"fusekit-{recipe}", recipe=recipe)
-    yield made
+    yield stored
     for recipe in RECIPES:
         del moe.ExpertsInterface._global_mapping[f"fusekit-{recipe}"]
 

@@ -62,9 +62,9 @@ def trained(name, backend, **more):
     """Loss, logits and gradients after one step."""
     model = models.model(name, backend, H, I, **more)
     ids = models.tokens(11)
-    made = model(input_ids=ids, labels=ids)
-    made.loss.backward()
-    return made.loss.item(), made.logits.detach(), {path: each.grad for path, each in model.named_parameters()}
+    output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+    return output.loss.item(), output.logits.detach(), {path: each.grad for path, each in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -112,8 +112,8 @@ def test_compiled_without_a_break(registered, name):
         for call in (block, compiled):
             model.zero_grad()
             x.grad = None
-            made = call(x)
-            (made[0] if isinstance(made, tuple) else made).square().sum().backward()
+            output = call(x)
+            (output[0] if isinstance(output, tuple) else output).square().sum().backward()
             grads.append([x.grad, *(each.grad for each in block.parameters())])
         for left, right in zip(*grads, strict=True):
             torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-8)
@@ -148,8 +148,8 @@ def test_indices_beyond_the_experts_add_nothing(registered):
     block = models.model("mixtral", "fusekit-test", H, I).model.layers[0].mlp
     x, weights = torch.randn(6, H), torch.rand(6, 2)
     indices = torch.tensor([[0, 8], [8, 3], [8, 8], [1, 2], [7, 0], [5, 8]])
-    own = (indices < 8) * weights
-    found = block.experts(x, indices, own)
+    local = (indices < 8) * weights
+    found = block.experts(x, indices, local)
     block.experts.config._experts_implementation_internal = "eager"
     want = torch.zeros_like(x)
     for place in range(2):
@@ -233,7 +233,7 @@ def test_activations_are_recognised(name, act_fn, want):
 
     module = type("Gate", (), {"_apply_gate": moe._default_apply_gate})
     found, layout = interop.recognised(module, type(ACT2FN[name]), True, {})
-    assert (dict(interop._said(found)), layout) == (want, "concat")
+    assert (dict(interop._given_parameters(found)), layout) == (want, "concat")
 
 
 def test_plain_activations_are_recognised():
@@ -241,7 +241,7 @@ def test_plain_activations_are_recognised():
 
     for name, kind in (("relu2", "srelu"), ("silu", "silu"), ("gelu", "gelu"), ("relu", "relu")):
         found, layout = interop.recognised(object, type(ACT2FN[name]), False, {})
-        assert (dict(interop._said(found)), layout) == ({"kind": kind}, "none")
+        assert (dict(interop._given_parameters(found)), layout) == ({"kind": kind}, "none")
 
 
 def test_a_clamp_of_large_numbers_is_seen():
@@ -251,7 +251,7 @@ def test_a_clamp_of_large_numbers_is_seen():
 
     module, numbers = gate_of(clamped, limit=100.0)
     found, _ = interop.recognised(module, type(None), True, numbers)
-    assert dict(interop._said(found)) == {"kind": "swiglu", "limit": 100.0}
+    assert dict(interop._given_parameters(found)) == {"kind": "swiglu", "limit": 100.0}
 
 
 def test_an_activation_that_is_none_of_ours_is_refused():

@@ -36,9 +36,9 @@ def inputs_of(moe, tokens, seed=1, dtype=torch.float32):
     return (x,)
 
 
-def total(made):
+def total(outputs):
     """A number that takes every output in."""
-    y, loss = made if isinstance(made, tuple) else (made, None)
+    y, loss = outputs if isinstance(outputs, tuple) else (outputs, None)
     found = (y.float() * torch.arange(H).cos()).sum()
     return found if loss is None else found + 0.7 * loss
 

@@ -49,8 +49,8 @@ def layer(activation, glu_layout, tensors, kept, dy):
     found = {"y": np.zeros((tokens, hidden)), "dx": np.zeros((tokens, hidden)), "dw1": [], "dw2": []}
     prob = np.empty(kept.token.size)
     prob[kept.inverse.reshape(-1)] = kept.weights.reshape(-1)
-    for expert, own in enumerate(groups(kept)):
-        token, p = kept.token[own], prob[own, None]
+    for expert, group in enumerate(groups(kept)):
+        token, p = kept.token[group], prob[group, None]
         x, w1, w2 = kept.x[token], tensors["w1"][expert], tensors["w2"][expert]
         q1, q2 = quantised(w1, SIDE, SIDE), quantised(w2, SIDE, SIDE)
         z = bf16(quantised(x, 1, SIDE) @ q1.T)

@@ -89,14 +89,14 @@ def host(**said):
     return HostLayer(options(**{"dtype": "f32", **said}))
 
 
-def compute(keys, tensors, dims, change=lambda made: None):
+def compute(keys, tensors, dims, change=lambda outputs: None):
     """What the kernel with the table `keys` writes into its tensors. change: given the results by name, unrounded."""
     arrays = {name: array(tensor) for name, tensor in tensors.items()}
     with np.errstate(all="ignore"):  # of memory that nothing has written yet
         given = {name: wide(each, tensors[name].dtype) for name, each in arrays.items()}
-        made = layer_meaning.OPERATIONS[keys["op"]](keys, given, dims)
-        change(made)
-        for name, values in made.items():
+        outputs = layer_meaning.OPERATIONS[keys["op"]](keys, given, dims)
+        change(outputs)
+        for name, values in outputs.items():
             if name not in arrays or values is None:
                 continue
             if keys.get("accumulate") and name in ("dw", "dbias"):

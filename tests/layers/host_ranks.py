@@ -64,9 +64,9 @@ class HostLibrary:
         self.store = SimpleNamespace(names=lambda pattern: [])
 
     def layer(self, name, *, ranks, **said):
-        made = HostRanked(self, name, self.options, ranks=ranks, **said)
-        self.layers[ranks.rank] = made
-        return made
+        ranked = HostRanked(self, name, self.options, ranks=ranks, **said)
+        self.layers[ranks.rank] = ranked
+        return ranked
 
 
 class HostRanked(RankedLayer):
@@ -109,9 +109,9 @@ class Kernel:
         """Every argument, in float64 or int64."""
         return {name: taken(each) for name, each in self.given.items() if hasattr(each, "data_ptr")}
 
-    def write(self, made):
+    def write(self, outputs):
         for name in self.written & self.given.keys():
-            put(self.given[name], made[name])
+            put(self.given[name], outputs[name])
 
     def alone(self):
         with np.errstate(all="ignore"):  # of memory that nothing has written yet
@@ -132,8 +132,8 @@ def meet(launches):
     world = SimpleNamespace(program=first.layer.program, windows=wide)
     reads = [each.reads() for each in launches]
     with np.errstate(all="ignore"):
-        made = ranks_meaning.EXCHANGES[first.keys["op"]](first.keys, reads, world, first)
-    for each, parts, numbers, found in zip(launches, windows, wide, made, strict=True):
+        outputs = ranks_meaning.EXCHANGES[first.keys["op"]](first.keys, reads, world, first)
+    for each, parts, numbers, found in zip(launches, windows, wide, outputs, strict=True):
         for name, part in parts.items():
             put(part, numbers[name])
         each.write(found)

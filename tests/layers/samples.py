@@ -20,15 +20,15 @@ from tests.runtime.fake import FakeDriver
 
 def records(options: Options) -> dict[str, LaunchRecord]:
     """For each part a kernel `part` that takes the addresses of its arguments, in the order of their names."""
-    made = program(options)
+    layer_program = program(options)
     found = {}
-    for steps in made.steps.values():
+    for steps in layer_program.steps.values():
         for step in steps:
             names = {**step.reads, **step.writes}
             names = {name: buffer for name, buffer in names.items() if not name.startswith("window.")}
             arguments, dims = [], {}
             for name, buffer in sorted(names.items()):
-                each = made.buffers[buffer]
+                each = layer_program.buffers[buffer]
                 over = Z if name == DZ else ""
                 shape = tuple(f"{over or name}{index}" for index, _ in enumerate(each.shape))
                 dims.update((dim, Dim(dim)) for dim in shape)
@@ -44,7 +44,7 @@ def records(options: Options) -> dict[str, LaunchRecord]:
             ]
             if step.window:
                 arguments += [ScalarArgument(each, "i32", None) for each in ("rank", "capacity", "timeout")]
-            op = made.parts[step.part]["op"]
+            op = layer_program.parts[step.part]["op"]
             gemm = op in OPERATIONS and OPERATIONS[op].gemm
             blocks = ("max", 1, ("sub", "sm_count", "cluster_margin")) if gemm else 1
             found[step.part] = LaunchRecord(
@@ -57,9 +57,9 @@ def records(options: Options) -> dict[str, LaunchRecord]:
 def library(root: Path, options: Options) -> tuple[Library, FakeDriver]:
     """A library whose store at `root` holds the layer, on a fake driver."""
     store = Store.open(Config(store=root))
-    made = records(options)
-    cubin = cubin_of(*(record.symbol for record in made.values()))
-    for part, record in made.items():
+    layer_records = records(options)
+    cubin = cubin_of(*(record.symbol for record in layer_records.values()))
+    for part, record in layer_records.items():
         fields = {"arch": record.arch, "spec": part}
         entry = Entry(
             key=key_of(fields), fields=fields, cubin_sha256=hashlib.sha256(cubin).hexdigest(), cubin_bytes=len(cubin),
@@ -72,6 +72,8 @@ def library(root: Path, options: Options) -> tuple[Library, FakeDriver]:
         spec |= {"tile": [128, 128], "cluster": [1, 1]} if gemm else {"warps": 8}
         name = f"{options.file}/{options.name}.{part}@{'128x128-c1x1' if gemm else 'w8'}"
         store.publish_name(NameRecord(name, record.arch, entry.key, spec, {}))
-    kernels = {record.symbol: [(each.offset, each.size) for each in record.parameters] for record in made.values()}
+    kernels = {
+        record.symbol: [(each.offset, each.size) for each in record.parameters] for record in layer_records.values()
+    }
     fake = FakeDriver(symbol="", others=kernels)
     return Library(store, Driver(fake)), fake

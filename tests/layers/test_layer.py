@@ -19,8 +19,8 @@ KEPT, SCRATCH = 0x7000_0000, 0x8000_0000
 
 
 def opened(tmp_path, name="gpt-oss", **more):
-    made, fake = library(tmp_path / "store", options(**CASES[name] | more))
-    return made.layer("layers/moe"), fake
+    opened_library, fake = library(tmp_path / "store", options(**CASES[name] | more))
+    return opened_library.layer("layers/moe"), fake
 
 
 def tensors(layer, which, tokens=T):
@@ -43,17 +43,17 @@ def memory(layer, tokens=T):
 @pytest.mark.parametrize(("bound", "in_place"), [(True, False), (False, False), (True, True), (False, True)])
 def test_every_launch_is_given_the_memory_of_its_buffers(tmp_path, name, bound, in_place):
     layer, fake = opened(tmp_path, name)
-    given, told = tensors(layer, FORWARD), tensors(layer, BACKWARD)
+    given, backward_tensors = tensors(layer, FORWARD), tensors(layer, BACKWARD)
     kept = memory(layer)
     if bound:
         forward = layer.bind_forward(**given, **kept)
-        backward = layer.bind_backward(**told, **kept, in_place=in_place)
+        backward = layer.bind_backward(**backward_tensors, **kept, in_place=in_place)
         fake.launches.clear()
         forward(0)
         backward(0)
     else:
         layer.forward(**given, **kept, stream=0)
-        layer.backward(**told, **kept, in_place=in_place, stream=0)
+        layer.backward(**backward_tensors, **kept, in_place=in_place, stream=0)
     steps = [(FORWARD, step) for step in layer.program.steps[FORWARD]]
     moved = layer.program.needed(BACKWARD, layer.outputs(BACKWARD), in_place=in_place)
     steps += [(BACKWARD, step) for step in moved]
@@ -61,7 +61,7 @@ def test_every_launch_is_given_the_memory_of_its_buffers(tmp_path, name, bound, 
     dims = layer.program.dims(T)
     places = layer.program.kept(dims)[0]
     for launch, (which, step) in zip(fake.launches, steps, strict=True):
-        mine = given if which == FORWARD else told
+        arguments = given if which == FORWARD else backward_tensors
         scratch, total = layer.program.scratch(which, set(layer.outputs(which)), dims, in_place=in_place)
         names = {**step.reads, **step.writes}
         found = [int.from_bytes(each, "little") for each in launch.parameters]
@@ -71,27 +71,27 @@ def test_every_launch_is_given_the_memory_of_its_buffers(tmp_path, name, bound, 
                 assert address == KEPT + places[buffer]
             elif buffer in scratch:
                 home, begin = scratch[buffer]
-                assert address == ({"scratch": SCRATCH, "kept": KEPT}.get(home) or mine[home].address) + begin
+                assert address == ({"scratch": SCRATCH, "kept": KEPT}.get(home) or arguments[home].address) + begin
                 assert home != "scratch" or begin < total
             else:
-                assert address == mine[buffer].address
+                assert address == arguments[buffer].address
 
 
 @pytest.mark.parametrize("bound", [True, False])
 def test_gemms_hold_back_the_clusters_of_a_margin(tmp_path, bound):
     layer, fake = opened(tmp_path)
-    told = tensors(layer, BACKWARD) | memory(layer)
+    backward_tensors = tensors(layer, BACKWARD) | memory(layer)
     given = {which: tensors(layer, which) | memory(layer) for which in (FORWARD, INFERENCE)}
     given[INFERENCE].pop("kept")
     for margin, blocks in ((None, 132), (8, 124), (0, 132), (131, 1)):
         fake.launches.clear()
         for which in (FORWARD, INFERENCE, BACKWARD):
-            mine = told if which == BACKWARD else given[which]
+            arguments = backward_tensors if which == BACKWARD else given[which]
             if bound:
                 bind = layer.bind_backward if which == BACKWARD else layer.bind_forward
-                bind(**mine, cluster_margin=margin)(0)
+                bind(**arguments, cluster_margin=margin)(0)
             else:
-                (layer.backward if which == BACKWARD else layer.forward)(**mine, stream=0, cluster_margin=margin)
+                (layer.backward if which == BACKWARD else layer.forward)(**arguments, stream=0, cluster_margin=margin)
         steps = [step for which in (FORWARD, INFERENCE, BACKWARD) for step in layer.program.steps[which]]
         gemms = [OPERATIONS[layer.program.parts[step.part]["op"]].gemm for step in steps]
         assert [launch.grid[0] for launch in fake.launches] == [blocks if gemm else 1 for gemm in gemms]
@@ -328,9 +328,9 @@ def test_a_part_whose_bits_follow_its_tile_has_one_variant_for_any_number_of_tok
 
 
 def test_a_layer_that_is_not_there(tmp_path):
-    made, _ = library(tmp_path / "store", options())
+    opened_library, _ = library(tmp_path / "store", options())
     with pytest.raises(NotBuiltError, match="layers/other"):
-        made.layer("layers/other")
+        opened_library.layer("layers/other")
 
 
 def test_sizes_load_nothing_and_grow_with_tokens(tmp_path):
@@ -367,12 +367,12 @@ def test_a_layer_that_is_open_keeps_the_kernels_of_its_table(tmp_path, monkeypat
     opened(tmp_path, "llama4", tokens=layer.options.tokens + 1)  # which only says what variants are for
     layer.bind_forward(**tensors(layer, FORWARD, 2 * T), **memory(layer, 2 * T))
     opened(tmp_path, "llama4", **more)
-    told = []
+    loaded = []
     load = layer._library.load_found
-    monkeypatch.setattr(layer._library, "load_found", lambda found, *rest: told.append(found) or load(found, *rest))
+    monkeypatch.setattr(layer._library, "load_found", lambda found, *rest: loaded.append(found) or load(found, *rest))
     layer.bind_backward(**tensors(layer, BACKWARD), **kept)  # of the table that it had
-    assert {each.spec["layer"]["tokens"] for each in told} == {layer.options.tokens}
-    assert not any(each.spec["layer"] == replace(layer.options, **more).canonical() for each in told)
+    assert {each.spec["layer"]["tokens"] for each in loaded} == {layer.options.tokens}
+    assert not any(each.spec["layer"] == replace(layer.options, **more).canonical() for each in loaded)
     layer._records.clear()  # as of a variant that was not there when it was opened
     layer._kernels._loaded.clear()
     with pytest.raises(UsageError, match=rf"since layers/moe was opened \(other {next(iter(more))}\); open the layer"):
@@ -383,6 +383,6 @@ def test_all_layers_and_one_are_of_the_same_table(tmp_path):
     """A table that was edited has left kernels behind; of one for inference there are fewer than before."""
     opened(tmp_path, "llama4")
     changed = {"keep": "none", "activation": {"kind": "geglu"}}
-    made, _ = library(tmp_path / "store", options(**CASES["llama4"] | changed))
-    assert made.layers()["layers/moe"] == made.layer("layers/moe").options
-    assert made.layer("layers/moe").options.keep == "none"
+    opened_library, _ = library(tmp_path / "store", options(**CASES["llama4"] | changed))
+    assert opened_library.layers()["layers/moe"] == opened_library.layer("layers/moe").options
+    assert opened_library.layer("layers/moe").options.keep == "none"

@@ -29,14 +29,14 @@ FIRST = 0x7F00_0000_0000  # tensors and memory of a test lie apart from windows
 def ranked(tmp_path):
     """ranked(options, **what is said) -> (the layers of both ranks, the driver)."""
 
-    def made(o, **said):
+    def opened(o, **said):
         libraries, fake = library(tmp_path / "store", o)
         driver = PeerDriver(devices=2, symbol="", others=fake.others)
         stores = Library(libraries.store, Driver(driver))
         ranks = Ranks.in_process(stores.devices, [0, 1], timeout=1234)
         return [stores.layer("layers/moe", ranks=each, **said) for each in ranks], driver
 
-    return made
+    return opened
 
 
 def tensors(layer, which, tokens=T):
@@ -65,16 +65,16 @@ def needed(layer, which):
 def test_every_launch_is_given_the_memory_of_its_buffers(ranked, name):
     layers, fake = ranked(over(2, name), tokens=100)
     for layer in layers:
-        given, told, kept = tensors(layer, FORWARD), tensors(layer, BACKWARD), memory(layer)
+        given, backward_tensors, kept = tensors(layer, FORWARD), tensors(layer, BACKWARD), memory(layer)
         fake.launches.clear()
         layer.forward(**given, **kept, stream=0)
-        layer.backward(**told, **kept, stream=0)
+        layer.backward(**backward_tensors, **kept, stream=0)
         steps = [(which, step) for which in (FORWARD, BACKWARD) for step in needed(layer, which)]
         assert len(fake.launches) == len(steps)
         dims = layer.program.dims(T)
         places = layer.program.kept(dims)[0]
         for launch, (which, step) in zip(fake.launches, steps, strict=True):
-            mine = given if which == FORWARD else told
+            arguments = given if which == FORWARD else backward_tensors
             scratch = layer.program.scratch(which, set(layer.outputs(which)), dims)[0]
             names = {**step.reads, **step.writes}
             found = [int.from_bytes(each, "little") for each in launch.parameters]
@@ -95,16 +95,19 @@ def test_every_launch_is_given_the_memory_of_its_buffers(ranked, name):
                     assert address == FIRST + KEPT + places[buffer.name]
                 elif buffer.name in scratch:
                     home, begin = scratch[buffer.name]
-                    assert address == (FIRST + SCRATCH if home == "scratch" else mine[home].address) + begin
+                    assert address == (FIRST + SCRATCH if home == "scratch" else arguments[home].address) + begin
                 else:
-                    assert address == mine[buffer.name].address
+                    assert address == arguments[buffer.name].address
 
 
 def test_rows_are_sent_on_a_stream_of_the_rank(ranked):
     (layer, _), fake = ranked(over(2, "choices-overlap"), tokens=100)
-    told, kept = tensors(layer, BACKWARD), memory(layer)
+    backward_tensors, kept = tensors(layer, BACKWARD), memory(layer)
     fake.stream_contexts[77] = 1000
-    for backward in (layer.bind_backward(**told, **kept), lambda stream: layer.backward(**told, **kept, stream=stream)):
+    for backward in (
+        layer.bind_backward(**backward_tensors, **kept),
+        lambda stream: layer.backward(**backward_tensors, **kept, stream=stream),
+    ):
         fake.launches.clear()
         fake.waits.clear()
         backward(77)
@@ -114,7 +117,7 @@ def test_rows_are_sent_on_a_stream_of_the_rank(ranked):
         (side,) = streams[True]
         assert streams[False] == {77} != streams[True]
         assert [stream for stream, _ in fake.waits] == [side, 77] * sum(step.aside for step in steps)
-    first, rest = layer.bind_backward(**told, **kept).split("dx")
+    first, rest = layer.bind_backward(**backward_tensors, **kept).split("dx")
     for each in (first, rest):  # which may be captured apart
         fake.waits.clear()
         each(77)
@@ -141,14 +144,14 @@ def test_a_layer_for_inference_makes_the_windows_that_it_needs(ranked):
 
 def test_gemms_hold_back_the_clusters_of_a_margin(ranked):
     (layer, _), fake = ranked(over(2), tokens=100)
-    given, told, kept = tensors(layer, FORWARD), tensors(layer, BACKWARD), memory(layer)
+    given, backward_tensors, kept = tensors(layer, FORWARD), tensors(layer, BACKWARD), memory(layer)
     layer.connect()
     layer.load()
     fake.launches.clear()
     layer.forward(**given, **kept, stream=0, cluster_margin=32)
-    layer.bind_backward(**told, **kept, cluster_margin=32)(0)
+    layer.bind_backward(**backward_tensors, **kept, cluster_margin=32)(0)
     assert {launch.grid[0] for launch in fake.launches} == {1, 100}
-    first, rest = layer.bind_backward(**told, **kept).split("dx")
+    first, rest = layer.bind_backward(**backward_tensors, **kept).split("dx")
     sent = [step.part for step in layer.program.steps[BACKWARD] if step.window][-1]
     assert sent == "dispatch" and len(rest.launches) >= 3  # x is sent again for the gradients of weights
     assert len(first.launches) + len(rest.launches) == len(layer.program.steps[BACKWARD])
@@ -178,8 +181,8 @@ def test_layers_share_windows_and_inference_needs_half_of_them(ranked):
     ],
 )  # fmt: skip
 def test_ranks_share_a_device_where_all_but_one_leave_room_for_a_block(tmp_path, name, count, tokens, remedy):
-    made, fake = library(tmp_path / "store", over(count, name))
-    stores = Library(made.store, Driver(PeerDriver(devices=2, symbol="", others=fake.others)))
+    opened_library, fake = library(tmp_path / "store", over(count, name))
+    stores = Library(opened_library.store, Driver(PeerDriver(devices=2, symbol="", others=fake.others)))
     ranks = Ranks.in_process(stores.devices, [0] * count)
     (layer, *_) = [stores.layer("layers/moe", ranks=each, tokens=tokens) for each in ranks]
     if remedy is None:
@@ -258,11 +261,11 @@ def test_ranks_of_a_process_open_one_build_of_a_layer(ranked):
 @pytest.mark.parametrize("again", ["dispatch", "combine", ""])
 def test_ranks_of_processes_compare_their_layers_where_windows_are_made(tmp_path, again):
     """Rank 1 opens a layer after a build, and it shares the windows of another one, which the build left as it was."""
-    made, fake = library(tmp_path / "store", over(2))
+    opened_library, fake = library(tmp_path / "store", over(2))
     for name in ("first", "moe-again"):
         library(tmp_path / "store", replace(over(2), name=name))
     driver = PeerDriver(devices=2, symbol="", others=fake.others)
-    stores, gathering = Library(made.store, Driver(driver)), Gathering(2)
+    stores, gathering = Library(opened_library.store, Driver(driver)), Gathering(2)
     ranks = together(2, lambda rank: Ranks.of_process(stores.devices, rank, rank, gathering.of(rank)))
     firsts = [stores.layer("layers/first", ranks=each) for each in ranks]
     before = stores.layer("layers/moe", ranks=ranks[0])
@@ -343,15 +346,15 @@ def write(address, *words):
 
 def test_ranks_of_processes_agree_on_their_numbers():
     devices = Devices(Driver(PeerDriver(devices=2)))
-    ranks = Ranks.of_process(devices, 0, 1, lambda own: [bytes(8), own])
+    ranks = Ranks.of_process(devices, 0, 1, lambda record: [bytes(8), record])
     assert (ranks.rank, ranks.count) == (1, 2)
     with pytest.raises(ArgumentError, match=r"the ranks call themselves \[1, 1\]"):
-        Ranks.of_process(devices, 0, 1, lambda own: [own, own])
+        Ranks.of_process(devices, 0, 1, lambda record: [record, record])
     for wrong in (0, 2**31, 1.5, True):
         with pytest.raises(ArgumentError, match=f"timeout = {wrong}; it must be a whole number of milliseconds, 1 to"):
             Ranks.in_process(devices, [0, 1], timeout=wrong)
     first = np.int64(0)
-    ranks = Ranks.of_process(devices, first, first, lambda own: [own], timeout=np.int32(99))
+    ranks = Ranks.of_process(devices, first, first, lambda record: [record], timeout=np.int32(99))
     assert [type(each) for each in (ranks.rank, ranks.device, ranks.timeout)] == [int] * 3
     with pytest.raises(ArgumentError, match="0 ranks"):
         Ranks.in_process(devices, [])
@@ -359,13 +362,13 @@ def test_ranks_of_processes_agree_on_their_numbers():
 
 def test_no_pass_on_the_same_windows_comes_between_two_parts(ranked):
     (layer, _), fake = ranked(over(2, "choices"), tokens=100)
-    given, told, kept = tensors(layer, FORWARD), tensors(layer, BACKWARD), memory(layer)
-    first, rest = layer.bind_backward(**told, **kept).split("dx")
+    given, backward_tensors, kept = tensors(layer, FORWARD), tensors(layer, BACKWARD), memory(layer)
+    first, rest = layer.bind_backward(**backward_tensors, **kept).split("dx")
     forward = layer.bind_forward(**given, **kept)
     for _ in range(2):
         first(0)
         rest(0)
-    for between in (forward, lambda stream: layer.backward(**told, **kept, stream=stream)):
+    for between in (forward, lambda stream: layer.backward(**backward_tensors, **kept, stream=stream)):
         first(0)
         between(0)
         fake.launches.clear()

@@ -45,10 +45,10 @@ class Memory:
 
 def numbers(rng, *shape, outliers=False):
     """bf16 numbers; with a few columns that are far larger, as activations of trained models have them."""
-    made = rng.standard_normal(shape)
+    values = rng.standard_normal(shape)
     if outliers:
-        made *= np.where(rng.random(shape[-1]) < 0.01, 30.0, 1.0)
-    return blocks_of_te.bf16(made)
+        values *= np.where(rng.random(shape[-1]) < 0.01, 30.0, 1.0)
+    return blocks_of_te.bf16(values)
 
 
 def ours(options, given):
@@ -65,8 +65,8 @@ def ours(options, given):
             if name not in arrays:
                 arrays[name] = memory.tensor(buffer.extents(dims), buffer.dtype, given.get(name))
     for which in passes:
-        own = {name: arrays[name][0] for name in (*layer.inputs(which), *layer.outputs(which))}
-        getattr(layer, which)(**own, **({} if which == "quantise" else extra), stream=0)
+        expert_arrays = {name: arrays[name][0] for name in (*layer.inputs(which), *layer.outputs(which))}
+        getattr(layer, which)(**expert_arrays, **({} if which == "quantise" else extra), stream=0)
     found = {name: arrays[name][1] for name in TENSORS}
     found = {name: decode(v, "bf16").astype(np.float64) if v.dtype == np.uint16 else v for name, v in found.items()}
     return found | {name: found[name].swapaxes(1, 2) for name in ("dw1", "dw2") if turned}
@@ -74,42 +74,42 @@ def ours(options, given):
 
 def errors(name, outliers=False, **more):
     """(ours, Transformer Engine's, those of bf16), each by tensor, against float64 of the same bf16 numbers."""
-    rng, said = np.random.default_rng(7), LAYERS[name] | {"router": {"input": "choices"}, "dtype": "bf16"}
-    said |= {"grad_dtype": "bf16"}
-    options, h, i, experts = host(**said).options, said["hidden"], said["intermediate"], said["experts"]
+    rng, table = np.random.default_rng(7), LAYERS[name] | {"router": {"input": "choices"}, "dtype": "bf16"}
+    table |= {"grad_dtype": "bf16"}
+    options, h, i, experts = host(**table).options, table["hidden"], table["intermediate"], table["experts"]
     given = {"x": numbers(rng, TOKENS, h, outliers=outliers), "dy": numbers(rng, TOKENS, h, outliers=outliers)}
     given["w1"] = blocks_of_te.bf16(numbers(rng, experts, 2 * i, h) * h**-0.5)
     given["w2"] = blocks_of_te.bf16(numbers(rng, experts, h, i) * i**-0.5)
-    given["indices"] = rng.random((TOKENS, experts)).argsort(1)[:, : said["topk"]]
-    given["weights"] = rng.dirichlet(np.ones(said["topk"]), TOKENS).astype(np.float32).astype(np.float64)
+    given["indices"] = rng.random((TOKENS, experts)).argsort(1)[:, : table["topk"]]
+    given["weights"] = rng.dirichlet(np.ones(table["topk"]), TOKENS).astype(np.float32).astype(np.float64)
     tensors = {"router": np.zeros((experts, h)), "w1": given["w1"], "w2": given["w2"]}
     meant, theirs = defined(options, tensors)
     y, _, kept = definition.forward(meant, given["x"], theirs, (given["indices"], given["weights"]))
     back = definition.backward(meant, theirs, kept, given["dy"])
     exact = {"y": y, "dx": back["x"] - back["logits"] @ theirs["router"], "dw1": back["w1"], "dw2": back["w2"]}
-    made = (
-        ours(said | {"recipe": "fp8-block"} | more, given),
+    arrays_ = (
+        ours(table | {"recipe": "fp8-block"} | more, given),
         blocks_of_te.layer(meant.activation, meant.glu_layout, theirs, kept, given["dy"]),
-        ours(said, given),
+        ours(table, given),
     )
-    return tuple({each: blocks_of_te.error(one[each], exact[each]) for each in TENSORS} for one in made)
+    return tuple({each: blocks_of_te.error(one[each], exact[each]) for each in TENSORS} for one in arrays_)
 
 
 @pytest.mark.parametrize(("name", "major"), [("qwen3", "k"), ("gpt-oss", "n")])
 def test_squares_cost_nothing_that_shows(name, major):
     """Scales are powers of two, so the codes are others only where numbers are tiny beside the largest."""
-    own, yardstick, _ = errors(name, outliers=True, x_blocks="128x128", b_major=major)
+    ours, yardstick, _ = errors(name, outliers=True, x_blocks="128x128", b_major=major)
     for each in TENSORS:
-        assert own[each] <= FACTOR * yardstick[each], (each, own, yardstick)
+        assert ours[each] <= FACTOR * yardstick[each], (each, ours, yardstick)
 
 
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_errors_are_not_above_those_of_transformer_engines_recipe(name, outliers):
-    own, yardstick, narrow = errors(name, outliers)
+    ours, yardstick, narrow = errors(name, outliers)
     for each in TENSORS:
         assert 2 * narrow[each] < yardstick[each] < 0.13  # the yardstick does read codes
-        assert own[each] <= FACTOR * yardstick[each], (each, own, yardstick)
+        assert ours[each] <= FACTOR * yardstick[each], (each, ours, yardstick)
 
 
 def test_scales_are_transformer_engines():

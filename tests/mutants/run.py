@@ -71,11 +71,11 @@ class Copy:
         installed = [f"import site; site.addsitedir({path!r})" for path in site.getsitepackages()]
         (packages / "copy.pth").write_text("\n".join([str(self.folder), f"{self.folder}/.editable", *installed]) + "\n")
         python = str(folder / "bin" / "python")
-        told = subprocess.run(
+        result = subprocess.run(
             [python, "-c", PATHS], cwd=folder, env=self._environment, capture_output=True, check=True, text=True
         )
-        if not all(path.startswith(f"{self.folder}{os.sep}") for path in told.stdout.split()):
-            raise RuntimeError(f"tests would import {told.stdout.strip()}, not the copy in {self.folder}")
+        if not all(path.startswith(f"{self.folder}{os.sep}") for path in result.stdout.split()):
+            raise RuntimeError(f"tests would import {result.stdout.strip()}, not the copy in {self.folder}")
         return python
 
     def passes(self, tests: Iterable[str]) -> bool:
@@ -132,17 +132,17 @@ def main() -> int:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.j) as pool:
         Path(scratch).chmod(0o755)  # some tests become another user
-        made = [Copy(Path(scratch) / str(number)) for number in range(options.j)]
-        copies: SimpleQueue[Copy] = SimpleQueue()
-        for copy in made:
-            copies.put(copy)
+        copies = [Copy(Path(scratch) / str(number)) for number in range(options.j)]
+        free: SimpleQueue[Copy] = SimpleQueue()
+        for copy in copies:
+            free.put(copy)
 
         def in_a_copy(work):  # type: ignore[no-untyped-def]
-            copy = copies.get()
+            copy = free.get()
             try:
                 return work(copy)
             finally:
-                copies.put(copy)
+                free.put(copy)
 
         try:
             wanted = sorted({test for fault in planted for test in fault.tests})
@@ -159,7 +159,7 @@ def main() -> int:
                     print(f"survives: {fault.file}: {fault.name}", flush=True)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for copy in made:
+            for copy in copies:
                 copy.end()
             raise
     print(f"{len(usable) - len(survivors)} of {len(usable)} faults noticed in {time.monotonic() - start:.0f} s")

@@ -58,7 +58,7 @@ def backward(activation, layout, **changes):
 GPT_OSS = backward(Activation("swiglu", alpha=1.702, limit=1.5, up_offset=1.0), "interleaved")
 
 
-def made(spec, sizes=SIZES, n=64, k=72, seed=1, spare=3):
+def inputs_of(spec, sizes=SIZES, n=64, k=72, seed=1, spare=3):
     return reference.make_inputs(
         spec, E=len(sizes), M=sum(sizes) + spare, N=n, K=k, sizes=sizes, spare=spare, seed=seed
     )
@@ -116,7 +116,7 @@ def test_outputs_by_the_chain_rule(activation, layout, op):
     """loss = sum of da * row_scale * activation(z), da being x.w: its gradients, each by its own difference."""
     spec = backward(activation, layout, op=op)
     sizes = [3, 0, 4] if op == "grouped-gemm" else [7]
-    inputs = made(spec, sizes, k=16, spare=0)
+    inputs = inputs_of(spec, sizes, k=16, spare=0)
     z = formats.decode(inputs["preactivation"], "bf16").astype(float)
     plain = canonical(op=op)
     da = reference.gemm(plain, {name: inputs[name] for name in inputs.keys() & {"x", "w", "offsets"}})["y"]
@@ -144,7 +144,7 @@ def test_outputs_by_the_chain_rule(activation, layout, op):
 
 
 def test_run_time_scalars_replace_the_spec():
-    inputs = made(GPT_OSS)
+    inputs = inputs_of(GPT_OSS)
     other = backward(Activation("swiglu", alpha=1.0, limit=0.5, up_offset=0.0), "interleaved")
     given = inputs | {"act_alpha": 1.0, "act_limit": 0.5, "act_up_offset": 0.0}
     for name, value in reference.gemm(other, inputs).items():
@@ -155,7 +155,7 @@ def test_run_time_scalars_replace_the_spec():
 
 def test_outputs_that_are_not_asked_for_are_left_out():
     fewer = GPT_OSS | {"row_scale": False, "recompute": False, "dprob": False, "dbias": False}
-    inputs = made(fewer)
+    inputs = inputs_of(fewer)
     assert "row_scale" not in inputs
     assert set(reference.gemm(fewer, inputs)) == {"dz"}
     assert reference.output_shapes(fewer, E=5, M=191, N=64) == {"dz": ((191, 128), "bf16")}
@@ -172,7 +172,7 @@ def test_outputs_that_are_not_asked_for_are_left_out():
 @pytest.mark.parametrize("layout", ["concat", "interleaved", "interleaved-32"])
 def test_chosen_rows_and_columns_are_those_of_the_whole(layout):
     spec = GPT_OSS | {"glu_layout": layout}
-    inputs = made(spec)
+    inputs = inputs_of(spec)
     whole = reference.gemm(spec, inputs)
     rows, columns = [187, 0, 40, 41], np.array([63, 5, 0])
     some = reference.gemm(spec, inputs, rows)
@@ -191,12 +191,12 @@ def test_chosen_rows_and_columns_are_those_of_the_whole(layout):
 
 
 def test_spare_rows_are_left_alone_and_empty_groups_sum_to_zero():
-    got = reference.gemm(GPT_OSS, made(GPT_OSS))
+    got = reference.gemm(GPT_OSS, inputs_of(GPT_OSS))
     for name in ("dz", "y", "dprob"):
         assert np.isnan(got[name][188:]).all()
         assert np.isfinite(got[name][:188]).all()
     assert (got["dbias"][1] == 0).all()
-    none = reference.gemm(GPT_OSS, made(GPT_OSS, [0, 0], spare=2))
+    none = reference.gemm(GPT_OSS, inputs_of(GPT_OSS, [0, 0], spare=2))
     assert (none["dbias"] == 0).all()
     assert np.isnan(none["dprob"]).all()
 
@@ -238,7 +238,7 @@ def in_float32(spec, inputs):
 @pytest.fixture(params=["bf16", "fp16"])
 def run(request):
     spec = GPT_OSS | {"dtype": request.param, "out_dtype": request.param}
-    inputs = made(spec, n=192, k=320)
+    inputs = inputs_of(spec, n=192, k=320)
     return spec, inputs, in_float32(spec, inputs)
 
 
@@ -295,7 +295,7 @@ def test_a_tile_less_in_a_rows_sum_is_found(run):
 
 
 def test_a_clamped_element_with_a_gradient_is_found():
-    inputs = made(GPT_OSS)
+    inputs = inputs_of(GPT_OSS)
     assert reference.check(GPT_OSS, inputs, in_float32(GPT_OSS, inputs))["dz"].ok
     unlimited = GPT_OSS | {"activation": GPT_OSS["activation"] | {"limit": 100.0}}
     assert not reference.check(GPT_OSS, inputs, in_float32(unlimited, inputs))["dz"].ok
@@ -311,4 +311,4 @@ def test_a_clamped_element_with_a_gradient_is_found():
 )
 def test_inputs_that_do_not_fit_are_refused(change, text):
     with pytest.raises(ValueError, match=text):
-        reference.gemm(GPT_OSS, made(GPT_OSS) | change)
+        reference.gemm(GPT_OSS, inputs_of(GPT_OSS) | change)

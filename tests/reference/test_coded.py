@@ -23,7 +23,7 @@ SIZES = (0, 1, 128, 129, 0, 31)
 E4M3 = ml_dtypes.float8_e4m3fn
 
 
-def made(name, sizes=SIZES, n=2 * 208, k=144, spare=3):
+def case(name, sizes=SIZES, n=2 * 208, k=144, spare=3):
     """(spec, inputs, y in bf16, outputs as a kernel leaves them)."""
     spec = SPECS[name]
     inputs = reference.make_inputs(spec, E=len(sizes), M=sum(sizes) + spare, N=n, K=k, seed=3, sizes=sizes, spare=spare)
@@ -50,7 +50,7 @@ def by_hand(v):
 
 
 def test_codes_are_those_of_ml_dtypes():
-    _, inputs, y, outputs = made("turned-kept")
+    _, inputs, y, outputs = case("turned-kept")
     v, ends = reference.decode(y, "bf16"), inputs["offsets"]
     starts = padded_starts(ends)
     for group, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
@@ -70,7 +70,7 @@ def test_codes_are_those_of_ml_dtypes():
 
 
 def test_squares_have_one_scale():
-    _, inputs, y, outputs = made("turned-squares-kept")
+    _, inputs, y, outputs = case("turned-squares-kept")
     v, starts = reference.decode(y, "bf16"), padded_starts(inputs["offsets"])
     assert outputs["y_ts"].shape == (len(outputs["y_t"][0]) // 128, 2)
     for token, group, stop in ((1, 2, 129), (129, 3, 257), (257, 3, 258)):
@@ -83,7 +83,7 @@ def test_squares_have_one_scale():
 
 @pytest.mark.parametrize("name", ["turned-kept", "turned", "rows", "turned-kept-interleaved", "turned-squares-kept"])
 def test_what_is_right_passes(name):
-    spec, inputs, _, outputs = made(name)
+    spec, inputs, _, outputs = case(name)
     assert reference.coded_check(spec, inputs, outputs) == []
     assert reference.coded_check(spec, inputs, outputs, most=2) == []
 
@@ -102,7 +102,7 @@ HARMS = {
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_each_way_of_being_wrong_is_found(harm):
-    spec, inputs, _, outputs = made("turned-kept")
+    spec, inputs, _, outputs = case("turned-kept")
     name, place, change, message = HARMS[harm]
     if outputs[name].dtype == np.uint8:
         outputs[name][place] ^= change
@@ -112,13 +112,13 @@ def test_each_way_of_being_wrong_is_found(harm):
 
 
 def test_what_was_not_written_is_found():
-    spec, inputs, _, outputs = made("turned-kept")
+    spec, inputs, _, outputs = case("turned-kept")
     outputs["y_ts"][2, 3:5] = np.uint32(2**32 - 1).view(np.float32)
     assert "y_ts: 2 elements not written, the first at (2, 3)" in reference.coded_check(spec, inputs, outputs)
 
 
 def test_without_the_bf16_result_codes_may_be_those_of_its_neighbours():
-    spec, inputs, y, outputs = made("turned")
+    spec, inputs, y, outputs = case("turned")
     near = y.copy()
     near[1:289:4] += 1
     near = reference.coded_outputs(meaning(spec), {"y": near}, inputs["offsets"])
@@ -128,7 +128,7 @@ def test_without_the_bf16_result_codes_may_be_those_of_its_neighbours():
     place = np.unravel_index(np.argmax(np.where(size < 0x70, size, 0)), size.shape)
     outputs["y_q"][1:129][place] += 1
     assert any(line.startswith("y_q: ") for line in reference.coded_check(spec, inputs, outputs))
-    _, _, _, outputs = made("turned")
+    _, _, _, outputs = case("turned")
     outputs["y_s"][:, 1:60] *= 2
     assert any(line.startswith("y_s: ") for line in reference.coded_check(spec, inputs, outputs))
 
@@ -151,7 +151,7 @@ MX = ["mx-rows-kept-64", "mx-swizzled-kept", "mx-turned-kept", "mx-rows"]
 @pytest.mark.parametrize("name", MX)
 def test_mxfp8_of_rows_and_tokens(name):
     """Each block by hand, wherever its scale lies; then every way of being wrong."""
-    spec, inputs, y, outputs = made(name, ALIGNED, n=2 * 224, spare=40)
+    spec, inputs, y, outputs = case(name, ALIGNED, n=2 * 224, spare=40)
     recipe, last, v = meaning(spec).quant, sum(ALIGNED), reference.decode(y, "bf16")
     assert reference.coded_check(spec, inputs, outputs) == []
     scales = {end: in_rows(outputs[f"y_{end}"], end, recipe) for end in ("s", "ts") if f"y_{end}" in outputs}

@@ -63,16 +63,16 @@ def test_codes_come_with_their_scales():
     received = reference.dispatch(spec_of(3, dtype="e4m3"), codes, chosen, None, CAPACITY, scales)
     for each in received:
         assert each["rows"].dtype == np.uint8 and each["scales"].shape == (1, 3 * CAPACITY)
-        for source, (own, theirs) in enumerate(zip(codes, scales, strict=True)):
-            place = slice(source * CAPACITY, source * CAPACITY + len(own))
+        for source, (rows_of_source, theirs) in enumerate(zip(codes, scales, strict=True)):
+            place = slice(source * CAPACITY, source * CAPACITY + len(rows_of_source))
             sent = each["sent"][place]
-            assert np.array_equal(each["rows"][place][sent], own[sent])
+            assert np.array_equal(each["rows"][place][sent], rows_of_source[sent])
             assert np.array_equal(each["scales"][:, place], theirs)
 
 
 def quantise_rows(rows):
-    made, scale = blocks(rows, 1, 128, "pow2")
-    return made, scale.T
+    values, scale = blocks(rows, 1, 128, "pow2")
+    return values, scale.T
 
 
 @pytest.mark.parametrize("weighted", [True, False])

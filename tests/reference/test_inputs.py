@@ -1,4 +1,4 @@
-"""Made-up inputs: repeatable, nonzero, of the right spread, uneven."""
+"""Random inputs: repeatable, nonzero, of the right spread, uneven."""
 
 import numpy as np
 import pytest
@@ -42,8 +42,8 @@ def test_group_sizes(rows, groups):
 @pytest.mark.parametrize("b_major", ["k", "n"])
 def test_make_inputs(b_major):
     spec = GPT_OSS | {"b_major": b_major}
-    made = reference.make_inputs(spec, E=4, M=300, N=64, K=128, spare=20, seed=9)
-    assert {name: (array.shape, array.dtype.name) for name, array in made.items()} == {
+    inputs = reference.make_inputs(spec, E=4, M=300, N=64, K=128, spare=20, seed=9)
+    assert {name: (array.shape, array.dtype.name) for name, array in inputs.items()} == {
         "x": ((300, 128), "uint16"),
         "w": ((4, 64, 128) if b_major == "k" else (4, 128, 64), "uint16"),
         "offsets": ((4,), "int32"),
@@ -51,16 +51,16 @@ def test_make_inputs(b_major):
         "bias": ((4, 64), "uint16"),
         "row_scale": ((300,), "float32"),
     }
-    assert made["offsets"][-1] == 280
+    assert inputs["offsets"][-1] == 280
     again = reference.make_inputs(spec, E=4, M=300, N=64, K=128, spare=20, seed=9)
-    assert all(np.array_equal(made[name], again[name]) for name in made)
+    assert all(np.array_equal(inputs[name], again[name]) for name in inputs)
 
 
 @pytest.mark.parametrize("k", [64, 2880, 7168])
 def test_the_product_has_a_spread_of_about_one(k):
     spec = canonical()
-    made = reference.make_inputs(spec, E=1, M=64, N=64, K=k)
-    assert 0.7 < np.std(reference.gemm(spec, made)["y"]) < 1.45
+    inputs = reference.make_inputs(spec, E=1, M=64, N=64, K=k)
+    assert 0.7 < np.std(reference.gemm(spec, inputs)["y"]) < 1.45
 
 
 def test_sizes_that_do_not_fit_are_refused():

@@ -56,8 +56,8 @@ class Reference:
             case "router-topk-bwd":
                 return {"grad_logits": topk_gradient(self.spec.canonical(), given)[0]}
             case "moe-index":
-                made = index(given["indices"], X)
-                return {name: made[name] for name in given if name in made}
+                order = index(given["indices"], X)
+                return {name: order[name] for name in given if name in order}
             case "moe-permute":
                 factor = given["weights"] if self.spec.scaled else np.ones(given["inverse"].shape)
                 return {"y": permuted(given["inverse"], factor[..., None] * wide(given["x"])[:, None, :])}
@@ -82,9 +82,9 @@ def wide(x):
 
 def permuted(inverse, rows):
     """rows [T, K, H] in expert order: [T K, H]."""
-    made = np.zeros((inverse.size, rows.shape[-1]))
-    made[inverse.reshape(-1)] = rows.reshape(made.shape)
-    return made
+    combined = np.zeros((inverse.size, rows.shape[-1]))
+    combined[inverse.reshape(-1)] = rows.reshape(combined.shape)
+    return combined
 
 
 def layer(model, x, logits, w1, w2):

@@ -14,13 +14,13 @@ SWIGLU = Activation("swiglu")
 
 
 def tensors_of(experts, hidden, width, rng):
-    def made(*shape, depth):
+    def weights(*shape, depth):
         return (rng.standard_normal(shape) * depth**-0.5).astype(ml_dtypes.bfloat16).astype(np.float64)
 
     return {
-        "router": made(experts, hidden, depth=hidden),
-        "w1": made(experts, 2 * width, hidden, depth=hidden),
-        "w2": made(experts, hidden, width, depth=width),
+        "router": weights(experts, hidden, depth=hidden),
+        "w1": weights(experts, 2 * width, hidden, depth=hidden),
+        "w2": weights(experts, hidden, width, depth=width),
     }
 
 
@@ -33,8 +33,8 @@ def by_transformer_engine(kept, tensors, grad_y):
     found = {"y": np.zeros_like(kept.x), "x": np.zeros_like(kept.x), "w1": [], "w2": []}
     weight = np.empty(kept.token.size)
     weight[kept.inverse.reshape(-1)] = kept.weights.reshape(-1)
-    for expert, own in enumerate(groups(kept)):
-        token, r = kept.token[own], weight[own, None]
+    for expert, group in enumerate(groups(kept)):
+        token, r = kept.token[group], weight[group, None]
         w1, w2 = (te(tensors[name][expert], 128, 128) for name in ("w1", "w2"))
         z = te(kept.x[token], 1, 128) @ w1.T
         a, (by_gate, by_up) = activations.derivative(SWIGLU, "concat", z)
@@ -61,9 +61,9 @@ def sides():
     for recipe in ("none", "fp8-block"):
         layer = layer_of(4, 2, recipe)
         y, _, kept = forward(layer, x, tensors)
-        made = backward(layer, tensors, kept, grad_y)
-        made["x"] = made["x"] - made["logits"] @ tensors["router"]
-        found[recipe] = {"y": y, **made}
+        gradients = backward(layer, tensors, kept, grad_y)
+        gradients["x"] = gradients["x"] - gradients["logits"] @ tensors["router"]
+        found[recipe] = {"y": y, **gradients}
     found["te"] = by_transformer_engine(kept, tensors, grad_y)
     return found
 

@@ -36,9 +36,9 @@ def problem():
 
 def rows_of(inverse, by_choice):
     """By row what is by choice ([T, K, ...]); zeros in rows that no choice has."""
-    made = np.zeros((inverse.size, *by_choice.shape[2:]))
-    made[inverse[inverse >= 0]] = by_choice[inverse >= 0]
-    return made
+    combined = np.zeros((inverse.size, *by_choice.shape[2:]))
+    combined[inverse[inverse >= 0]] = by_choice[inverse >= 0]
+    return combined
 
 
 def per_choice(inverse, by_row):

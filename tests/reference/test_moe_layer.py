@@ -70,7 +70,7 @@ def problem(name):
 
 def token_by_token(layer, x, tensors, kept):
     """y as a loop over tokens and their experts."""
-    made = []
+    outputs = []
     for token, row in enumerate(x):
         total = np.zeros(H)
         for expert, weight in zip(kept.indices[token], kept.weights[token], strict=True):
@@ -82,8 +82,8 @@ def token_by_token(layer, x, tensors, kept):
         if "shared_w1" in tensors:
             z = (tensors["shared_w1"] @ row)[None]
             total += tensors["shared_w2"] @ activations.activate(layer.activation, layer.glu_layout, z)[0]
-        made.append(total)
-    return np.array(made).reshape(x.shape)
+        outputs.append(total)
+    return np.array(outputs).reshape(x.shape)
 
 
 @pytest.mark.parametrize("name", CASES)

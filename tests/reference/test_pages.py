@@ -37,18 +37,18 @@ def test_files_that_a_page_names_are_there(page):
 
 
 def test_every_activation_has_its_twin():
-    own = {path.stem for path in (ROOT / "fusekit" / "plan" / "activations").glob("*.py")}
+    names = {path.stem for path in (ROOT / "fusekit" / "plan" / "activations").glob("*.py")}
     twins = {path.stem for path in (ROOT / "fusekit" / "reference" / "activations").glob("*.py")}
-    assert own == twins == {"__init__", *PLAIN_ACTIVATIONS, *GATED_ACTIVATIONS}
+    assert names == twins == {"__init__", *PLAIN_ACTIVATIONS, *GATED_ACTIVATIONS}
     assert {kind for kind in functions() if activations.load(kind).gated} == set(GATED_ACTIVATIONS)
     assert {f"d{kind}" for kind in functions() if kind != "identity"} == set(BACKWARD_ACTIVATIONS)
     assert set(ACTIVATIONS) == {*PLAIN_ACTIVATIONS, *GATED_ACTIVATIONS, *BACKWARD_ACTIVATIONS}
 
 
 def test_every_operand_has_its_device_half():
-    told = {path.stem for path in (ROOT / "fusekit" / "plan" / "operands").glob("*.py")}
+    operands = {path.stem for path in (ROOT / "fusekit" / "plan" / "operands").glob("*.py")}
     halves = {path.stem for path in (ROOT / "fusekit" / "kernels" / "gemm" / "operands").glob("*.py")}
-    assert told - {"accumulate"} == halves  # which makes dw an inout, and has nothing to do
+    assert operands - {"accumulate"} == halves  # which makes dw an inout, and has nothing to do
 
 
 def test_nothing_else_knows_reglu():

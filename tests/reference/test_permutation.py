@@ -25,19 +25,19 @@ def spec_of(op, **keys):
 
 
 def test_rows_are_stable_and_nobodys_choices_have_none():
-    made = permutation.index(np.array([[2, 0], [-1, 2], [0, 5], [2, 0]], np.int32), 3)
-    assert made["offsets"].tolist() == [3, 3, 6]
-    assert made["order"].tolist() == [1, 4, 7, 0, 3, 6]
-    assert made["token"].tolist() == [0, 2, 3, 0, 1, 3, -1, -1]
-    assert made["inverse"].tolist() == [[3, 0], [-1, 4], [1, -1], [5, 2]]
+    order = permutation.index(np.array([[2, 0], [-1, 2], [0, 5], [2, 0]], np.int32), 3)
+    assert order["offsets"].tolist() == [3, 3, 6]
+    assert order["order"].tolist() == [1, 4, 7, 0, 3, 6]
+    assert order["token"].tolist() == [0, 2, 3, 0, 1, 3, -1, -1]
+    assert order["inverse"].tolist() == [[3, 0], [-1, 4], [1, -1], [5, 2]]
 
 
 def test_rows_end_at_a_bound():
     indices = np.array([[2, 0], [-1, 2], [0, 5], [2, 0]], np.int32)
-    whole, made = permutation.index(indices, 3), permutation.index(indices, 3, bound=4)
-    assert made["wanted"] == whole["wanted"] == [6] and made["offsets"].tolist() == [3, 3, 4]
-    assert made["order"].tolist() == whole["order"][:4].tolist() and made["token"].tolist() == [0, 2, 3, 0]
-    assert np.array_equal(made["inverse"], np.where(whole["inverse"] < 4, whole["inverse"], -1))
+    whole, bounded = permutation.index(indices, 3), permutation.index(indices, 3, bound=4)
+    assert bounded["wanted"] == whole["wanted"] == [6] and bounded["offsets"].tolist() == [3, 3, 4]
+    assert bounded["order"].tolist() == whole["order"][:4].tolist() and bounded["token"].tolist() == [0, 2, 3, 0]
+    assert np.array_equal(bounded["inverse"], np.where(whole["inverse"] < 4, whole["inverse"], -1))
     assert permutation.index(indices, 3, bound=9)["token"].tolist() == [*whole["token"][:6], -1, -1, -1]
 
 
@@ -173,9 +173,9 @@ def test_the_bias_of_an_expert_that_a_token_names_twice_or_nobody():
     """Both weights count; a NaN stays with the experts of its token."""
     indices, weights = np.array([[2, 2], [-1, 0], [3, 0]], np.int32), np.array([[1, 2], [9, 4], [5, 6]], np.float32)
     grad_y = np.array([[1, 10], [np.nan, 100], [2, 1000]], np.float32)
-    made = permutation.index(indices, 4)
-    inputs = {"grad_y": grad_y, "row_scale": weights.reshape(-1)[made["order"]]}
-    inputs |= {name: made[name] for name in ("token", "offsets")}
+    order = permutation.index(indices, 4)
+    inputs = {"grad_y": grad_y, "row_scale": weights.reshape(-1)[order["order"]]}
+    inputs |= {name: order[name] for name in ("token", "offsets")}
     want = np.array([[np.nan, 6400], [0, 0], [3, 30], [10, 5000]], np.float32)
     spec = spec_of("moe-bias-bwd", experts=4, dtype="f32")
     ((measured,), wrong) = permutation_check(spec, inputs, {"grad_bias": want})
@@ -219,10 +219,10 @@ def test_addends_count_and_are_not_rounded_on_the_way(dtype):
 def test_wrong_counts_are_seen():
     spec = spec_of("moe-index", experts=3, counts=True)
     inputs = {"indices": np.array([[2, 0], [-1, 2]], np.int32)}
-    made = permutation.index(inputs["indices"], 3)
-    outputs = made | {"order": np.array([*made["order"], -1], np.int32), "counts": np.array([1, 0, 2], np.int32)}
+    order = permutation.index(inputs["indices"], 3)
+    outputs = order | {"order": np.array([*order["order"], -1], np.int32), "counts": np.array([1, 0, 2], np.int32)}
     assert permutation_check(spec, inputs, outputs) == ([], [])
-    wrong = outputs | {"counts": made["offsets"]}
+    wrong = outputs | {"counts": order["offsets"]}
     assert permutation_check(spec, inputs, wrong)[1] == ["counts: 2 of 3 elements are wrong"]
 
 

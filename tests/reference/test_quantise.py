@@ -64,23 +64,23 @@ def test_the_step_is_at_448_and_odd_blocks_have_scale_1():
 def test_a_block_is_its_numbers_within_half_a_step(rule):
     rng = np.random.default_rng(1)
     v = (rng.standard_normal((40, 300)) * 2.0 ** rng.integers(-20, 20, (40, 1))).astype(np.float32)
-    made, scale = blocks(v, 1, 128, rule)
-    back = codes.decode(made, "e4m3") * np.repeat(scale, 128, axis=1)[:, :300]
+    values, scale = blocks(v, 1, 128, rule)
+    back = codes.decode(values, "e4m3") * np.repeat(scale, 128, axis=1)[:, :300]
     assert np.linalg.norm(back - v) / np.linalg.norm(v) < 0.03
-    assert np.abs(codes.decode(made, "e4m3")).max() <= 448
+    assert np.abs(codes.decode(values, "e4m3")).max() <= 448
 
 
 def test_nan_and_infinity_stay_for_themselves():
     v = np.full((1, 128), 3.0, np.float32)
     v[0, 5] = np.nan
-    made, scale = blocks(v, 1, 128, "pow2")
-    assert made[0, 5] == 0x7F
+    values, scale = blocks(v, 1, 128, "pow2")
+    assert values[0, 5] == 0x7F
     assert scale[0, 0] == 2.0**-7
-    assert set(codes.decode(np.delete(made[0], 5), "e4m3")) == {384.0}
+    assert set(codes.decode(np.delete(values[0], 5), "e4m3")) == {384.0}
     v[0, 6] = -np.inf
-    made, scale = blocks(v, 1, 128, "pow2")
+    values, scale = blocks(v, 1, 128, "pow2")
     assert scale[0, 0] == 1
-    assert codes.decode(made[0, [6, 7]], "e4m3").tolist() == [-448, 3]
+    assert codes.decode(values[0, [6, 7]], "e4m3").tolist() == [-448, 3]
 
 
 def test_transposed_groups_begin_at_multiples_of_128():
@@ -188,9 +188,9 @@ def test_mx_blocks_end_where_they_must():
     assert np.allclose(codes.decode(found["x_t"], "e4m3") * np.ldexp(1.0, byte - 127), x, rtol=0.07, atol=1e-2)
     infinite = np.full((1, 32), 2.0, np.float32)
     infinite[0, 3] = np.inf
-    made, byte = mx_blocks(infinite)
+    values, byte = mx_blocks(infinite)
     assert byte[0, 0] == 254
-    assert codes.decode(made[0], "e4m3")[3] == 448
+    assert codes.decode(values[0], "e4m3")[3] == 448
 
 
 @pytest.mark.parametrize("layout", ["plain", "swizzled"])
@@ -223,8 +223,8 @@ def test_the_rotation_is_sylvesters_matrix():
     assert np.allclose(found.reshape(3, 16, 5), want, atol=1e-5)
     keys = KEYS | {"out": "amax", "rht_amax": True}
     inputs = reference.quantise_inputs(keys, M=90, K=16, E=3, sizes=(37, 0, 50))
-    made = reference.quantise(keys, inputs)
+    quantised = reference.quantise(keys, inputs)
     x = reference.decode(inputs["x"], "bf16")
-    assert made["x_amax"].tolist() == [np.abs(x[:37]).max(), 0, np.abs(x[37:87]).max()]
-    assert made["x_rht_amax"][0] == pytest.approx(np.abs(rotated(x[:37])).max() / 4, rel=2**-8)
-    assert not (made["x_rht_amax"].view(np.uint32) & 0xFFFF).any()
+    assert quantised["x_amax"].tolist() == [np.abs(x[:37]).max(), 0, np.abs(x[37:87]).max()]
+    assert quantised["x_rht_amax"][0] == pytest.approx(np.abs(rotated(x[:37])).max() / 4, rel=2**-8)
+    assert not (quantised["x_rht_amax"].view(np.uint32) & 0xFFFF).any()

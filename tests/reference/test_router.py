@@ -157,10 +157,10 @@ def test_aux_backward_is_the_derivative(keys):
     logits = rng.standard_normal((3, 12)) * 2
     gradient = rng.standard_normal(logits.shape)
     want = differences(lambda x: float((route(forward, {"logits": x})["scores"] * gradient).sum()), logits)
-    made = route(forward, {"logits": logits})
-    inputs = {"scores": made["scores"], "grad_scores": gradient}
-    if "score_sum" in made:
-        inputs["score_sum"] = made["score_sum"]
+    routed = route(forward, {"logits": logits})
+    inputs = {"scores": routed["scores"], "grad_scores": gradient}
+    if "score_sum" in routed:
+        inputs["score_sum"] = routed["score_sum"]
     got = route(spec_of("router-aux-score-bwd", **keys), inputs)["grad_logits"]
     assert np.allclose(got, want, rtol=1e-5, atol=1e-8)
 
@@ -255,11 +255,11 @@ def test_the_check_passes_what_is_right_and_no_more(spec):
 @pytest.mark.parametrize("name", [name for name, spec in GPU_SPECS.items() if not spec.op.startswith("moe-")])
 def test_the_check_passes_what_is_right_of_any_logits(name):
     spec = GPU_SPECS[name]
-    for made in (*FINITE, *ODD):
-        inputs = with_logits(spec, made, 3) if spec.op != "router-aux-score-bwd" else router_inputs(spec, T=3)
+    for values in (*FINITE, *ODD):
+        inputs = with_logits(spec, values, 3) if spec.op != "router-aux-score-bwd" else router_inputs(spec, T=3)
         outputs = rounded(spec, route(spec, inputs), 3)
         measured, problems = router_check(spec, inputs, outputs)
-        assert not problems and all(each.ok for each in measured), made.__name__
+        assert not problems and all(each.ok for each in measured), values.__name__
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ BIAS = WGRAD | {"dbias": True}
 SIZES = [40, 0, 500, 1, 17]
 
 
-def made(spec, sizes=SIZES, n=48, k=72, seed=1, spare=3):
+def inputs_of(spec, sizes=SIZES, n=48, k=72, seed=1, spare=3):
     rows = sum(sizes) + spare
     return reference.make_inputs(spec, E=len(sizes), M=rows, N=n, K=k, sizes=sizes, seed=seed)
 
@@ -55,7 +55,7 @@ def in_steps(spec, inputs, step=16):
 @pytest.mark.parametrize("spec", [WGRAD, MAIN_GRADIENTS], ids=["plain", "accumulate"])
 def test_every_group_by_loops(spec, dtype):
     spec = spec | {"dtype": dtype}
-    inputs = made(spec, [3, 0, 9, 5], n=8, k=16)
+    inputs = inputs_of(spec, [3, 0, 9, 5], n=8, k=16)
     got = reference.gemm(spec, inputs)["dw"]
     np.testing.assert_allclose(got, by_loops(spec, inputs), rtol=1e-11, atol=1e-12)
     assert got.shape == (4, 8, 16)
@@ -65,7 +65,7 @@ def test_every_group_by_loops(spec, dtype):
 
 @pytest.mark.parametrize("spec", [BIAS, BIAS | {"dtype": "fp16"}, MAIN_GRADIENTS | {"dbias": True}])
 def test_sums_of_dy_by_loops(spec):
-    inputs = made(spec, [3, 0, 9, 5], n=8, k=16)
+    inputs = inputs_of(spec, [3, 0, 9, 5], n=8, k=16)
     got = reference.gemm(spec, inputs)
     dy = formats.values(inputs["dy"], spec["dtype"]).astype(float)
     want = inputs["dbias"].astype(float) if spec["accumulate"] else np.zeros((4, 8))
@@ -119,7 +119,7 @@ def as_the_kernel_sums(spec, inputs):
 @pytest.mark.parametrize("spec", [BIAS, MAIN_GRADIENTS | {"dbias": True}], ids=["plain", "accumulate"])
 @pytest.mark.parametrize("positive", [False, True])
 def test_float32_sums_of_dy_pass_and_no_others(spec, positive):
-    inputs = made(spec, [1, 16, 333, 5000, 0, 64], n=64, k=8)
+    inputs = inputs_of(spec, [1, 16, 333, 5000, 0, 64], n=64, k=8)
     if positive:
         inputs["dy"] &= np.uint16(0x7FFF)
     outputs = in_steps(spec, inputs) | {"dbias": as_the_kernel_sums(spec, inputs)}
@@ -140,7 +140,7 @@ def test_float32_sums_of_dy_pass_and_no_others(spec, positive):
 
 
 def test_chosen_rows_and_columns_are_those_of_the_whole(monkeypatch):
-    inputs = made(MAIN_GRADIENTS)
+    inputs = inputs_of(MAIN_GRADIENTS)
     whole = reference.gemm(MAIN_GRADIENTS, inputs)["dw"].reshape(-1, 72)
     rows, columns = [239, 0, 50, 97, 97], [71, 3, 0]
     some = reference.gemm(MAIN_GRADIENTS, inputs, rows, columns)["dw"]
@@ -151,14 +151,14 @@ def test_chosen_rows_and_columns_are_those_of_the_whole(monkeypatch):
 
 
 def test_no_rows_is_zeros_or_what_was_there():
-    inputs = made(WGRAD, [0, 0], spare=5)
+    inputs = inputs_of(WGRAD, [0, 0], spare=5)
     assert (reference.gemm(WGRAD, inputs)["dw"] == 0).all()
-    inputs = made(MAIN_GRADIENTS, [0, 0], spare=0)
+    inputs = inputs_of(MAIN_GRADIENTS, [0, 0], spare=0)
     assert (reference.gemm(MAIN_GRADIENTS, inputs)["dw"] == inputs["dw"]).all()
 
 
 def test_a_nan_stays_in_its_group():
-    inputs = made(WGRAD)
+    inputs = inputs_of(WGRAD)
     clean = reference.gemm(WGRAD, inputs)["dw"]
     inputs["x"][540:] = reference.POISON
     inputs["dy"][:40] = reference.POISON
@@ -170,7 +170,7 @@ def test_a_nan_stays_in_its_group():
 @pytest.mark.parametrize("out_dtype", ["bf16", "f32"])
 def test_float32_sums_of_truncated_steps_pass(out_dtype):
     spec = WGRAD | {"out_dtype": out_dtype}
-    inputs = made(spec, [1, 16, 333, 2500, 0, 64], n=64, k=64)
+    inputs = inputs_of(spec, [1, 16, 333, 2500, 0, 64], n=64, k=64)
     result = reference.check(spec, inputs, in_steps(spec, inputs))["dw"]
     assert result.ok, str(result)
     assert result.max_scaled < 1
@@ -184,7 +184,7 @@ def test_float32_sums_of_truncated_steps_pass(out_dtype):
 def test_numbers_of_one_sign_pass():
     """Sums that only grow are the worst for truncation."""
     spec = WGRAD | {"out_dtype": "f32"}
-    inputs = made(spec, [2000], n=32, k=32)
+    inputs = inputs_of(spec, [2000], n=32, k=32)
     for name in ("dy", "x"):
         inputs[name] &= np.uint16(0x7FFF)
     result = reference.check(spec, inputs, in_steps(spec, inputs))["dw"]
@@ -196,7 +196,7 @@ def test_numbers_of_one_sign_pass():
 )
 @pytest.mark.parametrize("wrong", ["first row", "last row", "neighbour's row", "spare row"])
 def test_a_row_too_few_or_too_many_is_found(spec, wrong):
-    inputs = made(spec)
+    inputs = inputs_of(spec)
     moved = {
         "first row": [40, 40, 540, 541, 558],
         "last row": [39, 39, 539, 540, 557],
@@ -213,7 +213,7 @@ def test_a_row_too_few_or_too_many_is_found(spec, wrong):
 
 def test_float32_that_went_through_16_bits_is_found():
     spec = WGRAD | {"out_dtype": "f32"}
-    inputs = made(spec)
+    inputs = inputs_of(spec)
     exact = reference.gemm(spec, inputs)["dw"]
     assert reference.check(spec, inputs, {"dw": exact.astype(np.float32)})["dw"].ok
     for dtype in ("bf16", "fp16"):
@@ -223,7 +223,7 @@ def test_float32_that_went_through_16_bits_is_found():
 
 @pytest.mark.parametrize("times", [0, 2])
 def test_adding_not_exactly_once_is_found(times):
-    inputs = made(MAIN_GRADIENTS)
+    inputs = inputs_of(MAIN_GRADIENTS)
     sums = reference.gemm(MAIN_GRADIENTS, inputs)["dw"] - inputs["dw"]
     right = {"dw": (inputs["dw"] + sums).astype(np.float32)}
     assert reference.check(MAIN_GRADIENTS, inputs, right)["dw"].ok
@@ -233,7 +233,7 @@ def test_adding_not_exactly_once_is_found(times):
 
 
 def test_the_worst_element_has_its_group():
-    inputs = made(WGRAD)
+    inputs = inputs_of(WGRAD)
     outputs = in_steps(WGRAD, inputs)
     outputs["dw"][2, 7, 5] = reference.POISON
     result = reference.check(WGRAD, inputs, outputs)["dw"]
@@ -244,18 +244,18 @@ def test_the_worst_element_has_its_group():
 
 
 def test_made_inputs():
-    inputs = made(MAIN_GRADIENTS)
+    inputs = inputs_of(MAIN_GRADIENTS)
     assert {name: (array.shape, array.dtype.name) for name, array in inputs.items()} == {
         "dy": ((561, 48), "uint16"),
         "x": ((561, 72), "uint16"),
         "offsets": ((5,), "int32"),
         "dw": ((5, 48, 72), "float32"),
     }
-    assert "dw" not in made(WGRAD)
-    assert made(MAIN_GRADIENTS | {"dbias": True})["dbias"].shape == (5, 48)
-    assert "dbias" not in made(BIAS)
+    assert "dw" not in inputs_of(WGRAD)
+    assert inputs_of(MAIN_GRADIENTS | {"dbias": True})["dbias"].shape == (5, 48)
+    assert "dbias" not in inputs_of(BIAS)
     assert reference.output_shapes(MAIN_GRADIENTS, E=5, M=561, N=48, K=72) == {"dw": ((5, 48, 72), "f32")}
-    even = made(WGRAD, [700] * 4)
+    even = inputs_of(WGRAD, [700] * 4)
     assert 0.6 < np.std(reference.gemm(WGRAD, even)["dw"]) < 1.6
 
 
@@ -287,11 +287,11 @@ def test_sampled_weights():
 def test_inputs_that_do_not_fit_are_refused(change, text):
     spec = MAIN_GRADIENTS | {"dbias": True}
     with pytest.raises(ValueError, match=text):
-        reference.gemm(spec, made(spec) | change)
+        reference.gemm(spec, inputs_of(spec) | change)
 
 
 def test_rows_and_columns_that_are_not_there_are_refused():
-    inputs = made(WGRAD)
+    inputs = inputs_of(WGRAD)
     with pytest.raises(ValueError, match=r"rows 3\.\.240; dw has rows 0\.\.239"):
         reference.gemm(WGRAD, inputs, rows=[3, 240])
     with pytest.raises(ValueError, match=r"columns -1\.\.-1"):

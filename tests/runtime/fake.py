@@ -305,8 +305,8 @@ class FakeDriver:
         """Whether what is unsafe is refused: for a capture of this thread's, or one of another's that is global."""
         if self.capture_mode == RELAXED:
             return False
-        mine = any(mode != RELAXED and thread == threading.get_ident() for mode, thread in self.captures.values())
-        return mine or (self.capture_mode == GLOBAL and any(mode == GLOBAL for mode, _ in self.captures.values()))
+        forbidden = any(mode != RELAXED and thread == threading.get_ident() for mode, thread in self.captures.values())
+        return forbidden or (self.capture_mode == GLOBAL and any(mode == GLOBAL for mode, _ in self.captures.values()))
 
     def cuStreamBeginCapture(self, stream: int, mode: str) -> Any:  # noqa: N802
         self.captures[stream] = mode, threading.get_ident()

@@ -36,17 +36,17 @@ SPEC = {
 }
 
 
-def again(made: LaunchRecord) -> LaunchRecord:
+def again(launch_record: LaunchRecord) -> LaunchRecord:
     """`made`, written down and read."""
-    return LaunchRecord.from_json(json.loads(json.dumps(made.to_json(), allow_nan=False)))
+    return LaunchRecord.from_json(json.loads(json.dumps(launch_record.to_json(), allow_nan=False)))
 
 
 def over_x() -> LaunchRecord:
     """The same with an output dx [M, K] that may lie over x."""
-    made = record()
+    launch_record = record()
     dx = TensorArgument("dx", "output", "bf16", ("M", "K"), ("dx.stride0", 1), 8, in_place_of="x")
     pointer = PointerParameter("dx_pointer", "dx", 296)
-    return record(arguments=(*made.arguments, dx), parameters=(*made.parameters, pointer))
+    return record(arguments=(*launch_record.arguments, dx), parameters=(*launch_record.parameters, pointer))
 
 
 def with_workspace(**changes: Any) -> LaunchRecord:
@@ -126,41 +126,45 @@ def tensors(m: int = 96, k: int = 128, e: int = 4, i: int = 160) -> dict[str, An
     }
 
 
-def fake_for(made: LaunchRecord, **changes: Any) -> FakeDriver:
-    return FakeDriver([(parameter.offset, parameter.size) for parameter in made.parameters], **changes)
+def fake_for(launch_record: LaunchRecord, **changes: Any) -> FakeDriver:
+    return FakeDriver([(parameter.offset, parameter.size) for parameter in launch_record.parameters], **changes)
 
 
 def load(
-    made: LaunchRecord | None = None, fake: FakeDriver | None = None, **defaults: Any
+    launch_record: LaunchRecord | None = None, fake: FakeDriver | None = None, **defaults: Any
 ) -> tuple[Kernel, FakeDriver]:
     """A kernel of `made` on a fake driver."""
-    made = record() if made is None else made
-    fake = fake_for(made) if fake is None else fake
+    launch_record = record() if launch_record is None else launch_record
+    fake = fake_for(launch_record) if fake is None else fake
     devices = Devices(Driver(fake))
-    return Kernel(devices, "sample/fc1@128x160-c2x1", made, CUBIN, defaults, 0), fake
+    return Kernel(devices, "sample/fc1@128x160-c2x1", launch_record, CUBIN, defaults, 0), fake
 
 
-def publish(root: Path, name: str = "sample/fc1@128x160-c2x1", made: LaunchRecord | None = None, **spec: Any) -> Store:
-    """A store at `root` that holds `made` under `name`."""
-    made = record() if made is None else made
+def publish(
+    root: Path, name: str = "sample/fc1@128x160-c2x1", launch_record: LaunchRecord | None = None, **spec: Any
+) -> Store:
+    """A store at `root` that holds `launch_record` under `name`."""
+    launch_record = record() if launch_record is None else launch_record
     store = Store.open(Config(store=root))
-    fields = {"arch": made.arch, "spec": name}
+    fields = {"arch": launch_record.arch, "spec": name}
     entry = Entry(
         key=key_of(fields),
         fields=fields,
         cubin_sha256=hashlib.sha256(CUBIN).hexdigest(),
         cubin_bytes=len(CUBIN),
-        launch=made.to_json(),
+        launch=launch_record.to_json(),
         resources={},
         proof={},
         toolchain={},
         seconds=1.0,
     )
     store.publish(entry, CUBIN)
-    store.publish_name(NameRecord(name, made.arch, entry.key, SPEC | spec, {"act_alpha": 1.0, "cluster_margin": 0}))
+    store.publish_name(
+        NameRecord(name, launch_record.arch, entry.key, SPEC | spec, {"act_alpha": 1.0, "cluster_margin": 0})
+    )
     return store
 
 
-def library(store: Store, made: LaunchRecord | None = None, **changes: Any) -> tuple[Library, FakeDriver]:
-    fake = fake_for(record() if made is None else made, **changes)
+def library(store: Store, launch_record: LaunchRecord | None = None, **changes: Any) -> tuple[Library, FakeDriver]:
+    fake = fake_for(record() if launch_record is None else launch_record, **changes)
     return Library(store, Driver(fake)), fake

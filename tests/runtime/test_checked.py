@@ -31,12 +31,14 @@ GOOD, FALLS, BEYOND, NEGATIVE = [10, 20, 20, 96], [10, 30, 20, 96], [10, 20, 90,
 
 def check() -> LaunchRecord:
     (spec,) = parse_text('schema = 1\n[[kernel]]\nname = "k"\nop = "moe-check"\narch = "sm_90a"\n', "s")
-    made = signature(spec)
+    launch_record = signature(spec)
     parameters = (
         PointerParameter("offsets_pointer", "offsets"), PointerParameter("report_pointer", "report"),
         IntegerParameter("groups", "i32", "E"), IntegerParameter("rows", "i32", "rows"),
     )  # fmt: skip
-    record = LaunchRecord(made.arch, made.arguments, made.dims, parameters, (1, 1, 1), (32, 1, 1))
+    record = LaunchRecord(
+        launch_record.arch, launch_record.arguments, launch_record.dims, parameters, (1, 1, 1), (32, 1, 1)
+    )
     return replace(complete(record), symbol="check")
 
 
@@ -250,7 +252,7 @@ def test_memory_that_cannot_be_had(tmp_path: Path) -> None:
 
 def test_a_kernel_without_groups_is_as_it_always_is(tmp_path: Path) -> None:
     base = record()
-    made = record(
+    launch_record = record(
         arguments=tuple(
             replace(item, name="counts") if isinstance(item, TensorArgument) and item.name == "offsets" else item
             for item in base.arguments
@@ -261,7 +263,7 @@ def test_a_kernel_without_groups_is_as_it_always_is(tmp_path: Path) -> None:
         ),
     )
     library, _ = opened(tmp_path)
-    publish(tmp_path, "sample/other@128x160-c2x1", made)
+    publish(tmp_path, "sample/other@128x160-c2x1", launch_record)
     assert type(library.load("sample/other@128x160-c2x1")) is Kernel
 
 
@@ -280,11 +282,11 @@ def test_the_reference(values: list[int], rows: int, found: tuple[int, int, int]
 
 
 def test_every_launch_of_a_record_of_several_follows_one_check(tmp_path: Path) -> None:
-    made = replace(record(), then=(step(grid=(2, 1, 1)),))
-    store = publish(tmp_path, made=made)
+    launch_record = replace(record(), then=(step(grid=(2, 1, 1)),))
+    store = publish(tmp_path, launch_record=launch_record)
     publish(tmp_path, "checks/offsets@w1", check(), op="moe-check", warps=1)
     others = {"check": [(item.offset, item.size) for item in check().parameters], "second": [(0, 8)]}
-    fake = fake_for(made, others=others)
+    fake = fake_for(launch_record, others=others)
     fake.on_launch = act(fake)
     library = Library(store, Driver(fake), checked=True)
     kernel = library.load(NAME)

@@ -51,12 +51,12 @@ def test_grid_workspace_and_code_are_the_devices_own() -> None:
     kernel, fake = load(with_workspace(), two())
     for device, stream in ((0, OTHER), (1, STREAM), (0, OTHER), (1, STREAM + 1)):
         kernel(**on(device), stream=stream)
-    zero, one, again, beside = fake.launches
+    zero, one, again, third = fake.launches
     assert [launched.grid[0] for launched in fake.launches] == [132, 100, 132, 100]
     assert [launched.context for launched in fake.launches] == [1000, 1001, 1000, 1001]
     assert [owner(fake, workspace(launched)) for launched in fake.launches] == [0, 1, 0, 1]
     assert workspace(zero) == workspace(again)
-    assert workspace(one) != workspace(beside)
+    assert workspace(one) != workspace(third)
     for device in (0, 1):
         assert fake.settings["CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", device] == 200_000
         assert fake.settings["CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT", device] == 50

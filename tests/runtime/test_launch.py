@@ -268,10 +268,10 @@ def test_scratch_is_a_streams_own_and_grows_with_its_launches() -> None:
     assert not fake.memory
 
 
-@pytest.mark.parametrize("made", [with_workspace, with_scratch])
-def test_threads_on_the_per_thread_default_stream_share_no_memory(made: Any) -> None:
+@pytest.mark.parametrize("record_of", [with_workspace, with_scratch])
+def test_threads_on_the_per_thread_default_stream_share_no_memory(record_of: Any) -> None:
     """Nor does one that begins when another has ended, whose launches may be pending: it may get the same ident."""
-    kernel, fake = load(made())
+    kernel, fake = load(record_of())
     bound = kernel.bind(**tensors())
     bound(2)
     for _ in range(4):
@@ -298,7 +298,7 @@ def test_unloading_gives_everything_back_and_is_noticed() -> None:
 
 
 def test_attributes_become_launch_attributes_and_kernel_settings() -> None:
-    made = record(
+    launch_record = record(
         attributes={
             "cooperative": 1,
             "programmatic_stream_serialization": 1,
@@ -306,7 +306,7 @@ def test_attributes_become_launch_attributes_and_kernel_settings() -> None:
             "preferred_shared_memory_carveout": 100,
         }
     )
-    kernel, fake = load(made)
+    kernel, fake = load(launch_record)
     kernel(**tensors())
     assert fake.launches[0].attributes == {
         "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION": (2, 1, 1),
@@ -318,17 +318,17 @@ def test_attributes_become_launch_attributes_and_kernel_settings() -> None:
 
 
 def test_a_grid_that_cannot_be_launched_is_refused() -> None:
-    made = record(grid=("M", 1, 1))
-    kernel, _ = load(made)
+    launch_record = record(grid=("M", 1, 1))
+    kernel, _ = load(launch_record)
     with pytest.raises(ArgumentError, match=r"grid x is 97 blocks for .*M = 97.*multiple of 2"):
         kernel(**tensors(m=97))
-    assert evaluate(made.grid[0], {"M": 97}) == 97
+    assert evaluate(launch_record.grid[0], {"M": 97}) == 97
 
 
 def test_a_scalar_parameter_that_overflows_is_refused() -> None:
     base = record()
-    made = record(parameters=(*base.parameters[:5], type(base.parameters[5])("rows", "i32", ("mul", "M", 2**30), 280),
-                              *base.parameters[6:]))  # fmt: skip
-    kernel, _ = load(made)
+    rows = type(base.parameters[5])("rows", "i32", ("mul", "M", 2**30), 280)
+    launch_record = record(parameters=(*base.parameters[:5], rows, *base.parameters[6:]))
+    kernel, _ = load(launch_record)
     with pytest.raises(ArgumentError, match=r"parameter rows = .* does not fit into 32 bits"):
         kernel(**tensors())

@@ -159,13 +159,13 @@ def test_every_arch_a_device_runs() -> None:
     ],
 )  # fmt: skip
 def test_which_cubin_runs_where(arch: str, capability: tuple[int, int], fits: bool) -> None:
-    made = record(arch=arch)
-    fake = fake_for(made, capability=capability)
+    launch_record = record(arch=arch)
+    fake = fake_for(launch_record, capability=capability)
     if fits:
-        assert load(made, fake)[0].arch == arch
+        assert load(launch_record, fake)[0].arch == arch
     else:
         with pytest.raises(ArchMismatchError):
-            load(made, fake)
+            load(launch_record, fake)
         assert fake.loaded == 0
 
 
@@ -174,15 +174,15 @@ def test_an_old_driver_says_expected_and_found() -> None:
         Driver(FakeDriver(version=11080))
     cubin = bytearray(CUBIN)
     cubin[8] = 8
-    made = record()
+    launch_record = record()
     for version, fine in ((12090, False), (13000, True)):
-        fake = fake_for(made, version=version)
+        fake = fake_for(launch_record, version=version)
         devices = Devices(Driver(fake))
         if fine:
-            Kernel(devices, "sample/fc1", made, bytes(cubin), {}, 0)
+            Kernel(devices, "sample/fc1", launch_record, bytes(cubin), {}, 0)
             continue
         with pytest.raises(DriverError, match=r"supports CUDA 12\.9; .*CUDA 13's format.* expects CUDA 13\.0"):
-            Kernel(devices, "sample/fc1", made, bytes(cubin), {}, 0)
+            Kernel(devices, "sample/fc1", launch_record, bytes(cubin), {}, 0)
         assert "cuLibraryLoadData" not in fake.calls
 
 
@@ -203,15 +203,15 @@ def test_no_driver_and_no_device() -> None:
 
 
 def test_a_cubin_of_another_build_is_caught_by_its_parameters(tmp_path: Path) -> None:
-    made = record()
-    fake = fake_for(made)
+    launch_record = record()
+    fake = fake_for(launch_record)
     fake.parameters[-1] = (296, 4)
     opened = Library(publish(tmp_path), Driver(fake))
     with pytest.raises(IntegrityError, match=r"alpha@288\+4.*296\+4.*two builds"):
         opened.load("sample/fc1")
     assert fake.loaded == 0
-    more = record(parameters=(*made.parameters, IntegerParameter("more", "i32", 1, 292)))
-    for one, other in ((made, more), (more, made)):
+    more = record(parameters=(*launch_record.parameters, IntegerParameter("more", "i32", 1, 292)))
+    for one, other in ((launch_record, more), (more, launch_record)):
         fake = fake_for(other)
         cubin = cubin_of("kernel", parameters={"kernel": len(other.parameters)})
         with pytest.raises(IntegrityError, match="two builds"):
@@ -241,9 +241,9 @@ def test_a_symbol_that_is_not_there() -> None:
 
 
 def test_bytes_that_are_no_cubin() -> None:
-    made = record()
+    launch_record = record()
     with pytest.raises(IntegrityError, match="sample/fc1: its cubin: begins with 3c68746d6c3e; a 64-bit"):
-        Kernel(Devices(Driver(fake_for(made))), "sample/fc1", made, b"<html>", {}, 0)
+        Kernel(Devices(Driver(fake_for(launch_record))), "sample/fc1", launch_record, b"<html>", {}, 0)
 
 
 def test_the_runtime_imports_no_framework_and_no_driver() -> None:

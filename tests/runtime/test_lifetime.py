@@ -21,12 +21,12 @@ from tests.threads import at_once
 
 
 def test_loading_and_unloading_leaves_nothing(soak: bool) -> None:
-    made = with_workspace()
-    fake = fake_for(made)
+    launch_record = with_workspace()
+    fake = fake_for(launch_record)
     devices = Devices(Driver(fake))
 
     def cycle() -> None:
-        kernel = Kernel(devices, "sample/fc1@1", made, CUBIN, {"act_alpha": 1.0}, 0)
+        kernel = Kernel(devices, "sample/fc1@1", launch_record, CUBIN, {"act_alpha": 1.0}, 0)
         kernel(**tensors(), stream=9)
         kernel.unload()
         fake.launches.clear()
@@ -74,22 +74,22 @@ def test_what_is_of_this_process_is_not_pickled(make: Any, remedy: str) -> None:
 
 @pytest.mark.parametrize("function", ["cuStreamIsCapturing", "cuEventQuery"])
 def test_loading_while_a_stream_is_captured_is_refused(function: str) -> None:
-    made = record()
+    launch_record = record()
     status = {
         "cuStreamIsCapturing": CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,
         "cuEventQuery": CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
     }[function]
-    fake = fake_for(made, fail={function: status})
+    fake = fake_for(launch_record, fail={function: status})
     with pytest.raises(DriverError, match=r"loading sample.* load every kernel, on every device .* before the capture"):
-        load(made, fake)
+        load(launch_record, fake)
     assert fake.loaded == 0
     assert fake.stack == []
 
 
 def test_a_first_launch_on_another_device_during_a_capture_is_refused() -> None:
-    made = record()
-    fake = fake_for(made, devices=2)
-    kernel, _ = load(made, fake)
+    launch_record = record()
+    fake = fake_for(launch_record, devices=2)
+    kernel, _ = load(launch_record, fake)
     fake.fail["cuEventQuery"] = CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
     kernel(**tensors(), stream=9)  # its own device is ready
     there = {
@@ -101,9 +101,9 @@ def test_a_first_launch_on_another_device_during_a_capture_is_refused() -> None:
 
 
 def test_threads_that_load_at_once_keep_one_workspace_and_one_context() -> None:
-    made = with_workspace()
-    fake = fake_for(made, devices=2)
-    kernel, _ = load(made, fake)
+    launch_record = with_workspace()
+    fake = fake_for(launch_record, devices=2)
+    kernel, _ = load(launch_record, fake)
     barrier = threading.Barrier(4)
     original = fake.cuKernelGetFunction
 
@@ -166,8 +166,8 @@ def test_a_driver_that_was_not_initialised_says_what_a_fork_has_to_do_with_it() 
     class NotInitialised(int):
         name = "CUDA_ERROR_NOT_INITIALIZED"
 
-    made = record()
-    fake = fake_for(made)
+    launch_record = record()
+    fake = fake_for(launch_record)
     fake.fail["cuInit"] = NotInitialised(3)  # type: ignore[assignment]
     fake.cuGetErrorName = lambda status: (CUresult.CUDA_SUCCESS, b"CUDA_ERROR_NOT_INITIALIZED")  # type: ignore[method-assign]
     with pytest.raises(DriverError, match="does not survive a fork"):
@@ -184,9 +184,9 @@ def test_unloaded_kernels_are_refused_in_every_form() -> None:
 
 
 def test_a_kernel_that_cannot_be_made_ready_leaves_nothing() -> None:
-    made = with_workspace()
-    fake = fake_for(made)
+    launch_record = with_workspace()
+    fake = fake_for(launch_record)
     fake.cuKernelGetFunction = lambda kernel: (CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)  # type: ignore[method-assign]
     with pytest.raises(DriverError, match="CUDA_ERROR_OUT_OF_MEMORY"):
-        load(made, fake)
+        load(launch_record, fake)
     assert (fake.loaded, fake.memory) == (0, {})

@@ -16,8 +16,8 @@ NEEDED = 256 * 128  # capacity times K
 
 @pytest.fixture
 def loaded():
-    made = whole()
-    kernel, fake = load(replace(made, symbol="kernel"))
+    launch_record = whole()
+    kernel, fake = load(replace(launch_record, symbol="kernel"))
     return kernel, fake
 
 

@@ -18,8 +18,8 @@ from tests.runtime.fake import CUresult, FakeDriver
 from tests.runtime.samples import Torchlike, fake_for, load, tensors
 
 
-def driver(made=None) -> FakeDriver:
-    return fake_for(whole() if made is None else made, others={"second": [(0, 8)]})
+def driver(launch_record=None) -> FakeDriver:
+    return fake_for(whole() if launch_record is None else launch_record, others={"second": [(0, 8)]})
 
 
 def test_one_call_queues_every_launch() -> None:
@@ -117,16 +117,16 @@ def test_a_guard_refuses_in_its_words_before_the_first_launch() -> None:
     kernel, fake = load(whole(), driver())
     with pytest.raises(ArgumentError, match="too many tiles; got M = 6400"):
         kernel(**tensors(m=6400))
-    made = replace(whole(), constraints=(Constraint(("max", 0, ("sub", 200, "sm_count")), "a larger device"),))
-    kernel, fake = load(made, driver())
+    launch_record = replace(whole(), constraints=(Constraint(("max", 0, ("sub", 200, "sm_count")), "a larger device"),))
+    kernel, fake = load(launch_record, driver())
     with pytest.raises(ArgumentError, match="a larger device"):
         kernel.bind(**tensors())
     assert not fake.launches
 
 
 def test_what_cannot_be_computed_is_an_argument_error() -> None:
-    made = replace(whole(), values=whole().values | {"rest": ("floordiv", 8, ("sub", "M", 96))})
-    kernel, fake = load(made, driver())
+    launch_record = replace(whole(), values=whole().values | {"rest": ("floordiv", 8, ("sub", "M", 96))})
+    kernel, fake = load(launch_record, driver())
     with pytest.raises(ArgumentError, match="floordiv of 8 by 0; a divisor must be positive"):
         kernel(**tensors(m=96))
     kernel(**tensors(m=97))
@@ -141,10 +141,10 @@ def test_an_integer_is_refused_where_it_does_not_fit() -> None:
 
 
 def test_the_driver_says_how_many_clusters_are_active() -> None:
-    made = replace(whole(), then=(step(grid=(("mul", 2, "active_clusters"), 1, 1), cluster=(2, 1, 1)),))
+    launch_record = replace(whole(), then=(step(grid=(("mul", 2, "active_clusters"), 1, 1), cluster=(2, 1, 1)),))
     fake = driver()
     fake.active_clusters = 61
-    kernel, fake = load(made, fake)
+    kernel, fake = load(launch_record, fake)
     assert fake.calls.count("cuOccupancyMaxActiveClusters") == 1
     kernel(**tensors())
     kernel(**tensors(m=97))
@@ -153,11 +153,12 @@ def test_the_driver_says_how_many_clusters_are_active() -> None:
 
 
 def test_a_raw_tensor_map_is_written_and_moved_without_the_driver() -> None:
-    made = whole()
+    launch_record = whole()
     maps = tuple(
-        replace(item, encoding="raw") if isinstance(item, TensorMapParameter) else item for item in made.parameters
+        replace(item, encoding="raw") if isinstance(item, TensorMapParameter) else item
+        for item in launch_record.parameters
     )
-    kernel, fake = load(replace(made, parameters=maps), driver())
+    kernel, fake = load(replace(launch_record, parameters=maps), driver())
     launch = kernel.bind(**tensors())
     launch(7)
     launch.update(x=Torchlike((96, 128), address=0x7000_0000))(7)
@@ -173,7 +174,7 @@ def test_a_raw_tensor_map_is_written_and_moved_without_the_driver() -> None:
 
 
 def test_a_constant_float_needs_no_scalar() -> None:
-    made = replace(whole(), parameters=(*whole().parameters, FloatParameter("one", "", 320, 1.0)))
-    kernel, fake = load(made, driver(made))
+    launch_record = replace(whole(), parameters=(*whole().parameters, FloatParameter("one", "", 320, 1.0)))
+    kernel, fake = load(launch_record, driver(launch_record))
     kernel(**tensors())
     assert fake.launches[0].parameters[-1] == struct.pack("<f", 1.0)

@@ -18,7 +18,7 @@ class TorchTensor(Torchlike):
 
 
 class Parameter(TorchTensor):
-    """Of another module, as subclasses are."""
+    """A subclass, in another module than its base."""
 
 
 class CupyArray(Torchlike):

@@ -118,8 +118,8 @@ def test_dlpack_refusals(driver: Driver) -> None:
 
 
 def interface(**entries: Any) -> SimpleNamespace:
-    made = {"shape": (3, 8), "typestr": "<V2", "data": (0x9000, False), "version": 3}
-    return SimpleNamespace(__cuda_array_interface__=made | entries)
+    interface = {"shape": (3, 8), "typestr": "<V2", "data": (0x9000, False), "version": 3}
+    return SimpleNamespace(__cuda_array_interface__=interface | entries)
 
 
 @pytest.mark.parametrize(("typestr", "dtype"), [("<V2", "bf16"), ("|V2", "bf16"), ("<f2", "fp16"), ("<i4", "i32")])

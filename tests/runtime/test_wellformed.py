@@ -96,7 +96,7 @@ def bad_launch(launch):
 
 
 @pytest.mark.parametrize(
-    "made",
+    "record_and_cubin",
     [
         *(pytest.param(lambda spec=spec: bad_name(spec), id=f"spec-{index}") for index, spec in enumerate(SPECS)),
         *(
@@ -107,10 +107,10 @@ def bad_launch(launch):
         *(pytest.param(lambda each=each: bad_cubin(each), id=f"cubin-{i}") for i, each in enumerate(CUBINS)),
     ],
 )
-def test_what_cannot_be_used_is_refused_at_every_door(made, tmp_path):
+def test_what_cannot_be_used_is_refused_at_every_door(record_and_cubin, tmp_path):
     pytest.importorskip("fsspec")
     store = Store(tmp_path / "store")
-    write(store, *made())
+    write(store, *record_and_cubin())
     assert len(store.verify(full=True, inspect=WELLFORMED).bad) == 1
     export_bundle(store, select(store), tmp_path / "k.tar")
     with pytest.raises(IntegrityError, match=r"which cannot be used: .*; a bundle is taken whole") as refused:

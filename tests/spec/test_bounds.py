@@ -85,8 +85,8 @@ def test_dotted_keys(text, parts, part):
 def test_nesting_after_a_string(quotes, more):
     """Up to two quotes more than three end a long string; what follows them in its line counts."""
     string = f"{quotes}a\n{quotes}" + quotes[0] * more
-    said = refusal(f"schema = 1\nx = [{string}, {'[' * DEEP}{']' * DEEP}]\n")
-    assert "line 3: more than 16 brackets" in said
+    message = refusal(f"schema = 1\nx = [{string}, {'[' * DEEP}{']' * DEEP}]\n")
+    assert "line 3: more than 16 brackets" in message
     assert "line 3: a key of more than" in refusal(f"schema = 1\nx = {{ y = {string}, {'a.' * 20_000}a = 1 }}\n")
 
 
@@ -115,7 +115,7 @@ arch = "sm_90a" # {dots}
         (HEAD + f"exclude = [{'{tile=[1,1]},' * 15_000}]", "15000 tables; a list has at most 256"),
         (HEAD + f"tile = [{'1,' * 100_000}]", "must be a pair of integers"),
         (HEAD + f"tile = [{'[1,[]],' * 30_000}]", "30000 values"),
-        ("schema = 1\n" + "[[kernel]]\n" * 20_000, "problems; there may be more: mend these first"),
+        ("schema = 1\n" + "[[kernel]]\n" * 20_000, "problems; there may be more: fix these first"),
         ("schema = 1\n" + "".join(f'[[kernel]]\nname="{i}"\n' for i in range(10_000)), "there may be more"),
         ("schema = 1\n" + '[[kernel]]\nname="a"\n' * 10_000, "has this name already"),
         (HEAD + "".join(f"k{i} = 1\n" for i in range(20_000)), "there is no such field"),
@@ -161,8 +161,8 @@ def test_the_kernels_of_layers_are_counted_before_any_is_made(monkeypatch):
     table = '[[kernel]]\nname = "m{}"\nkind = "moe"\narch = "sm_90a"\nhidden = 64\nintermediate = 64\n'
     table += "experts = 8\ntopk = 2\n"
     monkeypatch.setattr(layer, "program", lambda *_: pytest.fail("made"))
-    said = refusal("schema = 1\n" + "".join(table.format(number) for number in range(2000)))
-    assert "(m27): a layer of 150 kernels at most; a file makes at most 4096" in said
+    message = refusal("schema = 1\n" + "".join(table.format(number) for number in range(2000)))
+    assert "(m27): a layer of 150 kernels at most; a file makes at most 4096" in message
 
 
 def test_no_layer_makes_more_kernels_than_it_counts_for():

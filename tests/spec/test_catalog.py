@@ -193,7 +193,7 @@ def test_a_packaged_name_wins_over_a_folder(folder):
 
 
 def test_a_target_means_what_a_file_had_before(folder):
-    """Of each file: all of it, what was asked for, and whether a name that it has no longer was asked for."""
+    """Each file: all of it, what was asked for, and whether a name that is no longer in it was asked for."""
     (whole,), (part,) = targets(["specs/one.toml"], "team"), targets(["specs/one.toml/moe-*"])
     assert (whole.file, part.file) == ("team.one", "one")
     assert len(whole.every) == len(part.every) == 4
@@ -208,8 +208,8 @@ def test_a_target_means_what_a_file_had_before(folder):
 def test_a_namespace_begins_every_name(folder, where):
     path = folder / "specs" / "one.toml"
     if where != "argument":
-        own = "team-a" if where == "file" else "another"
-        path.write_text(f'namespace = "{own}"\n{path.read_text()}')
+        namespace = "team-a" if where == "file" else "another"
+        path.write_text(f'namespace = "{namespace}"\n{path.read_text()}')
     found = find(["specs/one.toml/linear"], None if where == "file" else "team-a")
     assert [spec.name for spec in found] == ["team-a.one/linear"]
     assert find(["quickstart/linear"], "team-a")[0].name == "team-a.quickstart/linear"

@@ -111,5 +111,5 @@ def test_the_packaged_catalogue():
 
 
 def test_values_that_python_takes_for_equal_are_several():
-    made = parse_text(HEAD + "sweep.n = [0, false, 1, 1.0]", "own")
-    assert [spec.variant for spec in made[:4]] == ["n0", "non", "n1", "n-1.0"]
+    specs = parse_text(HEAD + "sweep.n = [0, false, 1, 1.0]", "own")
+    assert [spec.variant for spec in specs[:4]] == ["n0", "non", "n1", "n-1.0"]

@@ -158,12 +158,12 @@ def test_float32_weights_need_codes_of_bf16():
 
 
 def test_an_mlp_as_stored_has_biases_for_inference_alone():
-    said = MLP | {"bias": True, "b_major": "n"}
-    assert problems(said) == [
+    table = MLP | {"bias": True, "b_major": "n"}
+    assert problems(table) == [
         'b_major = "n": b2\'s gradient is the sum of dy, which that of w2 [I, H] cannot give as well; say b_major ='
         ' "k" or keep = "none", or leave bias out'
     ]
-    assert parse_text(text_of(said | {"keep": "none"}), "layers")
+    assert parse_text(text_of(table | {"keep": "none"}), "layers")
     assert parse_text(text_of(MLP | {"activation": {"kind": "identity"}, "keep": "none"}), "layers")
 
 
@@ -230,8 +230,10 @@ def test_a_layer_with_float32_weights_makes_codes_of_them_and_float32_gradients(
     assert {name for name, each in buffers.items() if each.dtype == "f32" and name.endswith(("w1", "w2"))} == {
         f"{of}{name}" for of in ("", "d", "shared_", "dshared_") for name in ("w1", "w2")
     }
-    plain, said = (parse_text(text_of(table | more), "layers")[0].layer for more in ({}, {"weight_dtype": "bf16"}))
-    assert plain == said and plain.weights == "bf16" and plain.grad_dtype == "bf16"
+    plain, with_dtype = (
+        parse_text(text_of(table | more), "layers")[0].layer for more in ({}, {"weight_dtype": "bf16"})
+    )
+    assert plain == with_dtype and plain.weights == "bf16" and plain.grad_dtype == "bf16"
 
 
 def test_tiles_of_a_layer_with_a_recipe_are_those_of_its_codes():
@@ -239,8 +241,8 @@ def test_tiles_of_a_layer_with_a_recipe_are_those_of_its_codes():
     specs = parse_text(text_of(table | {"tile": [[128, 128], [128, 256]]}), "layers")
     tiles = {spec.kernel.removeprefix("moe."): spec.tile for spec in specs if hasattr(spec, "tile")}
     assert (tiles["fc1-fwd"], tiles["fc2-dgrad"]) == ((128, 256), (128, 128))
-    (said,) = problems(table | {"tile": [128, 128]})
-    assert said == (
+    (message,) = problems(table | {"tile": [128, 128]})
+    assert message == (
         "tile = [128, 128]: 128 columns have one scale, gate and up 256, so tile N is a multiple of 256; say 256 (of "
         "its kernels fc1-fwd, fc1-infer)"
     )

@@ -45,7 +45,7 @@ def test_the_declaration_can_be_read(tmp_path):
 @pytest.mark.parametrize("name", CASES)
 def test_the_memory_is_what_the_page_says(name):
     o, tokens = options(**CASES[name]), 1000
-    made = program(o)
+    layer_program = program(o)
     rows, width = tokens * o.topk, o.sides * o.intermediate
     stays = o.keep == "z"
     if o.kind == "mlp":
@@ -55,36 +55,36 @@ def test_the_memory_is_what_the_page_says(name):
         want = 2 * rows * width * stays + 4 * tokens * o.experts * (given == "x") + 4 * tokens * o.topk + 4 * o.experts
         want += 8 * tokens * o.topk * (given != "choices") + 4 * rows + 4 * rows * (o.router["scale"] != "input")
         want += 2 * tokens * o.sides * o.shared * stays + 4 * o.experts * o.router["aux_loss"]
-    kept = [buffer for buffer in made.buffers.values() if buffer.place == "kept"]
-    assert sum(buffer.bytes(made.dims(tokens)) for buffer in kept) == want
+    kept = [buffer for buffer in layer_program.buffers.values() if buffer.place == "kept"]
+    assert sum(buffer.bytes(layer_program.dims(tokens)) for buffer in kept) == want
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_memory_of_a_rank_is_what_the_page_says(name):
     o, tokens = over(2, name, dtype="bf16"), 1000
-    made = program(o).within(room(o, tokens, 5000))
+    layer_program = program(o).within(room(o, tokens, 5000))
     rows, slots, given = 5000, 2048, o.router["input"]
     want = 2 * rows * o.sides * o.intermediate * (o.keep == "z") + 4 * rows + 4 * rows * (o.router["scale"] != "input")
     want += 4 * slots * o.topk + 4 * o.local + 4 * tokens * o.experts * (given == "x")
     want += 8 * tokens * o.topk * (given != "choices") + 4 * o.experts * o.router["aux_loss"]
     want += 2 * tokens * o.sides * o.shared * (o.keep == "z")
-    kept = [buffer for buffer in made.buffers.values() if buffer.place == "kept"]
-    assert sum(buffer.bytes(made.dims(tokens)) for buffer in kept) == want
-    sizes, row, choices = window_sizes(made, o), 2 * slots * o.hidden, 4 * slots * o.topk
+    kept = [buffer for buffer in layer_program.buffers.values() if buffer.place == "kept"]
+    assert sum(buffer.bytes(layer_program.dims(tokens)) for buffer in kept) == want
+    sizes, row, choices = window_sizes(layer_program, o), 2 * slots * o.hidden, 4 * slots * o.topk
     parts = {"sent": 2, "grads": 2, "sums": int(given == "choices"), "returned": 1}
     assert [*sizes] == [*parts]
-    beside = {each: sizes[each] - (row * (each != "returned") + choices * count) for each, count in parts.items()}
-    assert all(0 < each < 2048 for each in beside.values())  # the header and the flags
+    others = {each: sizes[each] - (row * (each != "returned") + choices * count) for each, count in parts.items()}
+    assert all(0 < each < 2048 for each in others.values())  # the header and the flags
 
 
 def test_the_window_of_codes_is_what_the_page_says():
     o = over(2, "fp8", dtype="bf16")
-    made = program(o).within(room(o, 1000))
+    layer_program = program(o).within(room(o, 1000))
     slots = 2048
     want = slots * o.hidden + 4 * slots * -(-o.hidden // 128) + 8 * slots * o.topk
-    sizes = window_sizes(made, o)
+    sizes = window_sizes(layer_program, o)
     assert 0 < sizes["codes"] - want < 2048  # the header and the flags
     assert 0 < sizes["sent"] - 2 * slots * o.hidden - 8 * slots * o.topk < 2048
-    assert list(stores(made)) == ["codes", "sent", "grads", "sums", "returned"]
-    assert list(stores(made, "inference")) == ["codes", "sums"]
+    assert list(stores(layer_program)) == ["codes", "sent", "grads", "sums", "returned"]
+    assert list(stores(layer_program, "inference")) == ["codes", "sums"]
     assert list(stores(program(over(2, "fp8", keep="none")))) == ["codes", "sums"]

@@ -72,18 +72,18 @@ def test_the_packaged_kernels_mean_the_same(model, request_):
     packaged = {spec.kernel: spec for spec in parse_file(packaged_folder() / f"{model}.toml") if spec.layer is None}
     if not request_:
         request_ = {"tokens": packaged["fc1-fwd"].problem.M // 8}
-    made = kernels_of(text_of(model, model, **request_), model)
+    kernels = kernels_of(text_of(model, model, **request_), model)
     assert set(packaged) == set(MLP)
     for name, spec in packaged.items():
-        assert meaning(made[name]) == meaning(spec), name
+        assert meaning(kernels[name]) == meaning(spec), name
 
 
 def test_the_packaged_routers_mean_the_same():
     packaged = {spec.kernel: spec for spec in parse_file(packaged_folder() / "router.toml")}
     for name, model in {"deepseek-v3": "deepseek-v3", "gpt-oss-120b": "gpt-oss-120b", "kimi-k2": "kimi-k2"}.items():
-        made = kernels_of(text_of(model))["router-topk"]
+        topk = kernels_of(text_of(model))["router-topk"]
         same = {**meaning(packaged[f"{name}-topk"]), "kernel": "router-topk"}
-        assert meaning(made) == same
+        assert meaning(topk) == same
 
 
 def test_what_a_file_is_for():
@@ -147,12 +147,12 @@ def test_a_model_that_fits_nowhere_is_refused(model, kernels):
 
 def test_each_key_is_explained_once():
     text = text_of("deepseek-v3")
-    said = re.sub(r"\n# +", " ", text)
-    own = [schema for schema in schemas() if not set(schema.ops) & set(EXCHANGE_FIELDS)]  # of one GPU
-    docs = {key.name: key.doc for schema in own for key in schema.fields if key.type != "table"}
+    joined = re.sub(r"\n# +", " ", text)
+    local_schemas = [schema for schema in schemas() if not set(schema.ops) & set(EXCHANGE_FIELDS)]  # of one GPU
+    docs = {key.name: key.doc for schema in local_schemas for key in schema.fields if key.type != "table"}
     for name in ("arch", "b_major", "glu_layout", "save_preactivation", "recompute", "weighted", "num_groups", "warps"):
         used = re.search(rf"^{name} = ", text, re.MULTILINE) is not None
-        assert said.count(docs[name]) == used, name
+        assert joined.count(docs[name]) == used, name
 
 
 def test_hostile_words_stay_in_comments():
@@ -259,7 +259,7 @@ def test_a_layer_of_other_than_eights_of_experts_takes_logits():
     for training in (True, False):
         text = text_of("qwen1.5-moe-a2.7b", kernels=False, training=training)
         assert layers_of(text)["moe"].router["input"] == "logits"
-        assert "logits[T, X], x . Wr^T. These are left to you" in text.replace("\n#  ", "")
+        assert "logits[T, X], x . Wr^T. These are not covered" in text.replace("\n#  ", "")
     biased = text_of(CONFIGS["gpt-oss-20b"] | {"num_local_experts": 12}, kernels=False, training=False)
     assert layers_of(biased)["moe"].router["bias"] is False
     assert "logits[T, X], x . Wr^T + b." in biased.replace("\n#  ", "")
@@ -268,5 +268,5 @@ def test_a_layer_of_other_than_eights_of_experts_takes_logits():
 @pytest.mark.parametrize("model", ["gpt-oss-20b", "gpt-oss-120b", "mixtral-8x7b", "qwen3-30b-a3b"])
 def test_the_packaged_layers_are_those_of_the_models(model):
     packaged = layers_of((packaged_folder() / f"{model}.toml").read_text(), model)["moe"]
-    made = layers_of(text_of(model, model, kernels=False, training=False, tokens=packaged.tokens), model)["moe"]
-    assert packaged.canonical() == made.canonical() | {"keep": "z"}
+    layer = layers_of(text_of(model, model, kernels=False, training=False, tokens=packaged.tokens), model)["moe"]
+    assert packaged.canonical() == layer.canonical() | {"keep": "z"}

@@ -389,8 +389,8 @@ def test_too_wide_a_sweep():
     fits = [f"[{m}, {n}]" for m in (64, 128, 256) for n in range(16, 129, 16)]
     sweep = GOOD.replace("[128, 128]", f"[{', '.join(fits)}]") + "cluster = [[1, 1], [2, 1], [1, 2]]\n"
     text = sweep + "".join(sweep.replace("schema = 1", "").replace('"fc1"', f'"f{each}"') for each in range(57))
-    said = "[[kernel]] 57 (f55): 24 tile x 3 cluster = 72 kernels; a file makes at most 4096; sweep less"
-    assert said in problem(text)
+    message = "[[kernel]] 57 (f55): 24 tile x 3 cluster = 72 kernels; a file makes at most 4096; sweep less"
+    assert message in problem(text)
     assert "tile = [[1, 1], [1, 2]," in problem(GOOD.replace("[128, 128]", f"[{', '.join(tiles)}]"))
     assert "400 values; a list has at most 256" in problem(GOOD.replace("[128, 128]", f"[{', '.join(tiles)}]"))
 

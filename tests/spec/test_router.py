@@ -82,8 +82,8 @@ def test_the_dtype_of_gemms_is_not_that_of_logits(dtype):
 
 
 def test_a_dtype_for_routers_alone_is_said_to_be_lost():
-    said = problem('op = "router-topk"', HEAD + 'dtype = "bf16"\n')
-    assert said == '[defaults]: dtype = "bf16": is said in the [[kernel]] table that it is for; move dtype there'
+    message = problem('op = "router-topk"', HEAD + 'dtype = "bf16"\n')
+    assert message == '[defaults]: dtype = "bf16": is said in the [[kernel]] table that it is for; move dtype there'
 
 
 def test_the_check_of_group_ends_takes_no_shape():

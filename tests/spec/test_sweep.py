@@ -78,8 +78,8 @@ def test_shapes_alone_are_as_good_as_the_packaged_choice(path):
         reference = cost(canonical(next(spec for spec in find([name]) if spec.variant == packaged)), problem)
         by_model = {spec.variant: cost(canonical(spec), problem) / reference for spec in specs}
         by_clock = {variant: times[variant] / times[packaged] for variant in by_model if variant in times}
-        said = [f"{key} {each:.3f} {by_clock.get(key, math.nan):.3f}" for key, each in by_model.items()]
-        print(f"{name}: packaged {packaged}; chosen, by the model, as measured: {', '.join(said)}")  # noqa: T201
+        lines = [f"{key} {each:.3f} {by_clock.get(key, math.nan):.3f}" for key, each in by_model.items()]
+        print(f"{name}: packaged {packaged}; chosen, by the model, as measured: {', '.join(lines)}")  # noqa: T201
         assert len(specs) in (2, 3)
         assert min((by_clock or by_model).values()) <= WITHIN
         taken = loaded(specs)
@@ -88,8 +88,8 @@ def test_shapes_alone_are_as_good_as_the_packaged_choice(path):
 
 
 def test_a_tile_alone_has_a_fit_cluster():
-    """Of the two clusters that were measured with a packaged tile, the one that is chosen is hardly slower."""
-    behind = []
+    """Two clusters were measured with each packaged tile; the chosen one is hardly slower."""
+    slower = []
     for path in MODELS:
         for spec in (spec for spec in find([path.stem]) if spec.layer is None):
             times = measured(spec)
@@ -102,10 +102,10 @@ def test_a_tile_alone_has_a_fit_cluster():
             (chosen,) = parse_text(head + '[[kernel]]\nname = "k"\n' + "\n".join(lines), "s")
             assert tuning.features(canonical(chosen)) == tuning.features(table)
             both = [us for variant, us in times.items() if variant.startswith(chosen.variant.partition("-")[0])]
-            behind.append(times[chosen.variant] / min(both))
-    assert len(behind) >= 120
-    assert max(behind) < 1.04
-    assert sum(each < 1.01 for each in behind) > 0.6 * len(behind)
+            slower.append(times[chosen.variant] / min(both))
+    assert len(slower) >= 120
+    assert max(slower) < 1.04
+    assert sum(each < 1.01 for each in slower) > 0.6 * len(slower)
 
 
 def test_the_file_for_the_gpu_has_nothing_but_shapes():
@@ -214,8 +214,8 @@ def test_a_sweep_excludes_pairs():
     assert least == ["128x128-c1x2-dynamic"]
     shared = "schema = 1\n[defaults]\nexclude = [{ tile = [256, 192] }, { tile = [64, 64] }]\n"
     assert variants(sweep.replace("schema = 1\n", shared)) == [each for each in all_of_them if each[0] == "1"]
-    own = sweep.replace("schema = 1\n", shared) + "exclude = [{ tile = [128, 128] }]\n"
-    assert variants(own) == [each for each in all_of_them if each[0] == "2"], "a kernel's own value wins"
+    own_exclusion = sweep.replace("schema = 1\n", shared) + "exclude = [{ tile = [128, 128] }]\n"
+    assert variants(own_exclusion) == [each for each in all_of_them if each[0] == "2"], "a kernel's own value wins"
 
 
 @pytest.mark.parametrize(

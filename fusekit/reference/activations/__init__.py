@@ -39,15 +39,15 @@ class Kind:
 def load(name: str) -> Kind:
     """The forward activation `name`. Raises UsageError for one of a package that does not define it in NumPy."""
     file = module(name)
-    own = file.__name__.startswith("fusekit.")
-    reference = f"{__name__}.{name}" if own else getattr(file, "REFERENCE", "")
+    is_ours = file.__name__.startswith("fusekit.")
+    reference = f"{__name__}.{name}" if is_ours else getattr(file, "REFERENCE", "")
     if not reference:
         raise UsageError(
             f"activation {name}: the package {package(ACTIVATIONS, name)} gives no REFERENCE in {file.__name__}, which "
             "says what its results must be; run it without --check"
         )
-    found = import_module(reference)
-    return Kind(found.function, found.slope, kind(name).gated)
+    twin = import_module(reference)
+    return Kind(twin.function, twin.slope, kind(name).gated)
 
 
 # What float32 and its approximate exponentials and reciprocals make of an activation, as a share of its argument, and

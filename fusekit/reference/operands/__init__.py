@@ -4,11 +4,11 @@ fusekit/plan/operands.
 That of another package's operand is the module that its `twin` names. A twin has what it needs of five functions.
 `step` is the place of its stage in the epilogue.
 
-    inputs(means, dims, rng, seed)                        its inputs, made up, by argument name
+    inputs(means, dims, rng, seed)                        its random inputs by argument name
     factors(means, inputs)                                inputs with the factors of the product as they are multiplied
     product(means, inputs, value, error, owner, columns)  changes x . w and its error in place; owner: the rows' groups
-    output(means, inputs, value, error, rows)             (value, error) behind the activation, or of its gradient
-    gradient(means, made)                                 its output of a backward epilogue, from `Gradients`
+    output(means, inputs, value, error, rows)             (value, error) after the activation, or of its gradient
+    gradient(means, gradients)                            its output of a backward epilogue, from `Gradients`
 """
 
 from __future__ import annotations
@@ -45,5 +45,5 @@ def _twin(operand: Operand) -> ModuleType | None:
 def twins(means: Meaning) -> list[ModuleType]:
     """Those of the operands that a spec asks for, in the order of their stages."""
     asked = [operand for operand in operands() if means.epilogue in operand.epilogues and operand.asked(means)]
-    found = (_twin(operand) for operand in asked)
-    return sorted((twin for twin in found if twin is not None), key=lambda module: int(module.step))
+    twins = (_twin(operand) for operand in asked)
+    return sorted((twin for twin in twins if twin is not None), key=lambda module: int(module.step))

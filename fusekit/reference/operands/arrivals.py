@@ -1,4 +1,4 @@
-"""arrivals: a window that says which rows have come; to wait for them changes no value. Made up, all have."""
+"""arrivals: a window that says which rows have come; to wait for them changes no value. In random inputs all have."""
 
 from __future__ import annotations
 

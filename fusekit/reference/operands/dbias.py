@@ -12,13 +12,15 @@ step = 8
 ROUNDED = 2.0**-8  # of a number, at most, that is rounded to bf16
 
 
-def gradient(means: Meaning, made: Gradients) -> dict[str, Expected]:
-    if made.rows is not None:
+def gradient(means: Meaning, gradients: Gradients) -> dict[str, Expected]:
+    if gradients.rows is not None:
         return {}
-    groups = [slice(start, end) for start, end in zip([0, *made.ends[:-1]], made.ends, strict=True)]
+    groups = [slice(start, end) for start, end in zip([0, *gradients.ends[:-1]], gradients.ends, strict=True)]
     stored = ROUNDED * means.quant.transpose
-    dz, slack = made.dz
-    value, error, limit = made.sums((dz, slack + stored * np.abs(dz)), groups)
-    shape = (len(groups), made.shape[1]) if means.grouped else made.shape[1:]
+    dz, slack = gradients.dz
+    value, error, limit = gradients.sums((dz, slack + stored * np.abs(dz)), groups)
+    shape = (len(groups), gradients.shape[1]) if means.grouped else gradients.shape[1:]
     limit = max(limit, stored)
-    return {"dbias": Expected("f32", np.arange(len(groups)), value, error, made.z_columns, shape=shape, limit=limit)}
+    return {
+        "dbias": Expected("f32", np.arange(len(groups)), value, error, gradients.z_columns, shape=shape, limit=limit)
+    }

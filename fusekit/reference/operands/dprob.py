@@ -7,9 +7,9 @@ from fusekit.reference.measure import Expected
 step = 7
 
 
-def gradient(means: Meaning, made: Gradients) -> dict[str, Expected]:
-    if made.columns is not None:
+def gradient(means: Meaning, gradients: Gradients) -> dict[str, Expected]:
+    if gradients.columns is not None:
         return {}
-    value, error = made.product
-    value, error, limit = made.sums((value.T, error.T), [slice(None)])
-    return {"dprob": Expected("f32", made.numbers, value.T, error.T, shape=made.shape[:1], limit=limit)}
+    value, error = gradients.product
+    value, error, limit = gradients.sums((value.T, error.T), [slice(None)])
+    return {"dprob": Expected("f32", gradients.numbers, value.T, error.T, shape=gradients.shape[:1], limit=limit)}

@@ -12,19 +12,20 @@ from fusekit.reference.meaning import Meaning, need
 
 step = 0
 
-CHOICES = 4  # made-up problems have a token for so many rows
+CHOICES = 4  # rows of a token in random problems
 
 
 def tokens_of(rows: int) -> int:
-    """T of a made-up problem of ``rows`` rows."""
+    """T of a random problem of ``rows`` rows."""
     return max(rows // CHOICES, 1)
 
 
 def inputs(means: Meaning, dims: Mapping[str, int], rng: np.random.Generator, seed: int) -> dict[str, Any]:
     """One in 16 rows is of no token."""
-    own, rows = np.random.default_rng(seed), dims["M"]
-    index = own.integers(0, tokens_of(rows), rows)
-    return {"index": np.where(own.random(rows) < 1 / 16, -1, index).astype(np.int32)}
+    # Its own generator: the other inputs are the same with and without a gather.
+    index_rng, rows = np.random.default_rng(seed), dims["M"]
+    index = index_rng.integers(0, tokens_of(rows), rows)
+    return {"index": np.where(index_rng.random(rows) < 1 / 16, -1, index).astype(np.int32)}
 
 
 def factors(means: Meaning, inputs: Mapping[str, Any]) -> Mapping[str, Any]:

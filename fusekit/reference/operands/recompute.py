@@ -7,6 +7,10 @@ from fusekit.reference.measure import Expected
 step = 6
 
 
-def gradient(means: Meaning, made: Gradients) -> dict[str, Expected]:
-    width = made.shape[1] // 2 if means.activation.gated else made.shape[1]
-    return {"y": Expected(means.out_dtype, made.numbers, *made.y, made.columns, shape=(made.shape[0], width))}
+def gradient(means: Meaning, gradients: Gradients) -> dict[str, Expected]:
+    width = gradients.shape[1] // 2 if means.activation.gated else gradients.shape[1]
+    return {
+        "y": Expected(
+            means.out_dtype, gradients.numbers, *gradients.y, gradients.columns, shape=(gradients.shape[0], width)
+        )
+    }
