@@ -20,12 +20,20 @@ CHECKED = 16  # bytes of a layer that its `check` reads
 
 
 class Ranks(SharedHandle):
-    """A rank of several, for `library.layer(name, ranks=...)`. Made by `Ranks.in_process` or `Ranks.of_process`.
+    """A rank of several, for `library.layer(name, ranks=...)`; see `Ranks.in_process` and `Ranks.of_process`.
 
-    rank, count: of how many; device: its ordinal; timeout: milliseconds that a launch waits for the other ranks. All
-    ranks open the same layers in the same order, since a window is made by all of them together. layers: the digest of
-    each layer that was opened, and the rank that was first, by name; the ranks of a process have one in common. used:
-    the digests of those that asked for a window. sharing: how many ranks of this process have the device.
+    All ranks open the same layers in the same order, since all of them allocate a window together.
+
+    Attributes
+    ----------
+    rank, count : int
+        This rank, and the number of ranks.
+    device : int
+        Ordinal of the rank's device.
+    timeout : int
+        Milliseconds that a launch waits for the other ranks.
+    sharing : int
+        The number of ranks of this process on the device.
     """
 
     def __init__(
@@ -36,6 +44,8 @@ class Ranks(SharedHandle):
         self.sharing = sharing
         self.closed = False
         self._make = make
+        # layers: (digest, first rank) of each opened layer by name, shared by the ranks of a process. used: digests of
+        # the layers that asked for a window.
         self._layers, self._used = layers, {} if used is None else used
         self._windows: dict[tuple[Any, ...], Window] = {}
         self._checked: list[tuple[Devices, int]] = []  # memory of layers, each piece of GRANULE bytes
@@ -46,9 +56,22 @@ class Ranks(SharedHandle):
     def in_process(cls, devices: Devices, ordinals: Sequence[int], timeout: int = TIMEOUT) -> list[Ranks]:
         """The ranks of this process: rank r is on device `ordinals[r]`.
 
-        devices: `library.devices`. A launch waits for those of the other ranks, so give each rank a device of its own;
-        on one, launch all of them before you wait, and see that their blocks fit it together
-        (docs/expert-parallelism.md, "Rules"). Raises ArgumentError for no ranks or too many.
+        A launch waits for those of the other ranks, so give each rank a device of its own. Ranks that share a device
+        must all be launched before you wait, and their blocks must fit the device together
+        (docs/expert-parallelism.md, "Rules").
+
+        Parameters
+        ----------
+        devices : Devices
+            `library.devices`.
+        ordinals : sequence of int
+        timeout : int
+            Milliseconds that a launch waits for the other ranks.
+
+        Raises
+        ------
+        ArgumentError
+            For no ranks, or too many.
         """
         count, windows = len(ordinals), _ProcessWindows(devices, ordinals)
         layers: dict[str, tuple[str, int]] = {}
@@ -61,11 +84,25 @@ class Ranks(SharedHandle):
 
     @classmethod
     def of_process(cls, devices: Devices, device: int, rank: int, gather: Gather, timeout: int = TIMEOUT) -> Ranks:
-        """This process's rank; the others are processes of the same machine.
+        """This process's rank; the others are processes of the same machine. All ranks call this together.
 
-        devices: `library.devices`; device: an ordinal. gather: gives every rank the bytes of all ranks, in their order,
-        such as `comm.allgather` of mpi4py; what it raises where a rank does not come is passed on. All ranks call this
-        together. Raises ArgumentError where ranks do not say their numbers in order.
+        Parameters
+        ----------
+        devices : Devices
+            `library.devices`.
+        device : int
+            Ordinal.
+        rank : int
+        gather : callable
+            All-gather: gives every rank the bytes of all ranks in their order, such as `comm.allgather` of mpi4py. Its
+            exceptions are passed on.
+        timeout : int
+            Milliseconds that a launch waits for the other ranks.
+
+        Raises
+        ------
+        ArgumentError
+            If the ranks' numbers are not in the order of `gather`.
         """
         rank = ArgumentError.integer("rank", rank, "a whole number, 0 or more")
         gathered = [
@@ -77,7 +114,7 @@ class Ranks(SharedHandle):
         used: dict[str, str] = {}
 
         def make(_: tuple[Any, ...], size: int) -> Window:
-            # Layers share windows, so each window that is made speaks of every layer that was used by then.
+            # Layers share windows, so the digest covers every layer that was used so far.
             digest = hashlib.sha256(json.dumps(used, sort_keys=True).encode()).digest()
             return between_processes(devices, device, rank, size, gather, digest)
 
@@ -87,10 +124,10 @@ class Ranks(SharedHandle):
         return f"<rank {self.rank} of {self.count} on device {self.device}, {len(self._windows)} windows>"
 
     def opens(self, name: str, digest: str) -> None:
-        """A layer of this rank says what it is. digest: of its table, and of the kernels that ranks launch together.
+        """Registers a layer of this rank. digest: of its table, and of the kernels that ranks launch together.
 
-        Raises ArgumentError where this rank, or another rank of the process, opened the name with another digest. Ranks
-        of processes compare the layers that they use when they make a window.
+        Raises ArgumentError if this rank, or another rank of the process, opened the name with another digest. Ranks in
+        different processes compare the layers that they use when they allocate a window.
         """
         known, first = self._layers.setdefault(name, (digest, self.rank))
         if known != digest:
@@ -102,7 +139,7 @@ class Ranks(SharedHandle):
             )
 
     def window(self, key: tuple[Any, ...], size: int, layer: str = "") -> Window:
-        """The window that layers call `key`, of `size` bytes; made when it is first asked for. layer: which asks."""
+        """The window of `size` bytes that layers share by `key`; the first call allocates it. layer: the caller."""
         if layer:
             self._used[layer] = self._layers[layer][0]
         if key not in self._windows:
@@ -113,7 +150,7 @@ class Ranks(SharedHandle):
         return self._windows[key]
 
     def checked(self, devices: Devices) -> int:
-        """The address of CHECKED bytes of zeros on this rank's device, which a layer has until `close`."""
+        """The address of CHECKED zeroed bytes on this rank's device, which belong to a layer until `close`."""
         place = self._places % (GRANULE // CHECKED)
         if place == 0:
             self._checked.append((devices, allocate(devices, devices.get(self.device), GRANULE)))
@@ -132,7 +169,7 @@ class Ranks(SharedHandle):
             window.check()
 
     def close(self, *, alone: bool = False) -> None:
-        """Gives the windows' memory back, when no launch is pending; all ranks together, or alone if one is gone."""
+        """Frees the windows, when no launch is pending: all ranks together, or alone if one is gone."""
         self.closed = True
         if self._side_stream is not None:
             self._side_stream.close()
@@ -150,7 +187,7 @@ class Ranks(SharedHandle):
 
 
 def milliseconds(timeout: int) -> int:
-    """`timeout` as an int. Raises ArgumentError for what a launch cannot wait."""
+    """`timeout` as an int. Raises ArgumentError."""
     rule = f"a whole number of milliseconds, 1 to {2**31 - 1}"
     number = ArgumentError.integer("timeout", timeout, rule, 1)
     if number >= 2**31:
@@ -159,7 +196,7 @@ def milliseconds(timeout: int) -> int:
 
 
 class _ProcessWindows:
-    """The windows of all ranks of a process: whoever asks first makes those of all."""
+    """The windows of all ranks of a process: the first rank that asks allocates those of all."""
 
     def __init__(self, devices: Devices, ordinals: Sequence[int]) -> None:
         self._devices, self._ordinals = devices, list(ordinals)

@@ -1,8 +1,8 @@
-"""Windows: memory of one size on every rank, which all ranks can address.
+"""Windows: buffers of one size on every rank, which all ranks can address (IPC buffers, a symmetric memory).
 
-In one process a device reaches the memory of another one once peer access is on. Between processes of one machine the
-owner of memory gives a handle of it (CUDA IPC), which the others open. NCCL's windows would do as well, but its Python
-package nccl4py is built for one version of NCCL, newer than that of common installations, and would have to be there.
+In one process, peer access is enabled between devices. Between processes of one machine, each rank exports a CUDA IPC
+handle, which the others open. NCCL's windows would need its Python package nccl4py, which is built for one version of
+NCCL, newer than that of common installations.
 """
 
 from __future__ import annotations
@@ -16,16 +16,26 @@ from fusekit.plan.exchange import MOST_RANKS, NEXT, OPEN, STAGES, STATUS, STATUS
 from fusekit.runtime.devices import Device, Devices
 from fusekit.runtime.handle import SharedHandle
 
-GRANULE = 2 << 20  # what the driver maps at a time: a handle is then of this window's memory alone
-_HANDLE = slice(8, 72)  # in what ranks tell each other: the window's size, its handle, the digest of layers
+GRANULE = 2 << 20  # bytes that the driver maps at once: an IPC handle then covers this window alone
+_HANDLE = slice(8, 72)  # in the record that ranks exchange: the window's size, its IPC handle, the digest of layers
 Gather = Callable[[bytes], Sequence[bytes]]
 
 
 class Window(SharedHandle):
-    """This rank's window, and where it finds those of the others. `peers` is what kernels take as `window`.
+    """This rank's window and the addresses of the others; see `in_process` and `between_processes`.
 
-    rank, device: this rank's; size: bytes of each window. Made by `in_process` or `between_processes`. user: stands
-    for the pass that was the last to be launched on it. shared: other ranks of the process have the same device.
+    Attributes
+    ----------
+    peers : list[int]
+        Addresses of all ranks' windows: the argument `window` of kernels.
+    rank, device : int
+        This rank, and the ordinal of its device.
+    size : int
+        Bytes of each window.
+    user : object
+        Identifies the pass that was launched last on the window.
+    shared : bool
+        Whether other ranks of the process have the same device.
     """
 
     def __init__(self, devices: Devices, device: Device, rank: int, peers: Sequence[int], size: int) -> None:
@@ -46,10 +56,10 @@ class Window(SharedHandle):
         return f"<Window of rank {self.rank} of {len(self.peers)}, {self.size} bytes on device {self.device}>"
 
     def check(self) -> None:
-        """Raises PeerTimeoutError if a launch on this window gave up waiting for another rank.
+        """Raises PeerTimeoutError if a launch on this window stopped waiting for another rank.
 
-        Does not wait for launches, nor for any stream. After the error the windows are of no further use: the ranks no
-        longer agree on which launch is the next. Make new ones.
+        It waits for no launch and no stream. After the error the windows cannot be used any more: the ranks no longer
+        agree on the next launch. Close the ranks and open the layers with new ones.
         """
         missing, stage, launch = self.words()[STATUS // 4 :][:STATUS_WORDS]
         if missing:
@@ -83,7 +93,7 @@ class Window(SharedHandle):
                 self._devices.driver.check(copied, "cuMemcpyHtoDAsync")
 
     def close(self, *, alone: bool = False) -> None:
-        """Gives the memory back, when no launch is pending. Between processes it waits for all ranks to close.
+        """Frees the memory, when no launch is pending. Between processes it waits for all ranks to close.
 
         alone: does not wait, because another rank is gone.
         """
@@ -104,8 +114,8 @@ class Window(SharedHandle):
 def in_process(devices: Devices, ordinals: Sequence[int], size: int) -> list[Window]:
     """A window of `size` bytes for each rank of this process: rank r is on device `ordinals[r]`.
 
-    Ranks may share a device, if their blocks fit it together (docs/expert-parallelism.md, "Rules"). Raises
-    ArgumentError where one device cannot reach another, DriverError.
+    Ranks may share a device if their blocks fit it together (docs/expert-parallelism.md, "Rules"). Raises ArgumentError
+    if a device cannot access another's memory, and DriverError.
     """
     _check_ranks(len(ordinals))
     size = _whole(size)

@@ -34,7 +34,7 @@ from fusekit.runtime.binding import check_scalar
 
 _XLA = by("xla")
 _LEAD = {"forward": "x", "inference": "x", "backward": "dy"}  # whose rows are the tokens
-_QUANTISE, _USED = "quantise", "used"  # the latter: what was kept, behind a backward pass that wrote to it
+_QUANTISE, _USED = "quantise", "used"  # "used": the kept memory after a backward pass in place
 _CONSTANTS = ("aux_coefficient", "total_tokens")
 _MOST = 2**31 - 1  # of an int32
 Arrays = dict[str, Any]
@@ -43,13 +43,31 @@ Arrays = dict[str, Any]
 def operator(
     kernel: Kernel, name: str, *, cluster_margin: int | None = None, platform: str = "CUDA", **scalars: Any
 ) -> Callable[..., Any]:
-    """Registers `kernel` with XLA under `name`, unique in the process, and returns a function for use inside jax.jit.
+    """Registers `kernel` with XLA and returns a function for use inside jax.jit.
 
-    The function takes the kernel's inputs by name, row-major as JAX has them, and returns its outputs, newly allocated:
-    one array, or a tuple in the record's order. Arrays of e2m1x2 are uint8, two codes in each. A call queues every
-    launch of the record. scalars: of the kernel; a call may give others, numbers that jax.jit does not trace. Raises
-    ArgumentError for a kernel with an `inout` argument, or (when called) for a scalar that is no number and for inputs
-    that do not determine the outputs' shapes.
+    Parameters
+    ----------
+    kernel : Kernel
+    name : str
+        Unique in the process.
+    cluster_margin : int, optional
+        Reserved clusters: a launch leaves their SMs to other kernels. Default: the spec's.
+    platform : str
+        XLA's name of the platform.
+    **scalars : number
+        Of the kernel. A call may give others: numbers that jax.jit does not trace.
+
+    Returns
+    -------
+    callable
+        Takes the kernel's inputs by name, row-major as JAX has them. Returns the outputs, newly allocated: one array,
+        or a tuple in the record's order. Arrays of e2m1x2 are uint8, with two FP4 values in each.
+
+    Raises
+    ------
+    ArgumentError
+        For a kernel with an `inout` argument. A call raises it for a scalar that is not a number, and for inputs that
+        do not determine the outputs' shapes.
     """
     record = kernel.record
     if any(tensor.role == "inout" for tensor in record.tensors):
@@ -86,31 +104,48 @@ def moe(
     layer: Layer, name: str, *, mesh: Any = None, axis: str | None = None, timeout: int = TIMEOUT, gather: Any = None,
     in_place: bool = False, platform: str = "CUDA",
 ) -> Callable[..., Any]:  # fmt: skip
-    """Registers `layer` with XLA under `name`, unique in the process, and returns `f(x, params, **more)`, which jax.jit
-    and jax.grad see through: one call into the stream for the forward pass and one for the backward pass.
+    """Registers `layer` with XLA and returns a function that jax.jit and jax.grad see through.
 
-    x [..., H]. params and more: the layer's other inputs by their names (`layer.inputs("forward")`); logits, indices
-    and weights have x's leading dims. Returns y like x; with `router.aux_loss` (y, loss), the loss a float32 scalar,
-    for which f takes aux_coefficient and total_tokens (default: the tokens of x), both constants to a derivative; what
-    an array of JAX's says in total_tokens is not looked at.
+    The forward pass is one call into the stream, the backward pass another. Gradients are computed only for what is
+    differentiated, and have its dtypes. Without a derivative nothing is kept. The layer works on the arrays of one
+    device; shard with jax.shard_map.
 
-    A layer with a recipe takes its weights, and makes codes of them in each call; `f.quantise(params)` gives these as a
-    dict, for several calls: `f(x, {**params, **codes})`.
+    A layer over ranks allocates its windows (IPC buffers) here, on all processes together. Every device has its own
+    tokens and the parameters of its own experts. If a rank is missing, y and dx become NaN, and the computation an
+    error, a second or so after `timeout`; `f.check()` raises PeerTimeoutError at once. `f.close(alone=False)` frees the
+    windows, once all that used them is done.
 
-    Gradients are computed of what is differentiated, no more, and have the types of what they are of. Without a
-    derivative nothing is kept. The layer works on the arrays that a device has; shard with jax.shard_map.
+    Parameters
+    ----------
+    layer : Layer
+    name : str
+        Unique in the process.
+    mesh, axis : jax.sharding.Mesh and str, optional
+        For a layer over ranks: the mesh of jax.shard_map, and its axis along which the experts are spread; rank r is
+        the device at index r.
+    timeout, gather
+        As for `fusekit.interop.jax_ranks.ranks_of`.
+    in_place : bool
+        The backward pass writes dz over z, which saves as much memory as z takes. XLA copies it before if something
+        else still needs it.
+    platform : str
+        XLA's name of the platform.
 
-    mesh, axis: of a layer over ranks, the mesh of that jax.shard_map, and the axis along which the experts are; rank r
-    is the device at place r. Every device has its own tokens and its own experts' parameters. The windows are made
-    here, by all processes together. timeout, gather: as of `fusekit.interop.jax_ranks.ranks_of`. A rank that is missing
-    makes y and dx NaN, and the computation an error, a second or so after `timeout`; `f.check()` raises
-    PeerTimeoutError at once. `f.close(alone=False)` gives the windows back, once all that used them is done.
+    Returns
+    -------
+    callable
+        `f(x, params, **more)` with x [..., H]; params and more: the layer's other inputs by name
+        (`layer.inputs("forward")`), of which logits, indices and weights have x's leading dims. It returns y [..., H];
+        with `router.aux_loss` (y, loss), loss a float32 scalar, for which f takes aux_coefficient and total_tokens
+        (default: the tokens of x), both constants to a derivative. The value of a JAX array total_tokens is not
+        checked. With a recipe, f quantises the weights in each call; `f.quantise(params)` returns them as a dict for
+        several calls: `f(x, {**params, **quantised})`.
 
-    in_place: the backward pass writes dz over z, which saves as much memory as z takes; XLA copies what is kept before
-    where something else still needs it.
-
-    Raises ArgumentError for a layer that adds to gradients, for a mesh that does not fit the layer, and (when called)
-    for arguments that do not fit; and what loading the kernels raises.
+    Raises
+    ------
+    ArgumentError
+        For a layer that accumulates gradients, and for a mesh that does not fit the layer; from f, for arguments that
+        do not fit. Loading a kernel raises what `Library.load` raises.
     """
     if layer.options.accumulate:
         raise ArgumentError(
@@ -161,7 +196,7 @@ def moe(
 def _calls(
     placed: Placed, name: str, run: Callable[[Arrays], Arrays], passes: Mapping[str, _Pass]
 ) -> Callable[..., Any]:
-    """What `moe` returns. run: the passes on every input by name, with a derivative."""
+    """The function that `moe` returns. run: the passes on every input by name, with a derivative."""
     layer = placed.layer
     weights, codes = layer.inputs(_QUANTISE), layer.outputs(_QUANTISE)
     inputs = {arg_name: buffer for arg_name, buffer in _inputs(layer).items() if arg_name not in codes}
@@ -172,7 +207,7 @@ def _calls(
         return passes[_QUANTISE]({each: jax.lax.stop_gradient(params[each]) for each in weights}, codes)
 
     def quantise(params: Mapping[str, Any]) -> Arrays:
-        """Codes of the weights among `params`, by name."""
+        """The weights among `params`, quantised, by name."""
         placed.load()
         return coded(params)
 
@@ -192,7 +227,7 @@ def _calls(
 
 
 def _inputs(layer: Layer) -> dict[str, Any]:
-    """What the forward pass reads; with a recipe the weights and all of their codes, too."""
+    """The inputs of the forward pass; with a recipe also the weights, quantised and not."""
     return {**layer.inputs("forward"), **layer.inputs(_QUANTISE), **layer.outputs(_QUANTISE)}
 
 

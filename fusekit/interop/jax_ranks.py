@@ -22,12 +22,27 @@ TIMEOUT = 60_000
 def ranks_of(
     devices: Devices, mesh: Any, axis: str, *, timeout: int = TIMEOUT, gather: Gather | None = None
 ) -> list[Ranks]:
-    """This process's ranks: the device at place r of the mesh's `axis` is rank r. Each place along the mesh's other
-    axes has ranks of its own, which do not meet those of another place.
+    """This process's ranks of a mesh: the device at index r of the mesh's `axis` is rank r.
 
-    devices: `library.devices`. timeout: milliseconds that a launch waits for the other ranks. gather: where each rank
-    is a process of the same machine; default: over JAX's processes. The same ranks come again for the same mesh. Raises
-    ArgumentError for an axis that the mesh has not, and where some ranks share a process and others do not.
+    Each index along the mesh's other axes is a group of ranks of its own. A second call for the same mesh returns the
+    same ranks.
+
+    Parameters
+    ----------
+    devices : Devices
+        `library.devices`.
+    mesh : jax.sharding.Mesh
+    axis : str
+        The axis along which the experts are spread.
+    timeout : int
+        Milliseconds that a launch waits for the other ranks.
+    gather : callable, optional
+        All-gather of bytes, where each rank is a process of the same machine. Default: over JAX's processes.
+
+    Raises
+    ------
+    ArgumentError
+        If the mesh has no such axis, or some ranks share a process and others do not.
     """
     if axis not in mesh.axis_names:
         raise ArgumentError(f"the mesh has no axis {axis!r}; it has {', '.join(mesh.axis_names)}", argument="axis")
@@ -58,14 +73,14 @@ def _ranks(devices: Devices, mesh: Any, axis: str, timeout: int, gather: Gather 
 
 
 def _over(processes: tuple[int, ...]) -> Gather:
-    """`gather` as fusekit.exchange wants it, of these processes of JAX; all of them call it at the same time."""
+    """All-gather of bytes over these processes of JAX, which all call it together."""
 
     def gathered(value: bytes) -> Sequence[bytes]:
         from jax.experimental import multihost_utils
 
         # One byte more, since there are no arrays of 0 bytes between processes.
-        gathered = multihost_utils.process_allgather(jnp.frombuffer(value + b"\0", jnp.uint8))
-        return [bytes(gathered[process][:-1]) for process in processes]
+        values = multihost_utils.process_allgather(jnp.frombuffer(value + b"\0", jnp.uint8))
+        return [bytes(values[process][:-1]) for process in processes]
 
     return gathered
 
@@ -73,13 +88,13 @@ def _over(processes: tuple[int, ...]) -> Gather:
 def layers_of(
     layer: Layer, mesh: Any, axis: str | None, timeout: int, gather: Gather | None = None
 ) -> dict[int, RankedLayer]:
-    """The layer as the layers of this process's ranks, by the ordinals of their devices, with their windows.
+    """The layer on each of this process's ranks, by the ordinals of their devices, with windows.
 
     Raises ArgumentError for a layer of one GPU, and for a mesh of another number of ranks.
     """
     if not isinstance(layer, RankedLayer):
         raise ArgumentError(
-            f"{layer.name} is a layer of one GPU, which takes no mesh; say ranks = R in its table, and build it again",
+            f"{layer.name} is a layer of one GPU, which takes no mesh; set ranks = R in its table, and build it again",
             argument="mesh",
         )
     if mesh is None or axis is None:
@@ -96,7 +111,7 @@ def layers_of(
 
 
 def devices_of(platform: str, like: int) -> list[int]:
-    """The ordinals of this process's devices on any of which XLA may run a call: those of the kind of device `like`."""
+    """The ordinals of this process's devices of the same kind as device `like`: XLA may run a call on any of them."""
     try:
         kinds = {each.local_hardware_id: each.device_kind for each in jax.local_devices(backend=platform.lower())}
     except RuntimeError:  # there is none, so nothing will be run
@@ -105,7 +120,7 @@ def devices_of(platform: str, like: int) -> list[int]:
 
 
 class Placed:
-    """A layer on the devices that call it: itself on any, or of a layer over ranks the layer of each device's rank."""
+    """A layer on the devices that call it; a layer over ranks is on each device that of the device's rank."""
 
     def __init__(
         self, layer: Layer, mesh: Any, axis: str | None, timeout: int, gather: Any, platform: str = "CUDA"
@@ -155,14 +170,14 @@ class Placed:
             layer.load(tokens)
 
     def check(self) -> None:
-        """Raises, once, CapacityError if a pass had too few rows; PeerTimeoutError if a rank did not come. Waits for
+        """Raises CapacityError, once, if a pass had too few rows; PeerTimeoutError if a rank did not come. Waits for
         nothing.
         """
         for layer in self._ranked.values():
             layer.check()
 
     def close(self, *, alone: bool = False) -> None:
-        """Gives the windows back when nothing uses them any more; all processes together, or alone if one is gone."""
+        """Frees the windows when nothing uses them any more: all processes together, or alone if one is gone."""
         for layer in self._ranked.values():
             assert layer.ranks is not None
             layer.ranks.close(alone=alone)

@@ -31,7 +31,7 @@ __all__ = ["DTYPES", "MoE", "copy_of", "expert_parameters", "operator"]
 
 @dataclass(slots=True)
 class _Defined:
-    """What an operator's name stands for: the kernel that it launches, and what all that may do so have in common."""
+    """A registered operator: the kernel that it launches, and the identity that all its kernels share."""
 
     kernel: Kernel
     identity: tuple[Any, ...]
@@ -47,13 +47,30 @@ def _defined() -> dict[str, _Defined]:
 def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) -> Callable[..., Any]:
     """Registers `kernel` as the PyTorch operator `name` ("namespace::name") and returns it.
 
-    The operator takes the kernel's inputs in the record's order, then its scalars (those with a default are optional),
-    and returns its outputs, newly allocated: one tensor, or a tuple in the record's order. It queues every launch of
-    the record on the current stream of the inputs' device, can be captured in a graph, and works under torch.compile,
-    dynamic shapes included. Raises ArgumentError for a kernel with an `inout` argument, with windows of other ranks,
-    without an input tensor, or with an output of a type that this PyTorch lacks, and for a name that stands for another
-    kernel; a call raises it for inputs that do not determine the outputs' shapes. torch.compile's cache on disk knows a
-    kernel by the name alone: give it another one when its types or shapes change.
+    The operator launches on the current stream of the inputs' device. It can be captured in a CUDA graph, and works
+    under torch.compile, dynamic shapes included. torch.compile's cache on disk knows a kernel by the name alone: choose
+    another name when its dtypes or shapes change.
+
+    Parameters
+    ----------
+    kernel : Kernel
+    name : str
+        "namespace::name".
+    cluster_margin : int, optional
+        Reserved clusters: a launch leaves their SMs to other kernels. Default: the spec's.
+
+    Returns
+    -------
+    callable
+        Takes the kernel's inputs in the record's order, then its scalars (those with a default are optional). Returns
+        the outputs, newly allocated: one tensor, or a tuple in the record's order.
+
+    Raises
+    ------
+    ArgumentError
+        For a kernel with an `inout` argument, with windows of other ranks, without an input tensor, or with an output
+        dtype that this PyTorch lacks; for a name that belongs to another kernel. A call raises it if the inputs do not
+        determine the outputs' shapes.
     """
     record = kernel.record
     if any(tensor.role == "inout" for tensor in record.tensors):
@@ -73,8 +90,8 @@ def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) ->
     known = _defined().get(name)
     if known is not None and known.identity != identity:
         raise ArgumentError(
-            f"the operator {name} is another kernel, or has another margin; what was compiled with it would launch this"
-            " one; choose another name",
+            f"the operator {name} is another kernel, or has another cluster_margin; what was compiled with it would"
+            " launch this one; choose another name",
             argument="name",
         )
     if known is not None:  # again, as in a notebook

@@ -16,49 +16,62 @@ from fusekit.errors import ArgumentError
 from fusekit.interop.torch_layer import DTYPES, casting, operator_of, quantised
 from fusekit.layers import Layer
 
-_HOLDERS: WeakSet[MoE] = WeakSet()  # modules that hold codes of their weights
-_MORE = {"logits": ("logits",), "choices": ("indices", "weights")}  # what a call gives beside x, by router.input
+_HOLDERS: WeakSet[MoE] = WeakSet()  # modules that hold their weights in FP8
+_MORE = {"logits": ("logits",), "choices": ("indices", "weights")}  # arguments of a call after x, by router.input
 _BIASES = ("b1", "b2", "router_bias", "expert_bias")
-_EXPERTS = ("w1", "w2", "b1", "b2")  # of which a rank has those of its experts
+_EXPERTS = ("w1", "w2", "b1", "b2")  # a rank has those of its own experts
 
 
 class MoE(nn.Module):  # type: ignore[misc]
-    """A layer of a store with its parameters.
+    """A mixture-of-experts layer or dense MLP of a store, with its parameters and gradients.
 
         layer = fusekit.open_library().layer("qwen3-30b-a3b/moe")
         moe = MoE(layer, device="cuda")
         y = moe(hidden_states)
 
-    layer: `kind = "moe"` or `"mlp"`. dtype: of the parameters; default: the layer's. names: of parameters in this
-    module, by their names in the layer; default: those of Transformers (`default_names`). The layouts are the layer's,
-    which a spec says: w1 [X, N, H] and w2 [X, H, I], or with `b_major = "n"` w1 [X, H, N] and w2 [X, I, H]; N = 2I for
-    a gated activation. So a checkpoint loads as it is. A dense projection that a checkpoint has as `gate_proj` and
-    `up_proj`, such as the shared expert's, is joined while it is loaded.
+    The layouts of weights are the layer's, as its spec says: w1 [X, N, H] and w2 [X, H, I], or with `b_major = "n"`
+    w1 [X, H, N] and w2 [X, I, H]; N = 2I for a gated activation. So a checkpoint loads as it is. A dense projection
+    that a checkpoint has as `gate_proj` and `up_proj`, such as the shared expert's, is joined while it is loaded.
 
-    Calls take x [..., H] of the layer's dtype, and after it, as `router.input` says: nothing; `logits` [..., X]; or
-    `indices` and `weights` [..., K]. They give y [..., H]; of a layer with `router.aux_loss` (y, loss), where `loss` is
-    float32 and already multiplied by `aux_coefficient`. Under autocast x and the parameters are cast to the layer's
-    dtype. Kernels are loaded in the first call for a count of tokens, or by `moe.layer.load(tokens)`: before a capture.
+    `forward` has the arguments of a call. The loss of a layer with `router.aux_loss` is already multiplied by
+    `aux_coefficient`. Under autocast, x and the parameters are cast to the layer's dtype. The first call for a count of
+    tokens loads kernels; before the capture of a CUDA graph, `moe.layer.load(tokens)` does.
 
-    The parameters of a layer for inference (`keep = "none"`) have `requires_grad = False`.
+    A call keeps x and `layer.sizes(tokens).kept` bytes for the backward pass; without gradients it keeps nothing. The
+    parameters of a layer for inference (`keep = "none"`) have `requires_grad = False`.
 
-    For the backward pass stay x and what `layer.sizes(tokens).kept` says; without gradients nothing stays. Weight
-    gradients have the type `grad_dtype` of the layer. Where that is float32 and `accumulate` is off, `.grad` of a bf16
-    parameter is rounded to bf16 by PyTorch, unless the parameter says `grad_dtype = torch.float32`. With `accumulate`
-    they are added to the float32 tensor `main_grad` of each weight, which you make and zero, as Megatron does; `.grad`
-    stays None for these. Biases of both projections and of the router have a `.grad` in every case.
+    Weight gradients have the dtype `grad_dtype` of the layer. If that is float32 and `accumulate` is off, PyTorch
+    rounds `.grad` of a bf16 parameter to bf16, unless the parameter sets `grad_dtype = torch.float32`. With
+    `accumulate`, they are added to the float32 tensor `main_grad` of each weight, which the caller allocates and zeroes,
+    as Megatron does; `.grad` of these stays None. Biases of both projections and of the router always have a `.grad`.
 
-    With a `recipe` each call makes codes of the weights first, unless `quantise` made them for several calls.
+    With a `recipe`, each call quantises the weights first, unless `quantise` did that for several calls.
 
-    group: of torch.distributed, whose processes have the experts of a layer over ranks between them. This module then
-    has the experts of its rank, and takes its share of a checkpoint that has all. A call raises PeerTimeoutError within
-    a second or so after a launch has waited `timeout` milliseconds for another rank.
+    Parameters
+    ----------
+    layer : Layer
+        With `kind = "moe"` or `"mlp"`.
+    device, dtype : optional
+        Of the parameters. Default dtype: the layer's.
+    names : dict[str, str], optional
+        Names of parameters in this module by their names in the layer. Default: Transformers' (`default_names`).
+    aux_coefficient : float
+        Factor of the load-balancing loss.
+    group : torch.distributed.ProcessGroup, optional
+        For a layer over ranks: the processes over which its experts are spread (expert parallelism). The module has the
+        experts of its rank, and takes its share of a checkpoint that has all.
+    timeout : int
+        Milliseconds that a launch waits for another rank. A second or so later a call raises PeerTimeoutError.
+    cluster_margin : int, optional
+        Reserved clusters: each GEMM of forward and backward passes leaves their SMs to kernels of other streams, such
+        as NCCL's. Default: the spec's, which is 0. Results have the same bits.
+    in_place : bool
+        The backward pass writes dz over z, which saves as much memory as z takes. A second backward pass through the
+        same call (`retain_graph=True`) then raises ArgumentError.
 
-    cluster_margin: reserved clusters: each GEMM of forward and backward passes leaves their SMs to kernels of other
-    streams, such as NCCL's; None takes the spec's, which is 0. Results have the same bits.
-
-    in_place: a backward pass writes dz over z, which saves as much memory as z takes. Then a second backward pass
-    through the same call (`retain_graph=True`) raises ArgumentError.
+    Raises
+    ------
+    ArgumentError
     """
 
     def __init__(
@@ -92,7 +105,7 @@ class MoE(nn.Module):  # type: ignore[misc]
         self.register_load_state_dict_pre_hook(_join)
 
     def reset_parameters(self) -> None:
-        """Fresh values: weights uniform within 1 / sqrt of the elements that they sum over, biases 0."""
+        """Initialises weights uniformly within 1 / sqrt(elements of their sums), and biases with 0."""
         buffers, options = self.layer.program.buffers, self.layer.options
         with torch.no_grad():
             for name, path in self.names.items():
@@ -102,10 +115,25 @@ class MoE(nn.Module):  # type: ignore[misc]
                 tensor.zero_() if name in _BIASES else tensor.uniform_(-bound, bound)
 
     def forward(self, x: Any, *more: Any, total_tokens: Any = None) -> Any:
-        """y, or (y, loss).
+        """The layer's output.
 
-        total_tokens: the tokens that the load-balancing loss counts, an int or int32 [1] on the device; default: those
-        of x. Raises ArgumentError.
+        Parameters
+        ----------
+        x : torch.Tensor
+            [..., H], of the layer's dtype.
+        *more : torch.Tensor
+            Nothing; logits [..., X]; or indices and weights [..., K], as the spec's `router.input` says.
+        total_tokens : int or torch.Tensor
+            The tokens that the load-balancing loss counts: an int, or int32 [1] on the device. Default: those of x.
+
+        Returns
+        -------
+        torch.Tensor or tuple
+            y [..., H]; with `router.aux_loss` (y, loss), loss a float32 scalar.
+
+        Raises
+        ------
+        ArgumentError
         """
         operator = self.operator
         tensors = {"x": x, **self._given(more)}
@@ -130,12 +158,21 @@ class MoE(nn.Module):  # type: ignore[misc]
         return operator({**operator.cast(tensors, everything=casting(x.device.type)), **self._held()}, self._sums())
 
     def quantise(self, *, hold: bool = True) -> None:
-        """Makes codes of the weights now, for all calls until the next `quantise`: after each step of the optimiser, if
-        a step has several calls, or once for inference. hold = False: each call makes its own again.
+        """Quantises the weights now, for all calls until the next `quantise`.
 
-        A call with weights that have changed since then raises ArgumentError, but not under torch.compile. Writes
-        through `.data` are not noticed.
-        Raises ArgumentError for a layer without a recipe. The weights are whole: not for parameters that FSDP2 shards.
+        Call it after each step of the optimiser if a step has several calls, or once for inference. A call with weights
+        that have changed since then raises ArgumentError, but not under torch.compile; writes through `.data` are not
+        noticed. The weights must be whole, so it is not for parameters that FSDP2 shards.
+
+        Parameters
+        ----------
+        hold : bool
+            False: each call quantises the weights itself again.
+
+        Raises
+        ------
+        ArgumentError
+            If the layer has no recipe.
         """
         operator = self.operator
         if not operator.codes:
@@ -150,26 +187,26 @@ class MoE(nn.Module):  # type: ignore[misc]
         self._codes = quantised(operator.name, operator.weights, operator.codes, tensors) if hold else {}
 
     def _held(self) -> dict[str, Any]:
-        """The codes that `quantise` holds."""
+        """The FP8 weights that `quantise` holds."""
         if self._codes and not torch.compiler.is_compiling():
             tensors = [_at(self, self.names[name]) for name in self.operator.weights]
             same = all(each() is tensor for each, tensor in zip(self._sources, tensors, strict=True))
             if not same or _versions(tensors) != self._coded:
                 raise ArgumentError(
                     f"the weights of {self.layer.name} have changed since quantise(); call quantise() again, or"
-                    " quantise(hold=False), with which each call makes its own codes"
+                    " quantise(hold=False), with which each call quantises them"
                 )
         return self._codes
 
     def extra_repr(self) -> str:
-        """What a print of the module says."""
+        """The text in a print of the module."""
         options = self.layer.options
         return f"{self.layer.name}, hidden={options.hidden}, intermediate={options.intermediate}" + (
             f", experts={options.experts}, topk={options.topk}" if options.experts else ""
         )
 
     def _given(self, more: tuple[Any, ...]) -> dict[str, Any]:
-        """What the call gives of the choice of experts."""
+        """The call's logits, or indices and weights, by name."""
         options = self.layer.options
         wanted = _MORE.get(options.router["input"], ()) if options.experts else ()
         if len(more) != len(wanted):
@@ -198,10 +235,10 @@ def _over(layer: Layer, group: Any, timeout: int) -> Layer:
 
 
 def expert_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The parameters of `model`, by name, that are of the experts of one rank: those of layers with `ranks` above 1.
+    """Yields (name, parameter) for the parameters of experts that only this rank has (layers with `ranks` above 1).
 
-    Data parallelism over those ranks leaves them alone: their gradients are sums over the tokens of all ranks. Their
-    attribute `allreduce` is False.
+    Data parallelism over those ranks must not reduce their gradients, which are sums over the tokens of all ranks
+    already. Their attribute `allreduce` is False, as Megatron sets it.
     """
     for prefix, module in model.named_modules():
         if isinstance(module, MoE) and module.layer.options.ranks > 1:
@@ -211,7 +248,7 @@ def expert_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def main_grad(parameter: Any, name: str) -> Any:
-    """The tensor that a parameter's gradient is added to; of one without a gradient itself. Raises ArgumentError."""
+    """The tensor that a parameter's gradient is added to; the parameter if it has no gradient. Raises ArgumentError."""
     if not (parameter.requires_grad and torch.is_grad_enabled()):
         return parameter  # the operator wants a tensor, and does not touch it
     main = getattr(parameter, "main_grad", None)
@@ -225,7 +262,7 @@ def main_grad(parameter: Any, name: str) -> Any:
 
 
 def default_names(layer: Layer) -> dict[str, str]:
-    """Transformers' names of a layer's parameters and of its expert bias, by the layer's own."""
+    """Transformers' names of a layer's parameters and expert bias, by the layer's names."""
     options, operator = layer.options, operator_of(layer)
     first = "gate_up_proj" if options.gated else "up_proj"
     router = "router" if options.experts and options.router["bias"] else "gate"
@@ -255,18 +292,18 @@ def _count(total: Any, device: Any) -> Any:
 
 
 def _versions(tensors: Iterable[Any]) -> list[tuple[int, int]]:
-    """What changes with every write that PyTorch knows of; in inference mode it knows of none."""
+    """(address, version) of each tensor: changes with each write that PyTorch sees; in inference mode it sees none."""
     return [(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
 
 
 @cache
 def _watch() -> None:
-    """From now on every step of an optimiser is looked at."""
+    """Registers a hook after each step of an optimiser."""
     register_optimizer_step_post_hook(_stepped)
 
 
 def _stepped(optimizer: Any, *_: Any) -> None:
-    """Fused optimisers do not raise the versions of what they write: codes of that are old."""
+    """Marks held FP8 weights as outdated: fused optimisers do not raise the versions of what they write."""
     written = {
         id(parameter)
         for group in optimizer.param_groups if group.get("fused")

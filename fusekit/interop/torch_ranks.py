@@ -20,12 +20,24 @@ TIMEOUT = 60_000
 
 
 def ranks_of(devices: Devices, group: Any = None, *, timeout: int = TIMEOUT) -> Ranks:
-    """This process's rank in `group` (default: all processes), on PyTorch's current device.
+    """This process's rank in `group`, on PyTorch's current device.
 
-    devices: `library.devices`. timeout: milliseconds that a launch, and the making of windows, waits for the other
-    ranks. All processes of the group call this together, and each gets the same ranks again, until they are
-    closed; they are of one machine.
-    Raises PeerTimeoutError where one does not come in time.
+    All processes of the group call this together; they are of one machine. A second call returns the same ranks, until
+    they are closed.
+
+    Parameters
+    ----------
+    devices : Devices
+        `library.devices`.
+    group : torch.distributed.ProcessGroup, optional
+        Default: all processes.
+    timeout : int
+        Milliseconds that a launch, and the allocation of windows, waits for the other ranks.
+
+    Raises
+    ------
+    PeerTimeoutError
+        If a process does not come in time.
     """
     timeout = milliseconds(timeout)
     key = devices, distributed.group.WORLD if group is None else group, timeout
@@ -37,7 +49,7 @@ def ranks_of(devices: Devices, group: Any = None, *, timeout: int = TIMEOUT) -> 
 
 @cache
 def _known() -> dict[tuple[Devices, Any, int], Ranks]:
-    """Those of this process."""
+    """The ranks of this process."""
     return {}
 
 
@@ -47,7 +59,7 @@ def _ranks(devices: Devices, group: Any, timeout: int) -> Ranks:
 
 
 def gather(group: Any, timeout: int) -> Callable[[bytes], Sequence[bytes]]:
-    """`gather` as fusekit.exchange wants it, over the CPU: a group of its own, which has its own time limit."""
+    """All-gather of bytes over the CPU, in a process group of its own with its own time limit."""
     members = distributed.get_process_group_ranks(group)
 
     def late(error: Exception) -> PeerTimeoutError:
@@ -75,11 +87,16 @@ def gather(group: Any, timeout: int) -> Callable[[bytes], Sequence[bytes]]:
 
 
 def sharded_state_dict(model: Any, group: Any = None) -> dict[str, Any]:
-    """`model.state_dict()` with the parameters of a rank's experts as DTensors over `group` (default: all processes),
-    each a shard of the experts of all ranks.
+    """`model.state_dict()` with the parameters of a rank's experts as DTensors: shards of the experts of all ranks.
 
     torch.distributed.checkpoint saves these as whole tensors, so one GPU can load the checkpoint, and loads each rank's
     share of such a checkpoint into the parameters. All processes of the group call this together.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    group : torch.distributed.ProcessGroup, optional
+        Default: all processes.
     """
     from torch.distributed.device_mesh import DeviceMesh  # seconds that no call of a layer needs
     from torch.distributed.tensor import DTensor, Shard

@@ -44,7 +44,7 @@ _GATED, _PLAIN = ("swiglu", "geglu", "reglu"), ("silu", "gelu", "relu", "srelu")
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """What an experts module computes, in the terms of a spec."""
+    """The computation of an experts module, as keys of a spec."""
 
     hidden: int
     intermediate: int
@@ -89,16 +89,31 @@ def register(
     library: Library | None = None, name: str = "fusekit", layers: str = "*", recipe: str = "none",
     in_place: bool = False,
 ) -> None:  # fmt: skip
-    """Registers the backend `name`. library: None opens that of the environment at the first call of a model.
+    """Registers the experts backend `name`: `experts_implementation="fusekit"`.
 
-    layers: the names, as a glob, of layers that may be taken; of several that fit, one that reads the weights as they
-    are, one without `accumulate`, one that keeps z, one that can be trained, and then the first by name. With
-    `accumulate`, each weight needs a float32 `main_grad`, as `fusekit.interop.torch.MoE` says. recipe: that of the
-    layers, such as "fp8-block", with which each call makes codes of the weights. in_place: as `MoE` says.
+    Under autocast the module's tensors are cast to the layer's dtypes. Indices outside the experts, as expert
+    parallelism has them, add nothing.
 
-    A call raises NotBuiltError with the spec to build where no layer fits a module; ArgumentError where fusekit has no
-    kernels for it. Under autocast the module's tensors are cast to what the layer reads. Indices outside the experts,
-    as expert parallelism has them, add nothing.
+    Parameters
+    ----------
+    library : Library, optional
+        Default: the library of the environment, opened at the first call of a model.
+    name : str
+    layers : str
+        Glob of the names of layers to choose from. If several fit, a layer is preferred that reads the weights as they
+        are, then one without `accumulate`, one that keeps z, one that can be trained, and the first by name. With
+        `accumulate`, each weight needs a float32 `main_grad`; see `fusekit.interop.torch.MoE`.
+    recipe : str
+        Of the layers, such as "fp8-block"; each call then quantises the weights.
+    in_place : bool
+        As for `MoE`.
+
+    Raises
+    ------
+    NotBuiltError
+        From a call of a module that no layer fits. The message has the spec to build.
+    ArgumentError
+        From a call of a module for which fusekit has no kernels.
     """
     ExpertsInterface.register(name, backend(library, layers, recipe, in_place))
 
@@ -181,7 +196,7 @@ def described(
     module: type, act_fn: type, dtype: Any, weight_dtype: Any, experts: int, rows: int, columns: int, topk: int,
     has_gate: bool, has_bias: bool, is_transposed: bool, *numbers: str | None,
 ) -> Experts:  # fmt: skip
-    """What an experts module computes, from its class and numbers. Raises ArgumentError where fusekit has no kernel.
+    """The computation of an experts module, from its class and numbers. Raises ArgumentError if fusekit has no kernel.
 
     act_fn: the class of its activation. dtype: of the products. rows, columns: of an expert's down_proj. numbers: its
     `_NUMBERS`, as `float.hex` writes them.
@@ -211,7 +226,7 @@ def _numbers(texts: tuple[str | None, ...]) -> dict[str, float]:
 
 
 def recognised(module: type, act_fn: type, has_gate: bool, numbers: dict[str, float]) -> tuple[dict[str, Any], str]:
-    """The activation and the GLU layout that give what the module's own code gives, on test numbers in float64."""
+    """The activation and GLU layout that give the same as the module's own code on test numbers in float64."""
     widest = max([20.0, *(2.0 * value for value in numbers.values())])
     z = torch.linspace(-widest, widest, 16 * 128, dtype=torch.float64, device="cpu")
     z = z[torch.randperm(z.numel(), generator=torch.Generator().manual_seed(0))].reshape(16, 128)

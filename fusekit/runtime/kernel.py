@@ -34,10 +34,20 @@ _Scalars = list[float | int]
 
 
 class Kernel(SharedHandle):
-    """A kernel from a store, ready on `device` and made ready on other devices as their tensors come.
+    """A kernel from a store, loaded on `device`, and on other devices when their tensors first come.
 
-    Calling it from several threads is fine. `name`, `arch`, `record`, `digest` (SHA-256 of the cubin), `spec`
-    (canonical form) and `defaults` (of the scalars) say what it is. A copy is the kernel itself.
+    It may be called from several threads. A copy is the kernel itself.
+
+    Attributes
+    ----------
+    name, arch : str
+    record : LaunchRecord
+    digest : str
+        SHA-256 of the cubin.
+    spec : dict
+        Canonical form.
+    defaults : dict
+        Values of scalars that a call need not give.
     """
 
     again = "pickle its name, and load it there: library.load(name)"
@@ -124,26 +134,36 @@ class Kernel(SharedHandle):
         plan.spare.append(block)
 
     def bind(self, *, cluster_margin: int | None = None, priority: int | None = None, **arguments: Any) -> Launch:
-        """Checks and packs once, for many launches on the same memory. Arguments and errors are those of a call."""
+        """Checks and packs the arguments once, for many launches on the same memory. Otherwise as a call."""
         kind = Launches if self.record.then else Launch
         return kind(self, arguments, (cluster_margin, priority))
 
     def prepare(self, device: int) -> None:
-        """Makes the kernel ready on one more device, by its ordinal, as a first launch there would: before a capture,
-        which can load nothing. Raises ArchMismatchError, DriverError, and ArgumentError where it was unloaded.
+        """Loads the kernel on one more device, as the first launch there would; a capture cannot.
+
+        Parameters
+        ----------
+        device : int
+            Ordinal.
+
+        Raises
+        ------
+        ArchMismatchError, DriverError
+        ArgumentError
+            If the kernel was unloaded.
         """
         self._prepare(self._devices.get(device))
 
     def is_ready(self, device: int) -> bool:
-        """Whether a launch there loads nothing any more."""
+        """Whether the kernel is loaded on this device."""
         return device in self._loaded
 
     def current_device(self) -> int:
-        """The ordinal of this thread's current context, or 0 where none is current."""
+        """The ordinal of the device of this thread's current context; 0 without one."""
         return self._devices.current()
 
     def unload(self) -> None:
-        """Gives the kernel's code and memory back to the driver. Launches afterwards raise ArgumentError."""
+        """Unloads the kernel and frees its memory. Launches afterwards raise ArgumentError."""
         api, check = self._driver.api, self._driver.check
         self._plans.clear()
         while self._loaded:
@@ -161,7 +181,7 @@ class Kernel(SharedHandle):
     def _resolve(
         self, arguments: dict[str, Any], cluster_margin: int | None, priority: int | None
     ) -> tuple[LaunchPlan, list[int], _Scalars]:
-        """The plan for these arguments, the tensors' addresses, the scalars. The launch path: it only picks up."""
+        """The plan for these arguments, the tensors' addresses, the scalars. On the launch path: no checks here."""
         if self._peers:
             arguments = self.spread(arguments)
         addresses: list[int] = []
@@ -210,11 +230,11 @@ class Kernel(SharedHandle):
         return addresses, metas
 
     def read(self, name: str, tensor: Any) -> tuple[int, Meta]:
-        """Address and meta of what is given for the tensor `name`. Raises ArgumentError."""
+        """Address and meta of the argument for the tensor `name`. Raises ArgumentError."""
         return read(tensor, name, self._driver, name in self._written)
 
     def _read_scalars(self, arguments: dict[str, Any]) -> _Scalars:
-        """The scalars in the record's order; also where a count of arguments that is not right is explained."""
+        """The scalars in the record's order. Raises ArgumentError, also for a wrong number of arguments."""
         given = 0
         values: _Scalars = []
         for scalar, default in zip(self._scalars, self._scalar_defaults, strict=True):
@@ -229,11 +249,11 @@ class Kernel(SharedHandle):
 
     def _plan(self, metas: list[Any], margin: int | None, priority: int | None, scalars: _Scalars) -> LaunchPlan:
         try:
-            return self._made_plan(metas, margin, priority, scalars)
+            return self._new_plan(metas, margin, priority, scalars)
         except RecordError as error:  # a divisor of 0, made of this call's numbers
             raise ArgumentError(f"{self.name} cannot be launched on these arguments: {error}") from error
 
-    def _made_plan(self, metas: list[Any], margin: int | None, priority: int | None, scalars: _Scalars) -> LaunchPlan:
+    def _new_plan(self, metas: list[Any], margin: int | None, priority: int | None, scalars: _Scalars) -> LaunchPlan:
         views = [describe(meta, name) for meta, name in zip(metas, self._tensors, strict=True)]
         given, views = views, placed(self.record, views) if self._peers else views
         bound = bind(self.record, views)
@@ -257,7 +277,7 @@ class Kernel(SharedHandle):
         return plan
 
     def _prepare(self, device: Device) -> Loaded:
-        """The kernel made ready on `device`: code loaded now, not at a first launch; shared memory; workspace."""
+        """Loads the kernel on `device`, now and not lazily; sets shared memory; makes workspaces."""
         loaded = self._loaded.get(device.ordinal)
         if loaded is not None:
             return loaded

@@ -49,7 +49,7 @@ def test_a_name_stands_for_one_kernel():
     kernel, _ = load(launch_record, fake_for(launch_record, others={"second": [(0, 8)]}))
     interop.operator(kernel, "fusekit_test::one")
     interop.operator(kernel, "fusekit_test::one")  # again, as in a notebook
-    with pytest.raises(ArgumentError, match="fusekit_test::one is another kernel, or has another margin"):
+    with pytest.raises(ArgumentError, match="fusekit_test::one is another kernel, or has another cluster_margin"):
         interop.operator(kernel, "fusekit_test::one", cluster_margin=2)
     other, _ = load(launch_record, fake_for(launch_record, others={"second": [(0, 8)]}))
     other.digest = "of other code"
