@@ -42,8 +42,8 @@ class MoE(nn.Module):  # type: ignore[misc]
 
     Weight gradients have the dtype `grad_dtype` of the layer. If that is float32 and `accumulate` is off, PyTorch
     rounds `.grad` of a bf16 parameter to bf16, unless the parameter sets `grad_dtype = torch.float32`. With
-    `accumulate`, they are added to the float32 tensor `main_grad` of each weight, which the caller allocates and zeroes,
-    as Megatron does; `.grad` of these stays None. Biases of both projections and of the router always have a `.grad`.
+    `accumulate`, they are added to the float32 tensor `main_grad` of each weight, which the caller allocates and fills
+    with 0, as Megatron does; `.grad` of these stays None. Biases of projections and router always have a `.grad`.
 
     With a `recipe`, each call quantises the weights first, unless `quantise` did that for several calls.
 

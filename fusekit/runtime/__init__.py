@@ -23,7 +23,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when they are used: a library starts the driver before it imports the rest."""
+    """Imports on first use: a library starts the driver before it imports the rest."""
     if name in _HOMES:
         from importlib import import_module
 

@@ -30,7 +30,7 @@ _ADDRESSES = 2**64
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A call's checked meaning: `env` has every dim and stride variable, `spans` the bytes from first to last element.
+    """A checked call: `env` has every dim and stride variable, `spans` the bytes from first to last element.
 
     `strides` are the effective ones in elements, argument by argument in the record's order of tensors.
     """
@@ -75,12 +75,12 @@ def check_names(record: LaunchRecord, given: Iterable[str], defaults: Mapping[st
 
 
 def signature(tensor: TensorArgument) -> str:
-    """bf16[M, K], as messages show it."""
+    """The argument as messages show it: bf16[M, K]."""
     return f"{tensor.dtype}[{', '.join(render(extent) for extent in tensor.shape)}]"
 
 
 def check_scalar(argument: ScalarArgument, value: Any) -> float | int:
-    """`value` as the number that `argument` takes; ArgumentError for anything that is not one."""
+    """`value` as the number that `argument` takes. Raises ArgumentError."""
     kind = "integer" if argument.dtype == "i32" else "number"
     try:
         if isinstance(value, str | bytes):
@@ -142,7 +142,7 @@ def bind(record: LaunchRecord, views: Sequence[View]) -> Bound:
 
 
 def _common_device(tensors: Sequence[TensorArgument], views: Sequence[View]) -> int:
-    """The ordinal they share; -1 when every one is empty and without an address."""
+    """The device ordinal of all tensors; -1 if all are empty and without an address."""
     first: TensorArgument | None = None
     device = -1
     for tensor, view in zip(tensors, views, strict=True):
@@ -160,7 +160,7 @@ def _common_device(tensors: Sequence[TensorArgument], views: Sequence[View]) -> 
 
 
 def _dims(record: LaunchRecord, views: Sequence[View]) -> tuple[dict[str, int], dict[str, str]]:
-    """Every dim's value, and which argument fixed it: inputs before outputs, so that an output is what gets blamed."""
+    """Every dim's value and the argument that fixed it: inputs before outputs, so that an error names an output."""
     values: dict[str, int] = {}
     origins: dict[str, str] = {}
     for tensor, view in sorted(zip(record.tensors, views, strict=True), key=lambda pair: pair[0].written):
@@ -209,7 +209,7 @@ def _check_shape(tensor: TensorArgument, view: View, dims: dict[str, int], origi
 
 
 def _strides(tensor: TensorArgument, view: View, dims: dict[str, int]) -> tuple[int, ...]:
-    """The effective strides: those of extents 0 and 1 mean nothing and become the compact ones."""
+    """The effective strides: those of extents 0 and 1 are arbitrary, and become the compact ones."""
     compact = compact_strides(view.shape)
     if 0 in view.shape:
         return compact
@@ -238,7 +238,7 @@ def _strides(tensor: TensorArgument, view: View, dims: dict[str, int]) -> tuple[
 
 
 def _check_distinct(tensor: TensorArgument, shape: tuple[int, ...], strides: list[int]) -> None:
-    """An output whose elements share memory would be written in a race."""
+    """Raises ArgumentError for an output whose elements share memory: it would be written in a race."""
     reach = 1
     for stride, extent in sorted(zip(strides, shape, strict=True)):
         if extent == 1:
@@ -270,7 +270,7 @@ class Pair:
     in_place: bool
 
     def overlap(self, distance: int) -> bool:
-        """Whether memory is shared when `second` begins `distance` bytes after `first`."""
+        """Whether both share memory if `second` begins `distance` bytes after `first`."""
         if not -self.second_span < distance < self.first_span or (self.in_place and distance == 0):
             return False
         if not self.pitch:
@@ -295,7 +295,7 @@ def pairs(record: LaunchRecord, views: Sequence[View], bound: Bound) -> tuple[Pa
 
 
 def _in_place(one: TensorArgument, other: TensorArgument) -> bool:
-    """Whether one of both may be written over the other."""
+    """Whether one of the two may be written over the other."""
     return one.name == other.in_place_of or other.name == one.in_place_of
 
 
@@ -330,7 +330,7 @@ def check_placement(record: LaunchRecord, bound: Bound, pairs: Sequence[Pair], a
 
 
 def check_address(name: str, address: Any) -> None:
-    """Raises ArgumentError for what no address can be."""
+    """Raises ArgumentError for a value that is not an address."""
     if not hasattr(address, "__index__") or not 0 <= address < _ADDRESSES:
         raise ArgumentError(
             f"{name} has the address {address!r}; it must be an integer from 0 to 2**64 - 1", argument=name

@@ -1,11 +1,9 @@
-"""The checked mode: whether `offsets` rise and lie within the rows, found out on the device, told without a wait.
+"""The checked mode: a kernel checks on the device that `offsets` rise and lie within the rows.
 
 A library that is opened with ``checked=True`` loads kernels that launch a tiny kernel of the store, `checks/offsets`,
-before themselves, in the same stream. It writes to a report in host memory when it finds something wrong, and nothing
-otherwise. Nothing waits: `Library.problems` looks at the reports, whenever the program likes. Launches of the check are
-captured into graphs as any others are, and every replay checks again.
-
-An unchecked library knows nothing of this: its kernels are of another class.
+before themselves, in the same stream. It writes to a report in host memory if something is wrong. Nothing waits:
+`Library.problems` reads the reports at any time. A CUDA graph captures launches of the check, too, and every replay
+checks again. Kernels of an unchecked library are of another class.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _PORTABLE_MAPPED = 0x1 | 0x2
 
 @dataclass(frozen=True, slots=True)
 class OffsetsProblem:
-    """A group that `offsets` made wrong in a launch of `kernel` on `device`: the last one that was seen.
+    """The last wrong group of `offsets` that was seen in a launch of `kernel` on `device`.
 
     group: the first wrong one of that launch; it begins at row `begin` (where the one before ends) and ends at `end`,
     which must be `begin` to `rows`. times: launches that had a wrong group since the last look.
@@ -67,7 +65,7 @@ def checkable(record: LaunchRecord) -> bool:
 
 
 class _Report:
-    """Where launches of one kernel in one stream write; `host` and `address` are the same memory."""
+    """The report of launches of one kernel in one stream; `host` and `address` are the same memory."""
 
     __slots__ = ("_words", "kernel", "seen", "words")
 
@@ -78,7 +76,7 @@ class _Report:
         self.seen = 0
 
     def look(self) -> OffsetsProblem | None:
-        """What was written since the last look; None also while it is being written: the next look finds it."""
+        """The problem written since the last look; None while it is being written, so the next look finds it."""
         finished = self._words[0] & 0xFFFF_FFFF
         group, begin, end, rows = self._words[1:5]
         started = self._words[5] & 0xFFFF_FFFF
@@ -127,13 +125,13 @@ class Checks:
         self._kernels[device.ordinal](offsets=offsets, report=report.words, rows=rows, stream=handle)
 
     def problems(self) -> list[OffsetsProblem]:
-        """What was found since the last look, one for each kernel and stream. Waits for nothing."""
+        """The problems since the last look, one for each kernel and stream. Waits for nothing."""
         with self._lock:
             problems = [report.look() for report in self._reports.values()]
         return [problem for problem in problems if problem is not None]
 
     def close(self) -> None:
-        """Gives the memory back; no launch may be pending, and no graph may be replayed."""
+        """Frees the memory. No launch may be pending, and no graph may be replayed."""
         with self._lock:
             self._reports.clear()
             self._free.clear()
@@ -166,7 +164,7 @@ class Checks:
 
 
 def _extent(record: LaunchRecord, index: int) -> str:
-    """The dim that the extent of `offsets` is."""
+    """The dim of the extent of `offsets`."""
     tensor: TensorArgument = record.tensors[index]
     extent = tensor.shape[0]
     assert isinstance(extent, str)
@@ -195,7 +193,7 @@ class CheckedKernel(Kernel):
         handle = stream if type(stream) is int else handle_of(stream, arguments.values())
         plan, addresses, _ = self._resolve(arguments, cluster_margin, priority)
         if not plan.skip:
-            plan.place(addresses)  # what cannot be launched is not checked
+            plan.place(addresses)  # raises before the check is launched
             self.checks.launch(self.name, plan, addresses, handle)
             super().__call__(stream=handle, cluster_margin=cluster_margin, priority=priority, **arguments)
 
@@ -227,6 +225,6 @@ class CheckedLaunch(Launch):
 
 
 class CheckedLaunches(CheckedLaunch, Launches):
-    """As `CheckedLaunch`, of a record of several launches: one check for all."""
+    """A `CheckedLaunch` of a record of several launches, with one check for all."""
 
     __slots__ = ()

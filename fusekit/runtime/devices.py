@@ -1,4 +1,4 @@
-"""Devices and their primary contexts: each is asked once, and a context is made current only where another one is."""
+"""Devices and their primary contexts. A context is made current only where another one is."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Device:
 
     @property
     def arch(self) -> str:
-        """What a kernel for exactly this device is built for, such as sm_90a."""
+        """The architecture of kernels for exactly this device, such as sm_90a."""
         return archs_of(self.capability)[0]
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ def check_arch(arch: str, device: Device, name: str) -> None:
 
 
 class Devices:
-    """The devices of one process as a library sees them; a primary context is retained at its first use."""
+    """The devices of one process for a library; a primary context is retained at its first use."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -104,7 +104,7 @@ class Devices:
             )
 
     def current(self) -> int:
-        """The ordinal of this thread's current context, or 0 where none is current."""
+        """The ordinal of the device of this thread's current context; 0 without one."""
         api = self.driver.api
         if int(self.driver.check(api.cuCtxGetCurrent(), "cuCtxGetCurrent")) == 0:
             return 0
@@ -122,26 +122,26 @@ class Devices:
         return device
 
     def thread(self) -> object:
-        """What stands for this thread, and never for another one: the ident of one that ended is soon another's.
+        """Identifies this thread and no later one: the ident of a thread that ended is soon another's.
 
-        A thread that C made may get a new Python thread for each call, so the system says when it began.
+        A thread that C made may get a new Python thread for each call, so its start time comes from the system.
         """
-        if not hasattr(self._thread, "own"):
+        if not hasattr(self._thread, "identity"):
             ident = threading.get_native_id()
             try:
                 stat = Path(f"/proc/self/task/{ident}/stat").read_bytes()
                 self._thread.identity = ident, stat.rpartition(b")")[2].split()[19]
-            except OSError:  # the system says nothing of its threads
+            except OSError:  # no such file on this system
                 self._thread.identity = object()
         identity: object = self._thread.identity
         return identity
 
     @contextmanager
     def apart(self, *, capturing: bool = False) -> Iterator[None]:
-        """Inside, what this thread asks of the driver is no danger to streams that other threads capture.
+        """Inside, driver calls of this thread do not break captures of other threads.
 
-        Loading, allocating and unloading would otherwise be refused, and break those captures, if they are global ones.
-        capturing: nor to those that this thread captures, for memory that a captured launch needs.
+        Otherwise a global capture elsewhere would refuse loading, allocating and unloading, and be broken by them.
+        capturing: nor captures of this thread, for memory that a captured launch needs.
         """
         exchange, check = self.driver.api.cuThreadExchangeStreamCaptureMode, self.driver.check
         modes = self.driver.api.CUstreamCaptureMode
@@ -155,8 +155,8 @@ class Devices:
     def refuse_capture(self, device: Device, what: str) -> None:
         """Raises DriverError while this thread captures a stream, or a blocking stream of `device` is captured.
 
-        There is no question to ask but one: whether an event is done is what the driver refuses to say during a
-        capture that this thread began, unless it began it as relaxed. Captures of other threads are left in peace.
+        It queries an event, which the driver refuses during a capture that this thread began, unless it is a relaxed
+        one. Captures of other threads go on.
         """
         api, check = self.driver.api, self.driver.check
         with self.active(device), self.apart():
@@ -178,7 +178,7 @@ class Devices:
 
     @contextmanager
     def active(self, device: Device) -> Iterator[None]:
-        """`device`'s context is current inside; the one that was current is so again afterwards."""
+        """Makes `device`'s context current inside, and restores the previous one."""
         if self.driver.is_inside(device.context):
             yield
             return
@@ -191,7 +191,7 @@ class Devices:
             self.driver.check(self.driver.api.cuCtxSynchronize(), what)
 
     def close(self) -> None:
-        """Gives the primary contexts back. Kernels of this library must not be used afterwards."""
+        """Releases the primary contexts. Kernels of this library must not be used afterwards."""
         while self._devices:
             _, device = self._devices.popitem()
             self.driver.check(self.driver.api.cuDevicePrimaryCtxRelease(device.handle), "cuDevicePrimaryCtxRelease")

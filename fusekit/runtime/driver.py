@@ -1,4 +1,4 @@
-"""The CUDA driver through cuda.bindings: imported at first use, checked once, errors in CUDA's own words.
+"""The CUDA driver through cuda.bindings: imported at first use, checked once, errors with CUDA's texts.
 
 Tests pass another object with the same functions instead of ``cuda.bindings.driver``.
 """
@@ -83,7 +83,7 @@ class Driver:
 
     @contextlib.contextmanager
     def inside(self, context: Any) -> Iterator[None]:
-        """`context` is current inside; the one that was current is so again afterwards."""
+        """Makes `context` current inside, and restores the previous one."""
         self.check(self.api.cuCtxPushCurrent(context), "cuCtxPushCurrent")
         try:
             yield
@@ -95,7 +95,7 @@ class Driver:
         return int(self.check(self.api.cuCtxGetCurrent(), "cuCtxGetCurrent")) == int(context)
 
     def error(self, status: Any, what: str) -> DriverError:
-        """The DriverError for `status`, with CUDA's own name and text, said of `what`."""
+        """The DriverError for `status` of `what`, with CUDA's name and text."""
         name = self._text(self.api.cuGetErrorName, status) or f"CUresult {int(status)}"
         text = self._text(self.api.cuGetErrorString, status)
         message = f"{what} failed: {name}" + (f" ({text})" if text else "")
@@ -112,7 +112,7 @@ class Driver:
 
 
 class _Forked:
-    """Stands in for the driver's functions in a process that was forked after they were in use."""
+    """Replaces the driver's functions in a process that was forked after they were in use."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise DriverError(

@@ -1,4 +1,4 @@
-"""What belongs to this process and its driver: it is not pickled, and a copy would free the same memory twice."""
+"""Objects of this process and its driver: they cannot be pickled, and a copy would free the same memory twice."""
 
 from __future__ import annotations
 

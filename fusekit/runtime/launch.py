@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Launch(Handle):
-    """A kernel bound to its arguments: `launch(stream)` is one driver call, and safe under graph capture.
+    """A kernel bound to its arguments. `launch(stream)` is one driver call; a CUDA graph may capture it.
 
-    It keeps the bound arguments alive. Belongs to one thread at a time, like a stream; bind again for another thread.
+    It keeps the bound arguments alive. It belongs to one thread at a time; bind again for another thread.
     """
 
     again = "bind its kernel again"
@@ -71,11 +71,11 @@ class Launch(Handle):
             _relaunch(self._plan, block, status, handle)
 
     def update(self, **changed: Any) -> Launch:
-        """Binds other tensors or scalars in the place of those named; the rest stays. Returns itself.
+        """Binds other tensors or scalars instead of those named; the rest stays. Returns itself.
 
-        Where shapes, strides, dtypes and device are those of before, only what depends on the changed arguments is
-        written anew. Anything else is bound afresh, so a later launch may have another grid. A graph that has captured
-        this launch keeps the arguments that it captured. Raises ArgumentError and stays as it was.
+        With the same shapes, strides, dtypes and device, only what depends on the changed arguments is written again.
+        Otherwise the launch is bound anew, and may have another grid. A graph that captured this launch keeps the
+        arguments that it captured. After an ArgumentError the launch is as before.
         """
         plan, block = self._plan, self._block
         if block is None:
@@ -103,18 +103,18 @@ class Launch(Handle):
 
     @property
     def addresses(self) -> dict[str, int]:
-        """Where its tensors lie, in the order of `place`; of a launch with nothing to do none."""
+        """Addresses of the tensors by name, in the order of `place`; empty for a launch with nothing to do."""
         return {} if self._block is None else dict(zip(self._plan.names, self._block.addresses, strict=True))
 
     def place(self, addresses: list[int]) -> None:
-        """Binds tensors at these addresses that are otherwise like those of before; keeps none of them alive. Raises
-        ArgumentError and stays as it was.
+        """Binds tensors of the same shapes at these addresses; keeps none of them alive. After an ArgumentError the
+        launch is as before.
         """
         if self._block is not None:
             self._move(addresses, None)
 
     def _move(self, addresses: list[int], position: int | None) -> None:
-        """Brings the launch to these addresses; position: of the one tensor that lies elsewhere, where it is one."""
+        """Moves the launch to these addresses. position: of the tensor that moved, if it is one."""
         assert self._block is not None
         if position is None:
             self._plan.fill(self._block, addresses)
@@ -161,13 +161,13 @@ class Launches(Launch):
             for plan, block in self._parts[1:]:
                 plan.fill(block, addresses)
         except BaseException:
-            for plan, block in self._parts:  # of one that could not be filled this is nothing
+            for plan, block in self._parts:  # None for one that could not be filled
                 plan.fill(block, before)
             raise
 
 
 def launch_parts(parts: Sequence[tuple[LaunchPlan, Block]], handle: int) -> None:
-    """Queues launches that are `filled`, in order, and gives their blocks back."""
+    """Queues `filled` launches in order, and returns their blocks."""
     if len(parts) > 1:
         with parts[0][0].loaded.together:
             _queue(parts, handle)
@@ -211,8 +211,8 @@ def _launch_in_context(plan: LaunchPlan, block: Block) -> Any:
 
 
 def _relaunch(plan: LaunchPlan, block: Block, status: Any, handle: int) -> None:
-    """A failed launch once more, with the device's context current, where another one is and that may be why the driver
-    refused. Raises what the failure means.
+    """Repeats a failed launch with the device's context current, if another context may be why it failed. Raises the
+    error for the failure.
     """
     api, context = plan.driver.api, plan.loaded.device.context
     if (
@@ -227,7 +227,7 @@ def _relaunch(plan: LaunchPlan, block: Block, status: Any, handle: int) -> None:
 
 
 def _failure(plan: LaunchPlan, status: Any, handle: int) -> DriverError | ArgumentError:
-    """What a failed launch most likely means; asked only then, so that a good launch pays nothing."""
+    """The most likely error of a failed launch; looked for only then, so that a good launch pays nothing."""
     api, device = plan.driver.api, plan.loaded.device
     if plan.loaded.function is None:
         return ArgumentError("the kernel was unloaded; load it again before launching it")

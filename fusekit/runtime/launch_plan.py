@@ -1,4 +1,4 @@
-"""A launch worked out for one combination of shapes, strides, device and margin: everything but the addresses.
+"""A launch for one combination of shapes, strides, device and cluster_margin: everything but the addresses.
 
 A `LaunchPlan` is made once and kept; a `Block` is the memory of one launch: parameters at the offsets that the kernel
 expects, the array of pointers to them, and the launch configuration. Filling a block and launching it allocates
@@ -44,7 +44,7 @@ _FLOAT = struct.Struct("<f")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a launch may choose: `margin` in clusters, `priority` of its blocks (None: the stream's)."""
+    """Settings of a launch: `margin`, the reserved clusters; `priority` of its blocks (None: the stream's)."""
 
     margin: int = 0
     priority: int | None = None
@@ -52,7 +52,7 @@ class Settings:
 
 @dataclass(slots=True)
 class Loaded:
-    """A kernel made ready on one device. `function` becomes None when the kernel is unloaded."""
+    """A kernel loaded on one device. `function` becomes None when the kernel is unloaded."""
 
     device: Device
     function: Any
@@ -101,7 +101,7 @@ class LaunchPlan:
         self._check_grid(env)
         self._place(env)
         masks = dict(self._aligned)
-        # For each tensor alone: where its address stands, the maps that read it, and what its address is checked for.
+        # For each tensor: the offset of its address, the maps that read it, and what its address is checked for.
         self.users = tuple(
             (
                 [(offset, 0) for offset, index in self.pointers if index == position]
@@ -115,7 +115,7 @@ class LaunchPlan:
         )
 
     def _place(self, env: Mapping[str, int]) -> None:
-        """The parameters' bytes as far as `env` decides them, and where the others stand."""
+        """The parameters' bytes as far as `env` decides them, and the offsets of the others."""
         driver, record, loaded = self.driver, self.record, self.loaded
         scalars = {scalar.name: position for position, scalar in enumerate(record.scalars)}
         self.size = max((parameter.offset + parameter.size for parameter in record.parameters), default=0)
@@ -125,7 +125,7 @@ class LaunchPlan:
         self.shifted: list[tuple[int, int, int]] = []  # pointers into a tensor: offset, tensor, bytes from its begin
         self.floats: list[tuple[int, int]] = []
         self.computed: list[tuple[int, FloatParameter]] = []
-        self.workspace_at: list[tuple[int, int]] = []  # where the workspace's address stands, and what is added to it
+        self.workspace_at: list[tuple[int, int]] = []  # (offset of the workspace's address, bytes added to it)
         self.scratch_at: list[tuple[int, int]] = []
         self.scratch_bytes = evaluate(record.scratch, env)
         for offset, parameter in flat(record.parameters):
@@ -181,7 +181,7 @@ class LaunchPlan:
                 )
 
     def take(self, addresses: list[int]) -> Block:
-        """A block that nobody else uses; give it back by appending it to `spare`. Safe from many threads."""
+        """A block that nobody else uses; return it by appending it to `spare`. Thread-safe."""
         try:
             return self.spare.pop()
         except IndexError:
@@ -189,11 +189,9 @@ class LaunchPlan:
             return Block(self, addresses)
 
     def fill(self, block: Block, addresses: list[int], scalars: Sequence[float | int] | None = None) -> None:
-        """Writes what is not yet in `block` of one launch's parameters, after the checks that depend on addresses.
+        """Writes one launch's changed parameters into `block`, after the checks that depend on addresses.
 
-        scalars: in the record's order; None leaves those of before.
-
-        Raises ArgumentError and leaves the block as it was for addresses that cannot be launched on.
+        scalars: in the record's order; None keeps those of before. After an ArgumentError the block is as before.
         """
         memory, before = block.memory, block.addresses
         if addresses != before:
@@ -233,7 +231,7 @@ class LaunchPlan:
         block.addresses = addresses
 
     def _put_maps(self, block: Block, slots: Sequence[int], addresses: list[int]) -> None:
-        """Brings the tensor maps `slots` of `block` to these addresses; on an error they are as they were."""
+        """Moves the tensor maps `slots` of `block` to these addresses; after an error they are as before."""
         maps = block.maps
         try:
             for index in slots:
@@ -245,7 +243,7 @@ class LaunchPlan:
             raise
 
     def aim(self, block: Block, handle: int) -> None:
-        """Turns a block to another stream, whose workspace and scratch it then uses."""
+        """Sets a block's stream, whose workspace and scratch it then uses."""
         check_handle(handle)
         if self.workspace_at:
             assert self.loaded.workspaces is not None
@@ -275,7 +273,7 @@ class LaunchPlan:
         self._placed.add(key)
 
     def _suspect(self, addresses: Sequence[int]) -> bool:
-        """Whether an address is null or misaligned, or two tensors come so near that they may overlap."""
+        """Whether an address is null or misaligned, or two tensors are so near that they may overlap."""
         for index, mask in self._aligned:
             address = addresses[index]
             if address & mask or not address:

@@ -1,4 +1,4 @@
-"""Tensor maps on the launch path: encoded once for dims and strides, then given another address where they lie."""
+"""Tensor maps on the launch path: encoded once for dims and strides, then given other addresses in place."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class MapSlot:
         return self._call(self._driver.api.cuTensorMapEncodeTiled, *self._before, address, *self._after)
 
     def move(self, tensor_map: Any, address: int) -> None:
-        """Gives a map that `encode` has made another address, in place. Errors are those of `encode`."""
+        """Sets the address of a map from `encode`, in place. Raises as `encode`."""
         if not address:  # an empty tensor's: the driver encodes it, but does not put it into a map that is there
             encoded = self.encode(address)  # kept while it is copied
             ctypes.memmove(tensor_map.getPtr(), encoded.getPtr(), TENSOR_MAP_BYTES)
@@ -109,7 +109,7 @@ class MapSlot:
 
 
 class RawMap:
-    """A descriptor in memory of its own, as the driver's objects have it."""
+    """A descriptor in its own memory, as the driver's objects have it."""
 
     def __init__(self, data: bytes) -> None:
         self._buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _RAW_ALIGNMENT)

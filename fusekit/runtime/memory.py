@@ -1,4 +1,4 @@
-"""Device memory of our own, where no framework is at hand: what `fusekit run` and small programs launch on."""
+"""Device memory without a framework, for `fusekit run` and small programs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,26 @@ from fusekit.runtime.tensors import compact_strides
 
 
 class DeviceArray(Handle):
-    """A row-major array in device memory, in the terms that launches read: data_ptr(), stride(), shape, dtype, device.
+    """A row-major array in device memory, freed by `free()` or with the object.
 
-    shape: extents in elements. dtype: a fusekit dtype name. device: an ordinal. Freed by `free()` or with the object.
-    `offset` bytes are left unused in front: room for sentinels, or for a misaligned array.
+    It has what launches read of a tensor: data_ptr(), stride(), shape, dtype, device.
+
+    Parameters
+    ----------
+    devices : Devices
+        `library.devices`.
+    shape : tuple of int
+        Extents in elements.
+    dtype : str
+        A dtype name of fusekit, such as "bf16".
+    device : int
+        Ordinal.
+    offset, tail : int
+        Unused bytes before and after the array: for sentinels, or a misaligned array.
+
+    Raises
+    ------
+    ArgumentError, DriverError
     """
 
     def __init__(
@@ -98,7 +114,7 @@ class DeviceArray(Handle):
         self._arrived()
 
     def _arrived(self) -> None:
-        """Until it is done: the driver may be back before, and streams of other kinds do not wait for it."""
+        """Waits until it is done: the driver may return before, and non-blocking streams do not wait for it."""
         self._call("cuStreamSynchronize", 0)
 
     def download(self, start: int = 0, size: int | None = None) -> bytearray:
@@ -120,7 +136,7 @@ class DeviceArray(Handle):
         return data
 
     def free(self) -> None:
-        """Gives the memory back; the array must not be used afterwards."""
+        """Frees the memory. The array must not be used afterwards."""
         base, self._base = self._base, 0
         if base:
             self._call("cuMemFree", base)

@@ -1,4 +1,4 @@
-"""The windows of ranks, as a launch takes them: one for each rank, an address or a tensor on any device."""
+"""Windows (IPC buffers of ranks) as arguments of a launch: for each rank an address, or a tensor on any device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Peer:
     address: int
     shape: tuple[int]
     dtype: str = "u8"
-    device: int = -1  # of any: a peer's memory is on another one
+    device: int = -1  # any: a peer's memory is on another device
 
     def data_ptr(self) -> int:
         return self.address
@@ -35,7 +35,7 @@ class Peer:
 
 
 def spread(record: LaunchRecord, arguments: Mapping[str, Any], driver: Driver, kernel: str) -> dict[str, Any]:
-    """`arguments` with one for each window in the place of peers. Raises ArgumentError for a wrong number of them."""
+    """`arguments` with one argument for each window instead of peers. Raises ArgumentError for a wrong number."""
     expanded = dict(arguments)
     for argument in record.peers:
         if argument.name in expanded:

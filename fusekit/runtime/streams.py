@@ -1,4 +1,4 @@
-"""Streams of any owner as the driver's integer handle."""
+"""Streams of any framework as the driver's integer handles."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Current = Callable[[], int]  # the handle of a framework's current stream, asked
 
 
 def current_stream(tensors: Iterable[Any]) -> Current:
-    """What gives the handle of the current stream of the framework whose CUDA tensors these are, on their device.
+    """A function that returns the handle of the current stream of the tensors' framework, on their device.
 
-    PyTorch and CuPy have one; memory of nobody's is used in the legacy default stream. A framework's streams do not
+    PyTorch and CuPy have a current stream; other memory uses the legacy default stream. A framework's streams do not
     wait for that one, so a launch there would read what is still to be written. Raises ArgumentError for tensors of
     both.
     """
@@ -52,7 +52,7 @@ def _of_cupy(cupy: Any, device: int) -> Current:
 
 
 def handle_of(stream: Any, tensors: Iterable[Any]) -> int:
-    """`stream_handle`; of None the current stream's of the framework whose tensors these are."""
+    """`stream_handle`; for None the current stream of the tensors' framework."""
     return current_stream(tensors)() if stream is None else stream_handle(stream)
 
 
@@ -85,7 +85,7 @@ def stream_handle(stream: Any) -> int:
 
 
 def check_handle(handle: int) -> None:
-    """Raises ArgumentError for an integer that is no handle."""
+    """Raises ArgumentError for an integer that cannot be a handle."""
     if not 0 <= handle < 2**64:
         raise ArgumentError(f"stream is {handle}; a stream handle is an integer from 0 to 2**64 - 1", argument="stream")
 

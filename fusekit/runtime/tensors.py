@@ -42,7 +42,7 @@ Meta = tuple[Any, tuple[int, ...], tuple[int, ...], Any]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a launch needs to know of a tensor but its address. `strides` are in elements, `device` is an ordinal."""
+    """A tensor without its address. `strides` are in elements, `device` is an ordinal."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class View:
 
     @property
     def span(self) -> int:
-        """Bytes from the first element's to the last one's end; 0 for none."""
+        """Bytes from the begin of the first element to the end of the last; 0 without elements."""
         if 0 in self.shape:
             return 0
         last = sum((extent - 1) * abs(stride) for extent, stride in zip(self.shape, self.strides, strict=True))
@@ -59,7 +59,7 @@ class View:
 
 
 class Slice:
-    """A tensor somewhere in memory that another one owns, as launches read it; row-major, or with `strides`."""
+    """A tensor in memory that another object owns; row-major, or with `strides`."""
 
     __slots__ = ("_address", "_strides", "device", "dtype", "shape")
 
@@ -100,7 +100,7 @@ def read(tensor: Any, name: str, driver: Driver, written: bool = False) -> tuple
 
 
 def describe(meta: Meta, name: str) -> View:
-    """What `meta` says, in fusekit's terms. Raises ArgumentError for an unknown dtype or a tensor not on a GPU."""
+    """`meta` as a View. Raises ArgumentError for an unknown dtype or a tensor not on a GPU."""
     dtype, shape, strides, device = meta
     text = str(dtype).rpartition(".")[2]
     known = text if text in ARGUMENTS else _NAMES.get(text)
@@ -117,7 +117,7 @@ def describe(meta: Meta, name: str) -> View:
 
 
 def _integers(values: Any) -> tuple[int, ...] | None:
-    """They, or None where one is something else."""
+    """The values as integers; None if one is not an integer."""
     try:
         return tuple(map(index, values))
     except TypeError:
@@ -137,7 +137,7 @@ def unhashable(metas: Sequence[Any], names: Sequence[str]) -> ArgumentError:
 
 
 def _ordinal(device: Any, name: str) -> int:
-    if isinstance(device, int) and not isinstance(device, bool) and device >= -1:  # -1: of any, by our own account
+    if isinstance(device, int) and not isinstance(device, bool) and device >= -1:  # -1: any device, fusekit's own value
         return device
     kind, index = getattr(device, "type", None), getattr(device, "index", None)
     if kind == "cuda" and isinstance(index, int):
@@ -229,9 +229,9 @@ def _read_interface(interface: Any, name: str, driver: Driver, written: bool) ->
 
 
 def _ordinal_of_address(address: int, name: str, driver: Driver) -> int:
-    """The device of the memory at `address`: that of its context, for drivers were seen to say device 0 of any memory.
+    """The device of the memory at `address`: that of its context, since some drivers report device 0 for any memory.
 
-    Memory that was mapped by hand has no context; of that the driver is asked itself.
+    Memory that was mapped by hand has no context; there the driver is asked for the device.
     """
     api, check = driver.api, driver.check
     if address == 0:  # an empty array: it is wherever the others are

@@ -14,7 +14,7 @@ _NOT_INITIALIZED = 3
 
 
 class Waking:
-    """Begins at once; `wait` returns when the thread is done, which it must be before the process ends.
+    """A thread that starts at once. `wait` returns when it is done, which it must be before the process ends.
 
     In a process that uses CUDA already nothing happens: which context is wanted there is not known here.
     """
@@ -37,6 +37,6 @@ class Waking:
                 self._release.callback(driver.cuDevicePrimaryCtxRelease_v2, device)
 
     def wait(self) -> None:
-        """Gives up the context, which whoever uses the device has retained by now."""
+        """Releases the context, which users of the device have retained by now."""
         self._thread.join()
         self._release.close()

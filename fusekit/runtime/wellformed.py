@@ -1,8 +1,7 @@
-"""Whether what a store holds can be used: what its digests cannot tell.
+"""Checks that a store's entries can be used, which digests do not show: anybody can write bytes with the right digest.
 
-A digest says that bytes are as they were written, and anybody can write bytes with the right digest. The store checks
-the types of what it reads itself. What it only keeps (launch records, specs, tuning tables) is checked here, by the
-same functions when it is imported, pulled, verified and loaded.
+The store checks the types of what it reads. What it only keeps (launch records, specs, tuning tables) is checked here,
+by the same functions at import, pull, verify and load.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Device memory that a kernel needs beside its arguments: a workspace for its counters, scratch for partial results.
+"""Device memory that a kernel needs besides its arguments: a workspace for its counters, scratch for partial results.
 
-A launch leaves its workspace as the next one needs it, so launches that share one must not overlap in time, and no more
-may those that share scratch. Those of one stream do not; so every stream has memory of its own, until `close`. A thread
-that ends leaves that of its default stream there: launches may be pending, and nobody can ask for them any more. So the
-memory grows where threads come and go, unless they launch on streams that the program makes and keeps.
+A launch leaves its workspace as the next one needs it, so launches that share a workspace or scratch must not overlap
+in time. Launches of one stream do not; so every stream has memory of its own, until `close`. When a thread ends, the
+memory of its default stream stays, since launches may be pending. So memory grows where threads come and go, unless
+they launch on streams that the program creates and keeps.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _Stream = int | object
 
 
 def owner_of(stream: int, devices: Devices) -> _Stream:
-    """What tells streams apart: every thread has a per-thread default stream of its own behind the one handle."""
+    """A key for a stream: the per-thread default stream has one handle for all threads."""
     return devices.thread() if stream == PER_THREAD else stream or LEGACY
 
 
 class _Own:
-    """Memory of one kernel on one device. Safe from many threads; `close` gives all back."""
+    """Memory of one kernel on one device. Thread-safe; `close` frees it."""
 
     def __init__(self, devices: Devices, device: Device, name: str) -> None:
         self._devices, self._device, self._name = devices, device, name
@@ -43,7 +43,7 @@ class _Own:
         return self._allocations[-1]
 
     def close(self) -> None:
-        """Gives the memory back; no launch that uses it may be pending."""
+        """Frees the memory. No launch that uses it may be pending."""
         self._closed = True
         self._given.clear()
         with self._devices.active(self._device), self._devices.apart():
@@ -52,7 +52,7 @@ class _Own:
 
 
 class Workspaces(_Own):
-    """Workspaces of `size` bytes each, given out without asking the driver until a stock is used up."""
+    """Workspaces of `size` bytes each, allocated in stocks."""
 
     def __init__(self, devices: Devices, device: Device, size: int, zeroed: bool, name: str) -> None:
         super().__init__(devices, device, name)
@@ -79,7 +79,7 @@ class Workspaces(_Own):
         return kept
 
     def _stock(self) -> None:
-        """Allocates more. What is to be zeroed is so when this returns, whichever stream launches next."""
+        """Allocates more. They are zeroed when this returns, whichever stream launches next."""
         api, check = self._api, self._check
         total = self._count * self._size
         what = f"{self._name}: {self._count} workspaces of {self._size} bytes on {self._device}"
