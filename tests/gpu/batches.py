@@ -11,6 +11,7 @@ import numpy as np
 from fusekit.bench.layer_tensors import LOSS, random_tensor
 from fusekit.layers import Layer
 from fusekit.layers.kernels import pinned
+from fusekit.layers.pass_plan import plan_pass
 from fusekit.library import Library
 from fusekit.plan.layer.program import BACKWARD, FORWARD
 from fusekit.plan.operations import OPERATIONS
@@ -35,7 +36,8 @@ class Loose(Layer):
     def _plan(
         self, which: str, tokens: int, asked: set[str], compact: set[str] | None = None, in_place: bool = False
     ) -> Any:
-        return self._planned(which, tokens, asked, asked if compact is None else compact, in_place)
+        compact = asked if compact is None else compact
+        return plan_pass(self.program, which, tokens, asked, compact, in_place, self._kernel)
 
     def _call(self, *arguments: Any, **options: Any) -> None:
         self._moving.clear()  # else a pass keeps its kernels
