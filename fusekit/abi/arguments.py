@@ -16,7 +16,7 @@ PEER = "peer"
 MOST_PEERS = 32
 F32_END = float(2**128 - 2**103)
 """From here on a number is rounded to infinity, as an f32."""
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,1023}")
 RESERVED = frozenset({
     "sm_count", "active_clusters", "cluster_margin", "workspace", "scratch", "stream", "inf", "nan",
 })  # fmt: skip
@@ -26,7 +26,9 @@ OPTIONS = frozenset({"stream", "cluster_margin", "priority"})
 
 def check_name(name: str, where: str) -> None:
     if not _NAME.fullmatch(name):
-        raise RecordError(f"{where}: {name!r}; a name is letters, digits and _, and does not begin with a digit")
+        raise RecordError(
+            f"{where}: {name[:80]!r}; a name is up to 1024 letters, digits and _, and does not begin with a digit"
+        )
 
 
 @dataclass(frozen=True, slots=True)

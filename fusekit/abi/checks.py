@@ -9,6 +9,7 @@ from fusekit.abi.arguments import PeersArgument, TensorArgument, bare_dims, chec
 from fusekit.abi.codec import integer
 from fusekit.abi.expr import RecordError, validate
 from fusekit.abi.floats import validate_float
+from fusekit.abi.limits import check_limits, check_text
 from fusekit.abi.parameters import (
     FloatParameter,
     IntegerParameter,
@@ -29,8 +30,6 @@ ATTRIBUTES = (
     "preferred_shared_memory_carveout",
     "programmatic_stream_serialization",
 )
-TEXT = 1 << 16
-"""Most bytes of a symbol or a message."""
 T = TypeVar("T")
 _ARCH = re.compile(r"sm_[0-9]{2,3}[af]?")
 
@@ -39,8 +38,7 @@ def check_complete(record: LaunchRecord, prefix: str) -> None:
     """Symbol and parameter offsets are filled in, aligned and disjoint."""
     if not record.symbol:
         raise RecordError(f"{prefix}symbol: empty; a record is complete only after compilation")
-    if "\0" in record.symbol or not _is_text(record.symbol):
-        raise RecordError(f"{prefix}symbol: {record.symbol[:80]!a}; it is UTF-8 text without a 0 byte")
+    check_text(record.symbol, f"{prefix}symbol")
     end = 0
     for index, parameter in sorted(enumerate(record.parameters), key=lambda item: item[1].offset):
         where = f"{prefix}parameters[{index}].offset"
@@ -53,13 +51,6 @@ def check_complete(record: LaunchRecord, prefix: str) -> None:
         if parameter.offset < end:
             raise RecordError(f"{where}: {parameter.offset}; {parameter.name} overlaps what ends at {end}")
         end = parameter.offset + parameter.size
-
-
-def _is_text(text: str) -> bool:
-    try:
-        return len(text.encode()) <= TEXT
-    except UnicodeEncodeError:
-        return False
 
 
 def triple(items: tuple[T, ...], where: str) -> tuple[T, T, T]:
@@ -102,6 +93,7 @@ def check(record: LaunchRecord) -> None:
         known |= {name}
     for index, constraint in enumerate(record.constraints):
         validate(constraint.expr, f"constraints[{index}].expr", known)
+        check_text(constraint.message, f"constraints[{index}].message")
     _check_step(record, record, known, "")
     for index, step in enumerate(record.then):
         _check_step(record, step, known, f"then[{index}].")
@@ -110,6 +102,7 @@ def check(record: LaunchRecord) -> None:
     for index, name in enumerate(record.skip_if_zero):
         if name not in dims:
             raise RecordError(f"skip_if_zero[{index}]: {name!r} is no dim; dims are {', '.join(sorted(dims))}")
+    check_limits(record)
 
 
 def _check_step(record: LaunchRecord, step: LaunchRecord | LaunchStep, known: frozenset[str], prefix: str) -> None:

@@ -92,8 +92,8 @@ def validate(expr: Any, where: str = "expression", known: frozenset[str] | None 
         if known is not None and expr not in known:
             raise RecordError(f"{where}: unknown variable {expr!r}; known are {', '.join(sorted(known)) or 'none'}")
         return
-    if depth == 0 and _is_large(expr):
-        raise RecordError(f"{where}: more than {MAX_NODES} operators and operands; a launch computes with few")
+    if depth == 0:
+        check_size(expr, where)
     if depth >= MAX_DEPTH:
         raise RecordError(f"{where}: nested deeper than {MAX_DEPTH} levels; write it flatter")
     if not expr or not isinstance(expr[0], str) or expr[0] not in OPERATORS:
@@ -113,14 +113,16 @@ def validate(expr: Any, where: str = "expression", known: frozenset[str] | None 
             raise RecordError(f"{where}: {operator} of an address; addresses wrap, only add, sub and mul may take them")
 
 
-def _is_large(expr: Any) -> bool:
+def check_size(expr: Any, where: str) -> None:
+    """Raises RecordError for an expression of more than `MAX_NODES` operators and operands."""
     left, count = [expr], 0
     while left and count <= MAX_NODES:
         item = left.pop()
         if isinstance(item, list | tuple):
             count += len(item)
             left += [inside for inside in item if isinstance(inside, list | tuple)]
-    return count > MAX_NODES
+    if count > MAX_NODES:
+        raise RecordError(f"{where}: more than {MAX_NODES} operators and operands; a launch computes with few")
 
 
 def variables(expr: Expr) -> set[str]:

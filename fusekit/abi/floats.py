@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fusekit.abi.codec import describe
-from fusekit.abi.expr import MAX_DEPTH, RecordError
+from fusekit.abi.expr import MAX_DEPTH, RecordError, check_size
 
 FloatExpr = float | str | tuple[Any, ...]
 _NOT_FINITE = ("inf", "-inf", "nan")
@@ -31,6 +31,8 @@ def validate_float(expr: Any, where: str, known: frozenset[str] | None = None, d
         raise RecordError(f"{where}: {describe(expr)}; it must be a number, an f32 scalar or [operator, a, b]")
     if len(expr) != 3 or expr[0] not in FLOAT_OPERATORS:
         raise RecordError(f"{where}: {describe(expr)}; it must be [operator, a, b] with {', '.join(FLOAT_OPERATORS)}")
+    if depth == 0:
+        check_size(expr, where)
     if depth >= MAX_DEPTH:
         raise RecordError(f"{where}: nested deeper than {MAX_DEPTH} levels; write it flatter")
     for index in (1, 2):

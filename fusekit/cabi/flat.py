@@ -23,8 +23,9 @@ from fusekit.abi import (
     variables,
 )
 from fusekit.abi.floats import FloatExpr, evaluate_float
+from fusekit.abi.limits import OWN_VARIABLES
 from fusekit.abi.parameters import ENCODINGS, INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZLE_BYTES, Scalar
-from fusekit.cabi.layout import DTYPES, KINDS, OPERATORS, OWN_VARIABLES, TABLES, Field
+from fusekit.cabi.layout import DTYPES, KINDS, OPERATORS, TABLES, Field
 from fusekit.errors import UsageError
 
 _CODES = {name: code for code, name in enumerate(OPERATORS)}

@@ -20,6 +20,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fusekit.abi.limits import (
+    CONSTRAINTS,
+    INT,
+    LAUNCHES,
+    OWN_VARIABLES,
+    PARAMETERS,
+    RANK,
+    SCALARS,
+    SPACE,
+    TENSORS,
+    TEXT,
+    VARIABLES,
+    WORD,
+)
 from fusekit.dtypes import ROWS
 
 MAGIC = int.from_bytes(b"fusekit\0", "little")
@@ -35,15 +49,11 @@ KINDS = ("tensor_map", "pointer", "workspace", "scratch", "int", "uint", "float"
 # By CUtensorMapDataType, then by the loader's fusekit_dtype; "": no type of ours has the number.
 _NUMBERED = {row.number: row.name for row in ROWS if row.number is not None}
 DTYPES = tuple(_NUMBERED.get(number, "") for number in range(max(_NUMBERED) + 1))
-# The first variables of every record. After them come dims, strides, addresses, i32 scalars, values.
-OWN_VARIABLES = ("sm_count", "cluster_margin", "active_clusters")
 # How many variables an expression may read, or tensors a number may name: fields of the record; `outer` is what the
 # field says that holds the rows, `value` the values before this one.
 LIMITS = ("none", "first_stride", "first_value", "variable_count", "float_count", "tensor_count", "outer", "value")
 
-RANK, VARIABLES, NODES, PARAMETERS, SPACE, TENSORS, SCALARS, STACK = 5, 512, 16, 256, 32764, 32, 64, 40
-WORD = 2**63 - 1
-INT = 2**31 - 1
+STACK = 40  # values of an expression that is nested as deep as a record allows
 DOCUMENT, CUBIN = 16 << 20, 1 << 30  # bytes
 
 
@@ -63,7 +73,7 @@ class Field:
 
 
 def _text(name: str) -> Field:
-    return Field(name, "text", high=1 << 16)
+    return Field(name, "text", high=TEXT)
 
 
 def _rows(name: str, of: str, high: int, low: int = 0, limit: str = "none") -> Field:
@@ -126,9 +136,10 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _expression("workspace", "first_stride"), _flag("workspace_zeroed"), _expression("scratch", "first_value"),
         _rows("dims", "dim", VARIABLES), _rows("tensors", "tensor", TENSORS),
         _rows("arguments", "argument", TENSORS + SCALARS),
-        _rows("constraints", "constraint", 1024, limit="first_value"),
-        _rows("late_constraints", "constraint", 1024, limit="variable_count"), _rows("values", "own_value", VARIABLES),
-        _rows("skips", "skip", VARIABLES), _rows("nodes", "node", NODES, low=1),
+        _rows("constraints", "constraint", CONSTRAINTS, limit="first_value"),
+        _rows("late_constraints", "constraint", CONSTRAINTS + SCALARS, limit="variable_count"),
+        _rows("values", "own_value", VARIABLES),
+        _rows("skips", "skip", VARIABLES), _rows("nodes", "node", LAUNCHES, low=1),
     ),
     # Of the loader alone: what a bundle holds for it (`member`). suffix: 0, 1 for f, 2 for a; problem: why there is no
     # record.
@@ -161,7 +172,7 @@ def loader_declarations() -> str:
 
 def declarations() -> str:
     """The constants, structures and rules of the C launcher."""
-    most = {"rank": RANK, "variables": VARIABLES, "nodes": NODES, "parameters": PARAMETERS, "space": SPACE,
+    most = {"rank": RANK, "variables": VARIABLES, "nodes": LAUNCHES, "parameters": PARAMETERS, "space": SPACE,
             "tensors": TENSORS, "scalars": SCALARS, "stack": STACK, "document": DOCUMENT, "cubin": CUBIN}  # fmt: skip
     own = {"VERSION": VERSION, "DTYPES": len(DTYPES), "I32": DTYPES.index("i32"), "FIRST_DIM": len(OWN_VARIABLES)}
     parts = [

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from fusekit.abi import Dim, TensorArgument
 from fusekit.cabi import generate_loader
 from fusekit.share import bundle as form
 from fusekit.share.bundle_import import import_bundle
@@ -255,21 +254,18 @@ def test_a_bundle_that_was_not_exported_for_the_loader(shared, kernels, bundle, 
 def test_a_kernel_beyond_the_launchers_limits_is_for_python_alone(shared, kernels, tmp_path):
     """The others in its bundle load, and all of them are imported."""
     base = kernels[-1]
-    dims = (*base.record.dims, *(Dim(f"D{n}") for n in range(512)))
-    record = replace(base.record, dims=dims, arguments=(
-        *base.record.arguments, *(TensorArgument(f"t{n}", "input", "f32", (f"D{n}",), (1,)) for n in range(512))
-    ))  # fmt: skip
-    large = replace(base, name="sample/large@1", record=record)
+    large = replace(base, name="sample/large@1")
+    document = base.record.to_json()
     odd = replace(base, name="sample/odd@1")
     store = Store(tmp_path / "store")
     publish(store, base)
-    publish(store, large)
-    entry = entry_of(odd, launch={"schema": 7})
-    store.publish(entry, odd.cubin)
-    store.publish_name(name_of(odd, entry))
+    for kernel, launch in ((large, document | {"dynamic_shared": 2**31}), (odd, {"schema": 7})):
+        entry = entry_of(kernel, launch=launch)
+        store.publish(entry, kernel.cubin)
+        store.publish_name(name_of(kernel, entry))
     export_bundle(store, select(store), tmp_path / "kernels.tar")
     for name, text in (
-        ("sample/large", "sample/large@1 is for Python alone: first_stride has 519; the C launcher takes 0 to 512"),
+        ("sample/large", "sample/large@1 is for Python alone: dynamic_shared: 2147483648 bytes; launchers take"),
         ("sample/odd", "sample/odd@1 is for Python alone: schema: 7; this fusekit reads"),
     ):  # fmt: skip
         launcher = BundleLauncher(shared, tmp_path / "kernels.tar", base, name=name)
