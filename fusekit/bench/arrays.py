@@ -93,7 +93,7 @@ class Tensors:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the kernel is called with."""
+        """The arguments of a call."""
         return {**self.arrays, **self.scalars}
 
     @property
@@ -143,9 +143,9 @@ def _count(array: DeviceArray) -> int:
 
 def _exponents(spec: Mapping[str, Any], problem: Mapping[str, int]) -> dict[str, int]:
     """Powers of two by which inputs are scaled so that products have a spread of about 1."""
-    wgrad, codes = OPERATIONS[spec["op"]].reduces_rows, Quant.of(spec["quant"]).coded_inputs
+    wgrad, fp8 = OPERATIONS[spec["op"]].reduces_rows, Quant.of(spec["quant"]).coded_inputs
     depth = problem["M"] / problem["E"] if wgrad else problem["K"]
     factor = "dy" if wgrad else "w"
-    if codes:  # they have their range, scales are free
+    if fp8:  # FP8 values fill their range, scales are free
         factor = "dy_ts" if wgrad else "w_s"
     return {factor: -round(0.5 * float(np.log2(max(depth, 1) * RMS**4))), "bias": -1}

@@ -84,7 +84,7 @@ def _rows(
     ends: NDArray[np.int64],
 ) -> list[Measurement]:  # fmt: skip
     measured = inputs.check(spec, outputs, sample_rows(ends, SAMPLED_ROWS))
-    if not {"y", "dz"} & outputs.keys():  # they are stored as codes alone
+    if not {"y", "dz"} & outputs.keys():  # the output is FP8 alone
         return measured
     # Sampling widens whole weights, so it takes few groups. The edges of all of them are cheap in few columns.
     width = outputs["y" if "y" in outputs else "dz"].shape[1]

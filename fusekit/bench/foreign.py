@@ -85,7 +85,7 @@ class ForeignTrial(Trial):
                 self._before[tensor.name] = self._values_of(tensor)
 
     def _values_of(self, tensor: TensorArgument) -> NDArray[Any]:
-        """What the tensor holds, as numbers: float64 of 16-bit types, else as NumPy holds it."""
+        """The tensor's numbers: float64 for 16-bit types, else as NumPy holds it."""
         array, dtype = self.arrays[tensor.name], held(tensor.dtype)
         assert isinstance(array, Strided)
         flat = np.frombuffer(array.download(), dtype)
@@ -129,7 +129,7 @@ def _measured(tensor: TensorArgument, got: NDArray[Any], wanted: Mapping[str, An
 
 
 def extents(record: LaunchRecord, given: Mapping[str, float]) -> dict[str, int]:
-    """Every dim of `record`: what is given, and for the others one size, halved until all tensors fit into memory."""
+    """The value of every dim of `record`: as given, or one size, halved until all tensors fit into memory."""
     size = EXTENT
     while True:
         extents = {dim.name: _extent(dim, given.get(dim.name), size) for dim in record.dims}

@@ -1,4 +1,4 @@
-"""The GEMMs of a model, fused beside unfused: times, shares, agreement, and what a training step takes.
+"""The GEMMs of a model, fused and unfused: times, shares of peaks, agreement, and the time of a training step.
 
 All that stands for one kernel is timed in one run (see fusekit.bench.timing), in two sets of interleaved rounds or each
 alone: its variants and one dense product through cuBLAS, of gate and up's size, as the yardstick; then what PyTorch
@@ -107,7 +107,7 @@ class Subject:
 
 
 class Bench:
-    """What the benchmarks of one architecture on one device share. rows: of a tuning table."""
+    """The benchmarks of one architecture on one device. rows: of a tuning table."""
 
     def __init__(self, library: Library, device: Device, arch: str, options: Options) -> None:
         self.library, self.device, self.arch, self.options = library, device, arch, options
@@ -132,7 +132,7 @@ class Bench:
                 line.times = times
 
     def settle(self) -> None:
-        """What was made in PyTorch's own stream is used in another that does not wait for it."""
+        """Waits for PyTorch's stream: another one uses its results without waiting."""
         self.library.devices.synchronize(self.device)
 
 
@@ -149,7 +149,7 @@ class GemmBench(Bench):
     def measure(self, shape: Shape, stream: int, timed: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
         """Times everything at `shape`. The document of one problem: a member of `models` in docs/benchmarks.md.
 
-        timed: told of each kernel when its times are there.
+        timed: called with each kernel when its times are there.
         """
         records = {name: alike(self.library, name, self.arch) for name in self._names}
         gated = is_gated([subjects_[0].spec for subjects_ in records.values()])
@@ -257,7 +257,7 @@ class GemmBench(Bench):
                 apart = {
                     name: self._torch.distance(self._torch.view(subject.tensors.arrays[name]), want[name])
                     for name in subject.tensors.outputs
-                    if name in want  # which codes are not
+                    if name in want  # FP8 outputs are not
                 }
                 worst = max(apart.values(), key=lambda value: (value != value, value), default=0.0)
                 line.agrees = {"fro": None if worst != worst else worst, "ok": worst <= AGREES}

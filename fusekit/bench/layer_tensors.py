@@ -51,7 +51,7 @@ class BlockTensor:
         return np.concatenate([numbers] * turns)[first : first + count].astype(np.float64)
 
     def whole(self) -> Array:
-        """All of it."""
+        """The whole tensor, in its shape."""
         return self.values().reshape(self.shape)
 
 

@@ -32,7 +32,7 @@ from fusekit.spec import Activation
 # comes through the scores' derivative is a difference of numbers that were rounded.
 LIMITS = {"y": 6e-3, "loss": 1e-4, "drouter": 3e-2, "drouter_bias": 3e-2, "dlogits": 3e-2, "dweights": 2e-2}
 LIMIT = 1e-2
-# With a recipe so many times as far: a number between two codes, which are 1/16 to 1/8 apart, may become either.
+# With a recipe so many times as far: a number between two FP8 values, 1/16 to 1/8 apart, may become either.
 CODED = 2.5
 BOTH = "both"  # passes, in one graph
 SAMPLED_ROWS = 64  # of each expert's weight gradients, where there are more than can be compared
@@ -56,7 +56,7 @@ class Sums:
 
 
 def checked_tokens(options: Options) -> int:
-    """For how many tokens a layer is checked unless told otherwise: in seconds, or a minute for the largest."""
+    """The default number of tokens of a check: it takes seconds, or a minute for the largest layer."""
     sides = options.hidden * options.intermediate * (options.sides + 1)
     return min(options.tokens, CHECKED[sides * max(options.experts, 1) > MANY])
 
@@ -179,7 +179,7 @@ class LayerTrial:
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """Those of training, in order; of a layer for inference, its forward pass."""
+        """The passes of training in order; for a layer for inference its forward pass."""
         return (FORWARD, BACKWARD) if self.options.trained else (FORWARD,)
 
     def passes_of(self, parts: Sequence[str]) -> list[str]:
@@ -191,7 +191,7 @@ class LayerTrial:
         return [which for which in self.passes if launches(which)] or [INFERENCE]
 
     def quantise(self) -> None:
-        """Makes the codes of the weights, where the layer reads codes, and waits."""
+        """Quantises the weights if the layer has a recipe, and waits."""
         if self.codes:
             with own_stream(self.devices, self.device) as stream:
                 self.bind(QUANTISE)(stream)
@@ -199,7 +199,7 @@ class LayerTrial:
 
     @contextmanager
     def runs(self, stream: int) -> Iterator[dict[str, Run]]:
-        """Each pass, bound, and all of them but that of codes as one CUDA graph (`BOTH`)."""
+        """Each pass, bound, and all but the quantise pass as one CUDA graph (`BOTH`)."""
         self.quantise()
         bound: dict[str, Run] = {which: self.bind(which) for which in self.passes}
         graph = Replay(self.devices, [*bound.values()], len(bound), stream)
@@ -210,7 +210,7 @@ class LayerTrial:
             graph.close()
 
     def time(self) -> dict[str, Timing]:
-        """Each of `runs`."""
+        """Times each of `runs`."""
         with own_stream(self.devices, self.device) as stream, self.runs(stream) as runs:
             return {which: time_launch(self.devices, self.device, run, stream) for which, run in runs.items()}
 
@@ -241,7 +241,7 @@ class LayerTrial:
         return Verdict(not problems, figures, problems), errors
 
     def _wanted(self) -> dict[str, Any]:
-        """Every output by the definition, as the layer calls it; and those of inference ("inference")."""
+        """Every output by the definition, by its name in the layer; and those of inference ("inference")."""
         o, inputs = self.options, self.tensors
         tensors = definitions(o, {name: tensor for name, tensor in inputs.items() if name not in self.outputs})
         if self._router is not None:
@@ -261,7 +261,7 @@ class LayerTrial:
         return wanted | {"inference": {name: wanted[name] for name in self.layer.outputs(INFERENCE)}}
 
     def _gradients(self, layer: definition.Layer, tensors: dict[str, Any], kept: definition.Kept) -> dict[str, Any]:
-        """Those of the definition."""
+        """The gradients by the definition."""
         o, turned = self.options, self.options.b_major == "n"
         # The backward pass reads z as it is kept; at a clamp's edge, the slope is another one.
         kept = replace(kept, z=decode(encode(kept.z, o.dtype), o.dtype).astype(np.float64))

@@ -1,4 +1,4 @@
-"""Whole layers beside the sum of their GEMMs, each as one dense product through cuBLAS; the variants of their GEMMs.
+"""Whole layers compared with the sum of their GEMMs, each a dense cuBLAS GEMM; variants of their GEMMs.
 
 Forward, backward, and both in one CUDA graph are timed in interleaved rounds, and so are the dense products. A sweep
 times the passes with each variant of each GEMM: at the power limit, the variant that is fastest alone may slow down

@@ -1,4 +1,4 @@
-"""Trials of quantise: codes and scales bit for bit."""
+"""Trials of quantise: FP8 values and scales, bit for bit."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _scaled(us: float | None) -> float | None:
 
 
 def _best(kernel: Mapping[str, Any], figure: str) -> dict[str, Mapping[str, Any]]:
-    """What was timed -> its line: of fusekit's variants the fastest."""
+    """Maps what was timed to its line; of fusekit's variants the fastest."""
     fastest: dict[str, Mapping[str, Any]] = {}
     for line in kernel["lines"]:
         time = "us" if "us" in line else "ms"

@@ -1,4 +1,4 @@
-"""What a launch moves and computes, and what share of a device's peak that is.
+"""Bytes and operations of a launch, and their share of a device's peak.
 
 Peaks are NVIDIA's data-sheet values: dense (not sparse) bf16/fp16 tensor throughput and memory bandwidth.
 """

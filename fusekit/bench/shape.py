@@ -29,8 +29,8 @@ STEPS = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a user asked for; None: the spec's. E groups (local experts), H hidden size, I intermediate size, M rows; T
-    tokens, which say the rows of a layer's kernels.
+    """Sizes from the user; None: the spec's. E groups (local experts), H hidden size, I intermediate size, M rows;
+    T tokens, which decide the rows of a layer's kernels.
     """
 
     E: int | None = None

@@ -1,4 +1,4 @@
-"""Router and permutation kernels beside a plain copy of the same bytes, PyTorch and Transformer Engine.
+"""Router and permutation kernels compared with a plain copy of the same bytes, PyTorch and Transformer Engine.
 
 Each is timed as replays of a CUDA graph of many launches that rotate over sets of buffers (see fusekit.bench.replay),
 in interleaved rounds. The copy is the driver's, and moves as many bytes, read and written together, as the kernel must.

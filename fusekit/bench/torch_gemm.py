@@ -128,7 +128,7 @@ class Unfused:
         return out
 
     def _scaled_product(self) -> Tensor:
-        """PyTorch's product of codes with scales of rows and columns; for blocks that of their values in 16 bits."""
+        """PyTorch's FP8 GEMM with scales of rows and columns; for block scales a GEMM of the dequantised values."""
         quant, grouped = Quant.of(self.spec["quant"]), self._grouped
         x, w, x_s, w_s = (self._t[name] for name in ("x", "w", "x_s", "w_s"))
         dtype = DTYPES[self.spec["dtype"]]

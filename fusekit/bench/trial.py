@@ -33,7 +33,7 @@ from fusekit.runtime import DeviceArray, Kernel
 GUARD = 4096
 # Rows that no group owns, when the result is checked: they must stay as they were.
 SPARE = 5
-BLOCKS = 64  # of 128 tokens, whose codes are compared
+BLOCKS = 64  # of 128 tokens, whose FP8 output is compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class Trial:
 
 
 def written_around(name: str, array: DeviceArray) -> list[str]:
-    """What was written around the poisoned buffer `name`, in words; it has `GUARD` bytes more at either end."""
+    """Messages of writes around the poisoned buffer `name`, which has `GUARD` more bytes at either end."""
     return [
         f"{name}: the {GUARD} bytes {where} the buffer were written to"
         for where, start in (("before", -GUARD), ("after", array.nbytes))

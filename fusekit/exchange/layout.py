@@ -69,7 +69,7 @@ class Layout:
         return int(self._regions().end)
 
     def parts(self, address: int, device: int) -> dict[str, Part]:
-        """Its parts by name, of the window at `address`: rows [S, H], indices and weights [S, K] and scales
+        """Tensors in the window at `address` by name: rows [S, H], indices and weights [S, K] and scales
         [ceil(H / 128), S] where it has them, and flags [ranks, capacity / 16].
         """
         regions, topk = self._regions(), self.spec["topk"]

@@ -295,7 +295,7 @@ class _Pass:
 
 
 def _arguments(layer: Layer, name: str, inputs: Mapping[str, Any], given: Arrays) -> Arrays:
-    """Every one of `inputs` by name, each with a token's values in a row. Raises ArgumentError."""
+    """`inputs` by name, each with one row for each token. Raises ArgumentError."""
     if "total_tokens" in inputs and given.get("total_tokens") is None:
         given["total_tokens"] = math.prod(_array(name, "x", given["x"]).shape[:-1])
     _check_names(name, list(inputs), given)
@@ -366,7 +366,7 @@ def _tensors(buffers: list[xla.Buffer], types: Mapping[str, str], device: int) -
     slices = {}
     for (name, wanted), buffer in zip(types.items(), buffers, strict=True):
         dtype = _XLA.get(buffer.dtype, f"XLA type {buffer.dtype}")
-        if dtype == "u8" and DTYPES[wanted].array == "uint8":  # JAX has no type for two codes in a byte
+        if dtype == "u8" and DTYPES[wanted].array == "uint8":  # JAX has no type for two FP4 values in a byte
             dtype = wanted
         slices[name] = Slice(buffer.data or 0, tuple(buffer.dims[: buffer.rank]), dtype, device)
     return slices
@@ -383,7 +383,7 @@ def _axes(arrays: Any) -> frozenset[str]:
 
 
 def _varying(arrays: Any, axes: frozenset[str]) -> Any:
-    """The same, told to jax.shard_map to differ along `axes`: it cannot see that of a call."""
+    """The arrays, marked as varying along `axes` for jax.shard_map, which cannot see that of a call."""
 
     def varying(array: Any) -> Any:
         more = tuple(sorted(axes - _axes(array)))

@@ -10,9 +10,9 @@ from fusekit.errors import ArgumentError
 
 
 def dims_of(record: LaunchRecord, shapes: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """Every dim of `record`, from the shapes of some of its tensors.
+    """The value of every dim of `record`, from the shapes of some of its tensors.
 
-    A dim that stands by its bare name is read off; one that only stands as a multiple, as I in w [E, 2I, K], is
+    A dim that is an extent itself is read; one that is only part of a multiple, as I in w [E, 2I, K], is
     divided out. Extents may be a framework's symbols: they are only divided. Raises ArgumentError for a tensor of
     another rank and for a dim that these shapes do not determine.
     """

@@ -43,9 +43,9 @@ _REGISTERING = threading.Lock()
 class Operator:
     """The passes of `layer` in PyTorch. Make one with `operator_of`.
 
-    inputs: of the forward pass, x first; of a layer with a recipe its weights, and codes of them for both passes, too.
-    parameters: those of them that are weights or biases. weights, codes: what the operator NAME_quantise takes and
-    gives. summed: parameters whose gradients are added to a float32 tensor of the caller's. loss: whether there is a
+    inputs: of the forward pass, x first; with a recipe also the quantised weights of both passes.
+    parameters: the weights and biases among them. weights, codes: inputs and outputs of the operator NAME_quantise.
+    summed: parameters whose gradients are added to a float32 tensor of the caller's. loss: whether there is a
     load-balancing loss. cluster_margin: of forward and backward passes. in_place: of backward passes.
     """
 
@@ -93,8 +93,8 @@ class Operator:
         return self  # a copy of a module launches the same kernels
 
     def __call__(self, tensors: Mapping[str, Any], sums: Sequence[Any] = ()) -> Any:
-        """y, or (y, loss). tensors: `inputs` by name; codes may be left out. sums: the tensors that the gradients of
-        `summed` are added to.
+        """y, or (y, loss). tensors: `inputs` by name; quantised weights may be left out. sums: the tensors that the
+        gradients of `summed` are added to.
 
         Nothing is kept where no gradient can be asked for.
         """
@@ -166,7 +166,7 @@ class Operator:
                 )
         return given[0]
 
-    # -- codes --------------------------------------------------------------------------------------------------------
+    # -- quantise -----------------------------------------------------------------------------------------------------
 
     def _quantise_schema(self) -> str:
         given = ", ".join(f"Tensor {name}" for name in self.weights)
@@ -188,7 +188,7 @@ class Operator:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _results(self, x: Any, keep: bool) -> tuple[Any, ...]:
-        """Memory for what the forward operator returns."""
+        """Memory for the results of the forward operator."""
         slope, rest = self._kept
         y = torch.empty(x.shape, dtype=self.dtype, device=x.device)
         size = prod(x.shape[:-1]) * slope + rest if keep else 0
@@ -316,7 +316,7 @@ class Operator:
         return shapes
 
     def _fresh(self, dy: Any, shape: Sequence[Any], asked: Sequence[str]) -> Any:
-        """Memory for what the backward operator returns."""
+        """Memory for the results of the backward operator."""
         tokens, device = prod(shape[:-1]), dy.device
         known = self._gradients_of if type(tokens) is int else self._gradient_buffers  # symbols are no keys
         buffers = [
@@ -376,7 +376,7 @@ class _Layer(torch.autograd.Function):  # type: ignore[misc]
 
 
 def launch(name: str, tensors: Sequence[Any], sums: Sequence[Any]) -> Any:
-    """What the forward operator of that name gives. torch.compile follows this."""
+    """The result of the forward operator of that name. torch.compile follows this."""
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         raise ArgumentError(
             f"fusekit::{name}: forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) are not computed,"
@@ -404,7 +404,7 @@ def _is_plain(tensors: Sequence[Any]) -> bool:
 
 
 def quantised(name: str, weights: Sequence[str], codes: Sequence[str], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Codes of the weights by name, for the forward operator of that name. torch.compile follows this."""
+    """The quantised weights by name, for the forward operator of that name. torch.compile follows this."""
     fp8 = op_of(f"{name}{_QUANTISE}")(*(tensors[weight].detach() for weight in weights))
     return dict(zip(codes, fp8, strict=True))
 
@@ -431,7 +431,7 @@ def _registered(layer: Layer, cluster_margin: int | None, in_place: bool) -> Ope
 
 @cache
 def _operators() -> dict[str, Operator]:
-    """Those of this process by name."""
+    """The operators of this process by name."""
     return {}
 
 

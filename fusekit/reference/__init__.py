@@ -1,4 +1,4 @@
-"""What each operation means, in NumPy and float64: the only definition of right.
+"""The definition of each operation, in NumPy and float64.
 
 Runs anywhere NumPy does; a GPU's result is compared with it by ``check``. 16-bit tensors are uint16 bit patterns.
 """

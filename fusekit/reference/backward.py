@@ -1,4 +1,4 @@
-"""What a GEMM with a backward activation means, in float64.
+"""The definition of a GEMM with a backward activation, in float64.
 
 da = x . w, where x is the gradient of the layer above and w that layer's weights; z is what the forward pass saved.
 

@@ -1,7 +1,7 @@
-"""What a GEMM stores as codes: its result rounded to bf16, then quantised as ``quantise`` does it, bit for bit.
+"""FP8 output of a GEMM: its result rounded to bf16, then quantised as ``quantise`` does it, bit for bit.
 
 A launch that also keeps the bf16 result can be held to every bit. Without it the result is known in float64 alone, with
-the error that float32 may make of it: then nearly all codes are equal, and each stands for a number within that error.
+the error that float32 may make of it: then nearly all FP8 values are equal, and each is of a number within that error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fusekit.reference.meaning import Meaning
 from fusekit.reference.measure import Expected, bound
 from fusekit.reference.quantise import blocks, mx_blocks, quantise
 
-EQUAL = 0.97  # of codes, where their scale is equal; and of scales
+EQUAL = 0.97  # share of FP8 values, where their scale is equal; and of scales
 
 
 class Block(NamedTuple):
@@ -34,7 +34,7 @@ class Block(NamedTuple):
 
 
 def coded_outputs(means: Meaning, results: Mapping[str, Array], ends: NDArray[np.int64]) -> dict[str, Array]:
-    """Every coded output, whole buffers, from bf16 ``results`` by name; what is not written holds all ones."""
+    """Every FP8 output, whole buffers, from bf16 ``results`` by name; unwritten bytes are all ones."""
     keys = {"out": BLOCK, "blocks": ROWS, "scales": means.quant.scales, "transpose": True}
     wanted: dict[str, Array] = {}
     for tensor in coded(means):
@@ -77,7 +77,7 @@ def written(means: Meaning, name: str, shape: tuple[int, ...], ends: NDArray[np.
 def coded_faults(
     means: Meaning, outputs: Mapping[str, Array], chosen: list[Block], wanted: Mapping[str, Expected]
 ) -> list[str]:
-    """What is wrong in the ``chosen`` blocks, one line each; of results that are not kept, against ``wanted``, whose
+    """Errors in the ``chosen`` blocks, one line each; of results that are not kept, against ``wanted``, whose
     rows are those of the blocks, one after the other.
     """
     problems: list[str] = []
@@ -117,8 +117,8 @@ def _compared(
     v: NDArray[np.float32],
     room: Array | None,
 ) -> list[Any]:
-    """(name, what was written, what it must be) of a block: codes and the scale of each, or scales and None; and of
-    what must be the numbers ``v`` that the codes are of, with how far from them the kernel's may be.
+    """(name, written, expected) of a block: FP8 values and their scales, or scales and None. Of the expected also
+    the numbers ``v`` that were quantised, with the error that the kernel's may have.
     """
     rows, tokens = slice(block.begin, block.stop), slice(block.number * SIDE, (block.number + 1) * SIDE)
     pairs = []
@@ -159,7 +159,7 @@ def _compared_mx(
 
 
 def _turned(rows: Array) -> Array:
-    """Rows of a block of tokens as columns, and zeros behind them."""
+    """Rows of a block of tokens as columns, and zeros after them."""
     padded = np.zeros((rows.shape[1], SIDE), rows.dtype)
     padded[:, : len(rows)] = rows.T
     return padded
@@ -169,7 +169,7 @@ def _pairs(
     name: str, q: str, s: str, got: tuple[Array, Array], want: tuple[Array, Array], near: Any, rows: int = 1,
     side: int = SIDE,
 ) -> list[Any]:  # fmt: skip
-    """rows: of codes, along which a block has one scale; side: columns of them."""
+    """rows: of FP8 values, along which a block has one scale; side: columns of them."""
     down, across = got[0].shape
     wide = [
         np.repeat(np.repeat(np.asarray(scales), rows, axis=0)[:down], side, axis=1)[:, :across]
@@ -182,7 +182,7 @@ def _pairs(
 
 
 def _differing(got: tuple[Array, Any], want: tuple[Array, Any, Any], *, exact: bool) -> int:
-    """Elements that are other than they must be: in any bit; or else scales, and codes of equal scale; all of them
+    """Elements that are wrong: in any bit; or else scales, and FP8 values of equal scale; all of them
     where a code is of no number that the kernel may have.
     """
     first, second = got[0], want[0]

@@ -1,4 +1,4 @@
-"""8-bit floating-point codes, held as uint8: what they are worth, rounding to them, where groups of them begin, which
+"""FP8 values, held as uint8: decoding, rounding to them, where groups of them begin, which
 results of a GEMM are stored as such.
 """
 
@@ -63,7 +63,7 @@ def padded_starts(ends: Array) -> NDArray[np.int64]:
 
 
 class Coded(NamedTuple):
-    """A result that is stored as codes: of its rows, of its transpose, of which `columns` have one scale; side: numbers
+    """A result with FP8 output: of its rows, of its transpose, of which `columns` have one scale; side: numbers
     that have one in a row.
     """
 
@@ -83,7 +83,7 @@ class Coded(NamedTuple):
 
 
 def coded(means: Meaning) -> list[Coded]:
-    """The results that are stored as codes."""
+    """The results with FP8 output."""
     recipe, backward = means.quant, means.activation.backward
     columns = {name: SIDE if recipe.turned_square(name) else 1 for name in ("y", "dz")}
     name = "dz" if backward else "y"

@@ -1,7 +1,7 @@
-"""What moe-dispatch and moe-combine mean, over all ranks at once.
+"""The definitions of moe-dispatch and moe-combine, over all ranks at once.
 
 Rank r has experts [r L, (r + 1) L), L = experts / ranks. A place of a window is (source, token): S = ranks *
-capacity of them, row-major. What is of a rank stands in lists, in the order of ranks.
+capacity of them, row-major. Values of ranks are in lists, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def dispatch(
     spec: Mapping[str, Any], x: Sequence[Array], indices: Sequence[Array], weights: Sequence[Array] | None,
     capacity: int, scales: Sequence[Array] | None = None,
 ) -> list[dict[str, Array]]:  # fmt: skip
-    """What each rank has received: rows [S, H], bool `sent` [S] (others are left as they were), indices [S, K] counted
-    from its first expert and -1 where it has none, and weights [S, K], 0 there, unless None. Of codes also scales
-    [ceil(H / 128), S], 0 at a place that has no token. Of a dispatch that sends less, only what it sends.
+    """The received tensors of each rank: rows [S, H], bool `sent` [S] (others stay as they were), indices [S, K]
+    counted from its first expert and -1 where it has none, and weights [S, K], 0 there, unless None. For FP8 also
+    scales [ceil(H / 128), S], 0 at a place that has no token. Of a dispatch that sends less, only what it sends.
 
-    x: [T, H] of each rank, held as `held` says; indices, weights: [T, K]; scales: of codes, [ceil(H / 128), T]. T may
+    x: [T, H] of each rank, held as `held` says; indices, weights: [T, K]; scales: of FP8, [ceil(H / 128), T]. T may
     differ from rank to rank.
     """
     ranks, experts, topk = spec["ranks"], spec["experts"], spec["topk"]
@@ -111,8 +111,8 @@ def returned(
 
 
 def overflow(before: Array, wanted: Sequence[int], rows: Sequence[int]) -> Array:
-    """int32 [4], what every rank is told after a launch: of launches in which some rank's choices wanted more than its
-    rows, how many there were; of the last, the first rank with the most rows, and these; and the most rows of all.
+    """int32 [4], the overflow report of every rank: the number of launches in which some rank's choices wanted more
+    than its rows; of the last one, the first rank with the most rows, and these; the most rows of all.
     """
     beyond = [count if count > room else 0 for count, room in zip(wanted, rows, strict=True)]
     most = max(beyond)

@@ -1,4 +1,4 @@
-"""x and w of a product as numbers: 16 bits as they are, codes times their scales."""
+"""Operands x and w as numbers: 16 bits as they are, FP8 values times their scales."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fusekit.reference.codes import decode
 from fusekit.reference.formats import Array, values
 from fusekit.reference.meaning import Meaning, need
 
-# Sums of products of codes keep about 13 bits in a wgmma accumulator. In relative Frobenius norm that is 1.3e-4 where
-# float32 takes over behind every 128 of K, and up to 1.9e-3 in one accumulator, K being 7168.
+# Sums of FP8 products keep about 13 bits in a wgmma accumulator. In relative Frobenius norm that is 1.3e-4 where
+# float32 takes over after every 128 of K, and up to 1.9e-3 in one accumulator, K being 7168.
 ACCUMULATION = 2.0**-11
 FAST, FAST_SINGLE, PROMOTED_SINGLE = 4.0e-3, 3.0e-3, 4.0e-4
 
@@ -42,7 +42,7 @@ def x_values(means: Meaning, inputs: Mapping[str, Any], rows: NDArray[np.int64])
 
 
 def w_values(means: Meaning, inputs: Mapping[str, Any], w: Array, group: int, columns: Any) -> Array:
-    """``columns`` of w[group] of w [E, N, K], float32 or (of codes) float64 [columns, K]."""
+    """``columns`` of w[group] of w [E, N, K], float32 or (for FP8) float64 [columns, K]."""
     if not means.quant.coded_inputs:
         return values(w[group, columns], means.dtype)
     scale = need(inputs, "w_s", None).astype(np.float64)

@@ -37,7 +37,7 @@ def format_of(name: str) -> DType:
 
 
 def held(name: str) -> np.dtype[Any]:
-    """What NumPy holds a tensor of ``name`` in: unsigned bits of a float of 16 bits or fewer."""
+    """The NumPy dtype of a tensor of ``name``: unsigned bits for a float of 16 bits or fewer."""
     dtype = DTYPES[name]
     return np.dtype(f"u{dtype.bytes}" if dtype.kind == FLOAT and dtype.bits <= 16 else dtype.array)
 

@@ -1,4 +1,4 @@
-"""What the GEMMs mean, in float64: the outputs of any operation, and how far float32 may be from them.
+"""The definition of the GEMMs, in float64: the outputs of any operation, and how far float32 may be from them.
 
 This module has ``dense-gemm`` and ``grouped-gemm`` with the forward epilogue. Stages in order, each optional:
 accumulate, ``alpha``, ``bias``, ``save_preactivation``, ``activation``, ``row_scale``. Nothing is rounded here. The
@@ -39,14 +39,14 @@ def gemm(
     ``inputs`` holds the kernel's arguments by name; bf16 and fp16 tensors as uint16 bits, or any floating-point array.
     x [M, K]; w [E, N, K] (``b_major`` "k") or [E, K, N] ("n"), without E for dense-gemm; offsets int32[E], the end row
     of each group; bias [E, N] or [N]; alpha float32, or float32[E] for ``alpha = "group"``; row_scale float32[M];
-    with ``quant`` uint8 codes x and w, and their scales x_s and w_s; ``act_alpha``, ``act_limit`` and
+    with ``quant`` FP8 x and w as uint8, and their scales x_s and w_s; ``act_alpha``, ``act_limit`` and
     ``act_up_offset`` stand in for the spec's own when given. For a weight gradient: dy [M, N], x [M, K], offsets; when
     it accumulates, what its outputs hold before the launch: dw float32[E, N, K] and dbias float32[E, N]. A dense-wgrad
     has no offsets, and its outputs have no E. An operand that is gathered has a row for each token, and index int32[M]
     chooses among them.
 
     y is [M, N], or [M, N/2] for a gated activation; preactivation is [M, N], where it is saved. Rows that no group owns
-    are NaN: the kernel leaves them alone. What is stored as codes alone is not there; see ``coded_check``. dw is
+    are NaN: the kernel leaves them alone. A result that is FP8 alone is not there; see ``coded_check``. dw is
     [E, N, K], and dbias [E, N] where the spec has it.
 
     A backward activation takes preactivation [M, N], or [M, 2N] if it is gated, and gives dz of that shape; y [M, N]
@@ -88,7 +88,7 @@ def check(
 def coded_check(
     spec: KernelSpec | Mapping[str, Any], inputs: Mapping[str, Any], outputs: Mapping[str, Array], most: int = 2**30
 ) -> list[str]:
-    """What is wrong in results stored as codes, and in largest numbers of groups, one line each. ``outputs``: whole
+    """Errors in FP8 output, and in largest numbers of groups, one line each. ``outputs``: whole
     buffers, all ones where nothing was written.
 
     At most ``most`` blocks of 128 tokens are compared: with what ``outputs`` has in bf16, bit for bit, or else with the
@@ -124,7 +124,7 @@ def coded_check(
 def expected(
     spec: KernelSpec | Mapping[str, Any], inputs: Mapping[str, Any], rows: Chosen = None, columns: Chosen = None
 ) -> dict[str, Expected]:
-    """What ``gemm`` gives, for the rows that groups own, with the error that float32 arithmetic may make of it."""
+    """The outputs of ``gemm`` for the rows that groups own, with the error that float32 arithmetic may make of it."""
     means = meaning(spec)
     hidden = set() if means.quant.wide else {tensor.name for tensor in coded(means)}
     return {name: want for name, want in _results(spec, inputs, rows, columns).items() if name not in hidden}

@@ -20,7 +20,7 @@ class Gradients:
 
     numbers: of the rows. shape: of dz, whole. ends: int64[E], the end row of each group. k: terms of an element of da.
     product: da * activation(z). y: row_scale * activation(z).
-    limit: of the Frobenius norm of sums, where codes decide it.
+    limit: of the Frobenius norm of sums, where FP8 output decides it.
     """
 
     rows: NDArray[np.int64] | None

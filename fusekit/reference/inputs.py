@@ -60,7 +60,7 @@ def make_inputs(
         return _wgrad_inputs(means, (E, N, K), M, seed, sizes)
     rng = np.random.default_rng(seed)
     groups = (E,) if means.grouped else ()
-    # Of codes, the scales do it.
+    # With FP8, the scales do it.
     one_over_root_k = 0 if means.quant.coded_inputs else -round(0.5 * np.log2(max(K, 1) * RMS**4))
     inputs: dict[str, Any] = {
         "x": bits((_rows(means, "x", M), K), means.factors[0], seed + 1),
@@ -139,7 +139,7 @@ def output_shapes(
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Each output's shape and dtype, by its argument name; E matters to dw and dbias alone, K to dw.
 
-    "y": [M, N], or [M, N/2] when gated, of out_dtype, or codes; "preactivation": [M, N] if saved. A weight gradient:
+    "y": [M, N], or [M, N/2] when gated, of out_dtype, or FP8; "preactivation": [M, N] if saved. A weight gradient:
     "dw": [E, N, K] of out_dtype and, if asked for, "dbias": [E, N] of float32. A backward activation: "dz": [M, N], or
     [M, 2N] when gated, of dtype; if asked for, "y": [M, N] of out_dtype, "dprob": [M] and "dbias": [E, columns of dz],
     of float32. A dense operation has no E.

@@ -1,4 +1,4 @@
-"""The largest numbers of groups that a GEMM stores beside its result (``out = "amax"``), in the bits that they have."""
+"""The largest numbers of groups that a GEMM stores with its result (``out = "amax"``), bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusekit.reference.quantise import quantise
 
 
 def largest(means: Meaning, results: Mapping[str, Array], ends: NDArray[np.int64]) -> dict[str, Array]:
-    """They, from bf16 ``results`` by name."""
+    """The largest numbers by output name, from bf16 ``results`` by name."""
     wanted: dict[str, Array] = {}
     for name, (shape, _) in largest_shapes(means, ends.size).items():
         result, _, end = name.partition("_")

@@ -1,4 +1,4 @@
-"""What a mixture-of-experts layer means, forward and backward, in float64.
+"""The definition of a mixture-of-experts layer, forward and backward, in float64.
 
     logits = x . router^T + router_bias                       [T, X]
     indices, weights = the router's top K                     [T, K]; rows m: the choices, sorted by expert
@@ -13,7 +13,7 @@ have a second: that of the load-balancing loss, coefficient X / (K T^2) sum over
 which the counts are constants.
 
 Nothing here is rounded, and nothing is a kernel: the steps are those of the formulas above. With `recipe = "fp8-block"`
-each factor of a projection's product, forward and backward, is rounded to bf16 and then to what its codes are worth:
+each operand of a projection's GEMM, forward and backward, is rounded to bf16 and then quantised and dequantised:
 rows in blocks of 128 columns, weights in squares of 128, factors of a weight gradient in blocks of 128 rows of an
 expert (of a shared expert: of tokens). The derivative of that rounding counts as 1.
 """
@@ -78,7 +78,7 @@ class Blocks(Factors):
 
 
 def worth(v: Array, down: int, across: int) -> Array:
-    """The values of the codes of v [R, C], rounded to bf16 first, with a scale for each block of `down` by `across`."""
+    """v [R, C] rounded to bf16, quantised and dequantised, with a scale for each block of `down` by `across`."""
     codes, scale = blocks(numbers(bits(v, "bf16"), "bf16"), down, across, POW2)
     each = np.repeat(np.repeat(scale.astype(np.float64), down, axis=0), across, axis=1)
     value: Array = decode(codes, "e4m3") * each[: v.shape[0], : v.shape[1]]
@@ -106,13 +106,13 @@ class Layer:
 
     @property
     def factors(self) -> Factors:
-        """What products read of their factors."""
+        """The values that GEMMs read of their operands."""
         return Factors() if self.recipe == NONE else Blocks()
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the backward pass needs: x and z are the only ones of a row's size.
+    """The inputs of the backward pass: x and z are the only ones of a row's size.
 
     x [T, H]; logits [T, X]; indices, weights [T, K]; offsets [X], token [M] and inverse [T, K] of the rows; z [M, N].
     """
@@ -134,7 +134,7 @@ def forward(
 
     x [T, H]. tensors, by name: router [X, H]; w1 [X, N, H], N = 2I for a gated activation; w2 [X, H, I]; and, each
     optional: router_bias [X], expert_bias [X] (of the choice alone), b1 [X, N], b2 [X, H], shared_w1 [S, H] and
-    shared_w2 [H, J]. choices: indices and weights [T, K] in place of the router's.
+    shared_w2 [H, J]. choices: indices and weights [T, K] instead of the router's.
     """
     logits = x @ tensors["router"].T + tensors.get("router_bias", 0.0)
     given = {"logits": logits, "expert_bias": tensors.get("expert_bias")}
@@ -196,7 +196,7 @@ def backward(
 
 
 def _scales(layer: Layer, kept: Kept) -> tuple[Array, Array]:
-    """What multiplies each row before fc1 and after fc2, [M, 1] both."""
+    """The factors of each row before fc1 and after fc2, [M, 1] both."""
     by_row = np.empty((kept.token.size, 1))
     by_row[kept.inverse.reshape(-1), 0] = kept.weights.reshape(-1)
     ones = np.ones_like(by_row)

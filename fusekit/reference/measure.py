@@ -3,7 +3,7 @@
 Two bounds must hold. The relative Frobenius error of the whole tensor stays below ``FROBENIUS``: a bf16 rounding alone
 costs 1.7e-3. And every element stays within ``2**(1-p) |ref| + c``, p being the bits of the format's significand
 (2**-7 for bf16). c comes with the reference, element by element: it is the error that float32 arithmetic may make of
-the products summed there, so that it is never a fixed tolerance behind which a wrong row could hide. A float32 result
+the products summed there, so that it is never a fixed tolerance that could hide a wrong row. A float32 result
 is not rounded further, so both its bounds come from the sum alone, and its Frobenius bound comes with the reference.
 """
 
@@ -24,7 +24,7 @@ class Expected:
     """What one output must hold: float64 ``value`` and ``slack`` (c above) [R, C].
 
     They are those of the ``rows`` int64[R] and ``columns`` int64[C] (None: all) of the buffer, its leading dimensions
-    taken as one. ``shape`` is the whole buffer's, empty where nobody told. ``limit`` is the Frobenius bound of float32.
+    taken as one. ``shape`` is the whole buffer's, empty if unknown. ``limit`` is the Frobenius bound of float32.
     """
 
     dtype: str

@@ -1,7 +1,7 @@
 """Results of a GEMM as MXFP8: what a launch writes, and what blocks of tokens must hold.
 
 Scales are looked at as they lie in "plain" layout; swizzled ones are put into it first. Groups begin at multiples of
-128 where a kernel makes codes along the tokens, or swizzled scales.
+128 where a kernel quantises along the tokens, or swizzled scales.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ BLOCKS = SIDE // MX_SIDE
 
 
 def outputs(name: str, result: Array, last: int, recipe: Quant) -> dict[str, Array]:
-    """What a launch stores of ``result``, of which groups own the first ``last`` rows, whole buffers; all ones where it
-    writes nothing.
+    """The output of a launch for ``result``, of which groups own the first ``last`` rows. Whole buffers, all ones
+    where it writes nothing.
     """
     keys = {"out": MXFP8, "blocks": "1x128", "scales": recipe.scales, "transpose": recipe.transpose}
     quantised = quantise({**keys, "scale_layout": recipe.scale_layout}, {"x": result[:last]})

@@ -1,4 +1,4 @@
-"""What the operations between router and GEMM mean, their random inputs, and whether a kernel's outputs are right.
+"""The definitions of the operations between router and GEMM, their random inputs, and checks of a kernel's outputs.
 
 Rows are choices sorted by expert, those of one expert in the order of t * K + k. ``inverse`` says which row a choice
 is, -1 for a choice of no expert of [0, experts); ``order`` says which choice a row is, for the rows that there are;
@@ -136,7 +136,7 @@ def summed(x: Array, terms: int, bias: Array | None) -> Array:
 def permutation_inputs(
     spec: PermutationSpec | Mapping[str, Any], *, T: int, H: int, seed: int = 0, indices: Array | None = None
 ) -> dict[str, Any]:
-    """Every input of a permutation operation by its argument name. indices: in place of uneven random ones."""
+    """Every input of a permutation operation by its argument name. indices: instead of uneven random ones."""
     keys = canonical(spec)
     rng = np.random.default_rng(seed)
     inputs: dict[str, Any]
@@ -256,7 +256,7 @@ def _check_index(want: dict[str, Array], inputs: Mapping[str, Any], outputs: Map
 
 
 def _differ(name: str, got: Array, want: Array) -> list[str]:
-    """What is not equal, where a NaN is equal to any other."""
+    """Where the two differ; a NaN is equal to any other."""
     wrong = ~((got == want) | (np.isnan(got) & np.isnan(want)))
     return [f"{name}: {int(wrong.sum())} of {want.size} elements are wrong"] if wrong.any() else []
 

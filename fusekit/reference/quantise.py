@@ -1,4 +1,4 @@
-"""What quantise means, in NumPy: codes and scales, bit for bit. The rules stand in ``fusekit/plan/quantise.py``."""
+"""The definition of quantise, in NumPy: FP8 values and scales, bit for bit. Rules: ``fusekit/plan/quantise.py``."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _copies(keys: Mapping[str, Any], x: NDArray[np.float32], inverse: Array) -> 
 
 
 def _numbers(keys: Mapping[str, Any], given: Any) -> NDArray[np.float32]:
-    """What is quantised: bf16, or float32 rounded to it."""
+    """The values to quantise: bf16, or float32 rounded to it."""
     if keys["dtype"] == WIDE:
         given = encode_bf16(np.asarray(given, np.float32), BF16)
     return np.asarray(values(given, BF16), np.float32)
@@ -144,7 +144,7 @@ def _squares(keys: Mapping[str, Any], w: NDArray[np.float32]) -> dict[str, Array
 
 
 def mx_blocks(v: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """MXFP8 codes of ``v`` [R, C] in blocks of 32 along its rows, and the scales' bytes [R, 4 ceil(C / 128)]."""
+    """MXFP8 values of ``v`` [R, C] in blocks of 32 along its rows, and the scales' bytes [R, 4 ceil(C / 128)]."""
     rows, columns = v.shape
     padded = np.zeros((rows, -(-columns // SIDE) * SIDE), np.float32)
     padded[:, :columns] = v
@@ -290,7 +290,7 @@ def quantise_output_shapes(
 def quantise_check(
     spec: QuantiseSpec | Mapping[str, Any], inputs: Mapping[str, Any], outputs: Mapping[str, Array]
 ) -> list[str]:
-    """What differs from ``quantise`` in any bit, and what was written that should not have been; one line each."""
+    """Differences from ``quantise`` in any bit, and writes to what should stay; one line each."""
     problems = []
     for name, want in quantise(spec, inputs).items():
         got = np.asarray(outputs[name]).view(f"u{want.itemsize}")

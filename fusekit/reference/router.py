@@ -1,4 +1,4 @@
-"""What the router's operations mean, in float64.
+"""The definitions of the router's operations, in float64.
 
 Selection compares logits where the score function rises with them and nothing is added: there the choice is exact, and
 a kernel's must be the same. Ties go to the lower expert; -0 equals 0; a NaN ranks above everything, so that it shows in
@@ -262,7 +262,7 @@ def topk_gradient(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> tuple[F
 
 
 def addend(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> Array:
-    """What router-topk-bwd adds to the gradient: [T, X], or 0."""
+    """The term that router-topk-bwd adds to the gradient: [T, X], or 0."""
     return np.asarray(inputs["addend"] if keys.get("addend") else 0.0, dtype=np.float64)
 
 
@@ -288,7 +288,7 @@ def aux_gradient(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> tuple[Fl
 
 
 def loss_factor(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> float:
-    """What the sum of counts and scores is multiplied by: coefficient * experts / (topk * total_tokens^2).
+    """The factor of the sum of counts and scores: coefficient * experts / (topk * total_tokens^2).
 
     From the device, less than 1 token counts as 1.
     """

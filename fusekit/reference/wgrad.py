@@ -1,4 +1,4 @@
-"""What weight gradients mean, in float64: dw[e] = dy[rows of e]^T . x[rows of e], plus what dw holds before.
+"""The definition of weight gradients, in float64: dw[e] = dy[rows of e]^T . x[rows of e], plus what dw holds before.
 
 ``grouped-wgrad`` has E groups of rows; ``dense-wgrad`` has one, and its dw and dbias have no E.
 
@@ -98,7 +98,7 @@ def expected(
 
 
 def _factors(means: Meaning, inputs: Mapping[str, Any]) -> tuple[Array, Array]:
-    """dy and x, a row for each token; of codes the tokens are padded, and their values float64."""
+    """dy and x, a row for each token; with FP8 the tokens are padded, and the values float64."""
     if not means.quant.coded_inputs:
         return need(inputs, "dy", 2), need(inputs, "x", 2)
     values_ = []

@@ -21,7 +21,7 @@ STDIN = "-"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one target means in one spec file.
+    """The kernels that one target selects in one spec file.
 
     specs: the kernels that it names. every: all of the file, under the name `file` (with the namespace, if there is
     one). means: whether the target means a full name, such as one that the file had before it was edited. source: what
@@ -37,7 +37,7 @@ class Found:
 
 
 def packaged_folder() -> Path:
-    """The folder of the packaged spec files: inside an installed package, else beside the package in a checkout."""
+    """The folder of the packaged spec files: inside an installed package, else next to the package in a checkout."""
     package = Path(__file__).parents[1]
     installed = package / "kernel_specs"
     return installed if installed.is_dir() else package.parent / "kernel_specs"
@@ -71,7 +71,7 @@ def specs_of(targets: Sequence[Found]) -> tuple[Spec, ...]:
 def targets(
     patterns: Sequence[str] = (), namespace: str | None = None, archs: Sequence[str] = ()
 ) -> tuple[Found, ...]:  # fmt: skip
-    """What the patterns name, file by file, in their order; no pattern: every packaged file.
+    """The kernels that patterns select, file by file, in their order; no pattern: every packaged file.
 
     A pattern is one of
 
@@ -193,7 +193,7 @@ def _nothing_in(pattern: str, kernels: str, targets: list[Found]) -> list[Found]
 
 
 def _names(specs: Iterable[Spec], pattern: str) -> list[str]:
-    """What may be meant instead of `pattern`: full names where it is one; else kernels, and layers for theirs."""
+    """Suggestions for `pattern`: full names if it is one; else kernels, and layers instead of their kernels."""
     if "@" in pattern:
         return [spec.full_name for spec in specs]
     if "." in pattern.rpartition("/")[2]:

@@ -77,7 +77,7 @@ class Fields:
     def unread(self) -> list[str]:
         """A note for each telling field that was not read."""
         return [
-            f"{name} = {show(self.values[name])} stands in the config, and this model type does not read it: it "
+            f"{name} = {show(self.values[name])} is in the config, and this model type does not read it: it "
             "changes nothing below; check that the model type is right"
             for name in TELLING
             if self.values.get(name) not in (None, False, [], 0) and name not in self.read

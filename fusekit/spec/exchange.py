@@ -32,7 +32,7 @@ EXCHANGE_FIELDS = {
     DISPATCH: (
         *(CODED_DTYPE if field is DTYPE else field for field in _FIELDS),
         Field("weighted", "bool", "Takes weights[T, K], and sends them with the choices.", default=False),
-        Field("sends", "choice", 'What it sends: "all"; "rows"; and beside these, by a kernel that is as weighted, '
+        Field("sends", "choice", 'What it sends: "all"; "rows"; and with these, by a kernel that is as weighted, '
             '"choices", with their weights, or "nothing", where choices that came before still hold.',
             choices=SENDS, default=ALL),
     ),

@@ -115,7 +115,7 @@ class ExternSpec(TokenSpec):
         return dict(sorted(values.items()))
 
     def device_spec(self) -> dict[str, Any]:
-        """What decides the cubin and its launch record, in JSON types: no names and no words."""
+        """The fields that decide the cubin and its launch record, in JSON types, without names and texts."""
         apart = ("file", "kernel", "summary", "sweep", "ran_on", "status")
         spec = {field: value for field, value in self.canonical().items() if field not in apart}
         arguments = {
@@ -189,7 +189,7 @@ def _arguments(spec: ExternSpec) -> list[Broken]:
 
 
 def _meaningless(table: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(field, rule) of what says nothing beside the table's other fields."""
+    """(field, rule) of fields that mean nothing with the table's other fields."""
     role = table.get("role")
     if role == "workspace":
         odd, words = _OF_TENSORS | OF_CALLERS | {"value"}, "says nothing of a workspace; leave it out"
@@ -274,7 +274,7 @@ def combinations(sweep: Mapping[str, list[Any]]) -> tuple[dict[str, Any], ...]:
 
 
 def variant_of(choice: Mapping[str, Any]) -> str:
-    """What a choice of a sweep is called."""
+    """The name of a choice of a sweep."""
     return "-".join(_given_as(name, value) for name, value in choice.items()) or "base"
 
 

@@ -42,14 +42,14 @@ QUANT_FIELDS = (
     Field("in", "choice", 'What x and w are, and the shapes of their scales; default: "none", of dtype.',
         choices=(NONE, *RECIPES), default=NONE),
     Field("x_format", "choice", "Type of x; w is e4m3.", choices=X_FORMATS, default="e4m3"),
-    Field("accumulation", "choice", "Whether float32 registers take over behind every 128 of K, or one accumulator "
+    Field("accumulation", "choice", "Whether float32 registers take over after every 128 of K, or one accumulator "
         "has them all, with about 13 bits.", choices=ACCUMULATIONS, default="promoted"),
     Field("out", "choice",
         'What y or dz is stored as; default: "none", out_dtype. "amax": bf16, and the largest number '
         "of each group.", choices=(NONE, *OUTPUTS), default=NONE),
     Field("scales", "choice", "out, fp8-block: rule of the scales: powers of two, or largest / 448.", choices=SCALES,
         default=SCALES[0]),
-    Field("transpose", "bool", "out: also the codes of the transpose, in blocks of 128 tokens; mxfp8: in blocks of 32 "
+    Field("transpose", "bool", "out: also the FP8 transpose, in blocks of 128 tokens; mxfp8: in blocks of 32 "
         "tokens, as y lies.", default=False),
     Field("keep", "bool", "out: also y or dz, in bf16.", default=False),
     Field("scale_layout", "choice", "mxfp8: scales row by row, or swizzled as block-scaled tensor cores take them.",
@@ -57,10 +57,10 @@ QUANT_FIELDS = (
     Field("group_alignment", "int",
         "mxfp8: what the first row of every group is a multiple of, as callers promise: 1 or "
         "128.", minimum=1, default=1),
-    Field("rht_amax", "bool", "amax: also the largest number behind the rotation of 16 tokens.", default=False),
+    Field("rht_amax", "bool", "amax: also the largest number after the rotation of 16 tokens.", default=False),
     Field("x_blocks", "choice", "Weight gradients: what has one scale of x, columns by tokens.", choices=BLOCKS,
         default=BLOCKS[0]),
-    Field("y_blocks", "choice", "transpose: what has one scale of the transposed codes of y, columns by tokens.",
+    Field("y_blocks", "choice", "transpose: what has one scale of the transposed FP8 y, columns by tokens.",
         choices=BLOCKS, default=BLOCKS[0]),
     Field("dz_blocks", "choice", "Likewise of dz.", choices=BLOCKS, default=BLOCKS[0]),
 )  # fmt: skip

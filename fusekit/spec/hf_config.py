@@ -102,7 +102,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What fusekit's kernels need to know of a model. hidden: H. dtype: "bf16" or "fp16"."""
+    """The properties of a model that its kernels depend on. hidden: H. dtype: "bf16" or "fp16"."""
 
     model_type: str
     hidden: int
@@ -113,13 +113,13 @@ class Model:
 
 
 Parts = tuple[tuple[Mlp, ...], Router | None]
-"""What a family reads: the MLPs of its layers, and their router."""
+"""A family's reader: the MLPs of its layers, and their router."""
 
 
 def read_model(text: str, source: str, family: str | None = None) -> Model:
     """The model of a `config.json`.
 
-    source: what errors call the file. family: the model type to read it as, in place of its own. Raises SpecError for
+    source: what errors call the file. family: the model type to read it as, instead of its own. Raises SpecError for
     what is not a config, a model type that is not known, and fields that are missing or contradict each other.
     """
     try:
@@ -171,7 +171,7 @@ def _quantised(fields: Fields) -> list[str]:
     method = config.get("quant_method", config) if isinstance(config, dict) else config
     if isinstance(config, dict) and method == "fp8" and config.get("weight_block_size") == [128, 128]:
         return [
-            'the checkpoint has e4m3 codes with 128x128 scales: a layer with recipe = "fp8-block" takes them as they '
+            'the checkpoint has e4m3 values with 128x128 scales: a layer with recipe = "fp8-block" takes them as they '
             "are; without it, dequantise them when loading"
         ]
     return [

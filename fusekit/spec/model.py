@@ -120,7 +120,7 @@ class KernelSpec:
 
     @property
     def epilogue(self) -> str:
-        """What becomes of the accumulators: "forward", "backward" or "wgrad"."""
+        """The kind of epilogue: "forward", "backward" or "wgrad"."""
         if OPERATIONS[self.op].reduces_rows:
             return WGRAD
         return BACKWARD if self.activation.backward else FORWARD
@@ -151,8 +151,8 @@ class KernelSpec:
         return dict(sorted(values.items()))
 
     def device_spec(self) -> dict[str, Any]:
-        """What decides the cubin and its launch record, in JSON types: no names, scalars, margin or problem, and no
-        field of an operand that the kernel does not have.
+        """The fields that decide the cubin and its launch record, in JSON types: no names, scalars, cluster_margin or
+        problem, and no field of an operand that the kernel does not have.
         """
         return {
             "activation": {"approximate": self.activation.approximate, "kind": self.activation.kind},

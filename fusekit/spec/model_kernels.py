@@ -12,7 +12,7 @@ from fusekit.spec.hf_config import Mlp, Model, Router
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the file is for.
+    """The purpose of the file.
 
     name: the file's stem. tokens: T, the tokens of a launch on one rank. ranks: how many share the experts of a layer.
     training: with a backward pass. origin: what the model was read from.

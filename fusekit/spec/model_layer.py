@@ -20,7 +20,7 @@ class Part:
 
 
 def parts(model: Model, sizes: Sizes, request: Request) -> Iterator[Part]:
-    """Every layer of the model. The experts of one rank of several take choices, so that the router stands apart."""
+    """Every layer of the model. The experts of one rank of several take choices, so that the router is separate."""
     listed = list(sections(model, sizes, request))
     routing, listed = (listed[:2], listed[2:]) if model.router is not None else ([], listed)
     instead = {mlp.role: section for mlp, section in zip(model.mlps, listed, strict=True)}

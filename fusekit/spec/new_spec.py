@@ -47,7 +47,7 @@ def _schema(fields: Mapping[str, Any]) -> Schema:
 
 
 class _SpecWriter:
-    """The lines of the file. A field is explained where it first stands."""
+    """The lines of the file. A field is explained where it first appears."""
 
     def __init__(self, model: Model, request: Request, sizes: Sizes) -> None:
         self.model, self.request, self.sizes = model, request, sizes
@@ -64,7 +64,7 @@ class _SpecWriter:
         )
 
     def header(self) -> None:
-        """What the file is, the model's numbers, and what is not in it."""
+        """The file's purpose, the model's numbers, and what is not in it."""
         model, request, sizes = self.model, self.request, self.sizes
         file = f"{request.name}.toml"
         self.lines += [f"#:schema ./{SCHEMA_FILE}"]
@@ -159,7 +159,7 @@ class _SpecWriter:
         self.lines += [line]
 
     def _doc(self, field: Field, value: Any) -> str:
-        """What the field means, the first time that it stands in the file."""
+        """The meaning of a field, the first time that it appears in the file."""
         parts = [field.doc] + [
             f"{subfield.name}: {subfield.doc}" for subfield in field.fields if subfield.name in value
         ]

@@ -1,4 +1,4 @@
-"""What the arguments of a launch are, in words, by operation. docs/operations.md has the same sentences."""
+"""Descriptions of a launch's arguments, by operation. docs/operations.md has the same sentences."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ _OF_GROUPS = ("offsets", "arrivals")
 
 
 def operands(spec: Mapping[str, Any]) -> Mapping[str, str]:
-    """What each argument of the kernel is, by its name. spec: the canonical form; an operation not known has none."""
+    """The description of each argument of the kernel by name. spec: canonical. An unknown operation has none."""
     row = operation(spec.get("op"))
     if row is None or not row.words:
         return {}
@@ -23,7 +23,7 @@ def operands(spec: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def gemm(spec: Mapping[str, Any]) -> Mapping[str, str]:
-    """Those of a GEMM, without groups' where it has none."""
+    """The descriptions for a GEMM, without those of groups if it has none."""
     activation, row = spec.get("activation"), OPERATIONS[spec["op"]]
     kind = activation.get("kind", "") if isinstance(activation, Mapping) else ""
     words_ = words_of(WGRAD if row.reduces_rows else BACKWARD if is_backward(kind) else FORWARD)
@@ -31,12 +31,12 @@ def gemm(spec: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def token(spec: Mapping[str, Any]) -> Mapping[str, str]:
-    """Those of an operation that works token by token."""
+    """The descriptions for an operation that works token by token."""
     return {operand.name: operand.words for operand in TOKENS[spec["op"]].operands}
 
 
 def extern(spec: Mapping[str, Any]) -> Mapping[str, str]:
-    """Those that the spec of a foreign kernel describes."""
+    """The descriptions in the spec of a foreign kernel."""
     tables = spec.get("arguments", {})
     return {table.get("rename", name): table.get("doc", "") for name, table in tables.items()}
 

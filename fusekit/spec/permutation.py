@@ -27,7 +27,7 @@ _EXPERTS = Field("experts", "int", f"Experts, {MAX_EXPERTS} at most.", minimum=1
 _WARPS = Field("warps", "int", "Warps of a thread block, 1, 2, 4 or 8.", minimum=1, default=8, sweep=True)
 DTYPE = Field("dtype", "choice", "Type of the rows; weights and their gradient are f32.", choices=ROUTER_DTYPES,
             default="bf16")  # fmt: skip
-CODED_DTYPE = replace(DTYPE, doc="Type of the rows, e4m3 of codes with scales; weights are f32.",
+CODED_DTYPE = replace(DTYPE, doc="Type of the rows, e4m3 for FP8 with scales; weights are f32.",
                       choices=(*ROUTER_DTYPES, "e4m3"))  # fmt: skip
 ADDENDS = Field("addends", "int", f"Tensors added to each sum, {MOST_ADDENDS} at most: addend0[T, H], addend1[T, H].",
               default=0)  # fmt: skip
@@ -115,7 +115,7 @@ def broken_permutation_rules(spec: PermutationSpec) -> list[Broken]:
         rule = "rows that are scaled have their weights, and fc2's row_scale would be a second time; leave one out"
         refusals.append(("scaled", True, rule))
     if spec.scaled and spec.dtype == "e4m3":
-        refusals.append(("scaled", True, "codes are moved as they are; scale the rows before they are quantised"))
+        refusals.append(("scaled", True, "FP8 values are moved as they are; scale the rows before they are quantised"))
     if spec.bounded and not spec.tokens:
         refusals.append(("bounded", True, "the rows' tokens say where rows end; say tokens = true"))
     warps = {INDEX: (INDEX_WARPS,), CHECK: (1,)}.get(spec.op, (1, 2, 4, 8))

@@ -1,4 +1,4 @@
-"""Specs of quantise: codes and scales of a tensor, in one pass."""
+"""Specs of quantise: FP8 values and scales of a tensor, in one pass."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ from fusekit.plan.quantise import (
 from fusekit.spec.fields import Broken, Field
 from fusekit.spec.token import ARCH, NAME, SUMMARY, TokenSpec, make_spec
 
-VECTOR = 16  # codes in 16 bytes
+VECTOR = 16  # FP8 values in 16 bytes
 
 QUANTISE_FIELDS = (
     NAME, SUMMARY, ARCH,
-    Field("out", "choice", "What has one scale: a row, a block, or 32 numbers; or no codes, but largest numbers.",
+    Field("out", "choice", "What has one scale: a row, a block, or 32 numbers; or no FP8 values, but largest numbers.",
         choices=RECIPES, required=True),
     Field("dtype", "choice", "Type of x or w. fp8-block: float32 is rounded to bf16 on its way.", choices=TYPES,
         default=TYPES[0]),
@@ -35,12 +35,12 @@ QUANTISE_FIELDS = (
         default=BLOCKS[0]),
     Field("scales", "choice",
         "Rule of the scales: powers of two, or largest / 448.", choices=SCALES, default=SCALES[0]),
-    Field("transpose", "bool", "fp8-block: also the transposed codes; those of tokens have blocks of their own. mxfp8: "
-        "also codes in blocks along the tokens, which lie as x does.", default=False),
-    Field("transpose_blocks", "choice", "fp8-block, 1x128: what has one scale of transposed codes, columns by tokens.",
+    Field("transpose", "bool", "fp8-block: also the transpose; that of tokens have blocks of their own. mxfp8: "
+        "also FP8 values in blocks along the tokens, which lie as x does.", default=False),
+    Field("transpose_blocks", "choice", "fp8-block, 1x128: what has one scale of the transpose, columns by tokens.",
         choices=BLOCKS, default=BLOCKS[0]),
-    Field("rows", "bool", "fp8-block, 1x128: codes of the rows; false: the transposed codes alone.", default=True),
-    Field("groups", "bool", "fp8-block: transposed codes of tokens are of groups, and w is [E, N, K]; false: all rows "
+    Field("rows", "bool", "fp8-block, 1x128: FP8 values of the rows; false: the transpose alone.", default=True),
+    Field("groups", "bool", "fp8-block: the transpose of tokens is of groups, and w is [E, N, K]; false: all rows "
         "are one, without offsets, and w is [N, K].", default=True),
     Field("gather", "bool", "fp8-block, 1x128: the argument index[M] chooses the rows of an x [T, K]; -1: zeros.",
         default=False),
@@ -48,7 +48,7 @@ QUANTISE_FIELDS = (
         "inverse[T, topk] has their numbers, -1: none. 0: its own row alone.", default=0),
     Field("scale_layout", "choice", "mxfp8: scales row by row, or swizzled as block-scaled tensor cores take them.",
         choices=LAYOUTS, default=LAYOUTS[0]),
-    Field("rht_amax", "bool", "amax: also the largest number behind the rotation of 16 tokens.", default=False),
+    Field("rht_amax", "bool", "amax: also the largest number after the rotation of 16 tokens.", default=False),
     Field("warps", "int", f"Warps of a thread block: {WARPS}.", minimum=1, default=WARPS, sweep=True),
     Field("problem", "table", "The shape that run and benchmarks use.", fields=(
         Field("E", "int", "Groups.", minimum=1, default=1),
@@ -138,7 +138,7 @@ def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:
             sizes["M"] = spec.problem.M
         for name, size in sizes.items():
             if size % VECTOR:
-                rule = f"a row has {size} codes of one byte, which must be a multiple of {VECTOR}"
+                rule = f"a row has {size} FP8 values of one byte, which must be a multiple of {VECTOR}"
                 refusals.append((f"problem.{name}", size, rule))
     return refusals
 

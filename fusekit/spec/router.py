@@ -55,7 +55,7 @@ _LOSS = (
         choices=("launch", "device"), default="launch"),
 )  # fmt: skip
 
-# What each operation can be told.
+# The options of each operation.
 ROUTER_FIELDS = {
     FORWARD: (NAME, SUMMARY, *_COMMON, _PRE_SOFTMAX, *_LIMITS, _OUTPUTS, _MAP, _SCALE),
     BACKWARD: (NAME, SUMMARY, *_COMMON, _PRE_SOFTMAX, _OUTPUTS, _MAP, _SCALE, *_GRADIENT),

@@ -1,4 +1,4 @@
-"""What no single field can say: combinations that cannot be built, with the arithmetic that refuses them."""
+"""Rules across fields: combinations that cannot be built, with the arithmetic that refuses them."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -174,7 +174,7 @@ def _problem(spec: KernelSpec) -> list[Broken]:
 
 
 def _aligned(field: str, value: int, what: str, size: int, multiple: int = 0, share: int = 1) -> list[Broken]:
-    """That a row has `value` / `share` elements of `size` bytes, and these fill 16 bytes, or are a `multiple`."""
+    """The rule that a row of `value` / `share` elements of `size` bytes fills 16 bytes, or is a `multiple` of them."""
     count, multiple = value // share, multiple or VECTOR_BYTES // size
     if count % multiple == 0:
         return []

@@ -1,4 +1,4 @@
-"""What a kernel table makes: every combination of its swept fields, less what is excluded or cannot be built.
+"""The kernels of a table: every combination of its swept fields, less what is excluded or cannot be built.
 
 A GEMM that leaves out `tile`, `cluster` or `schedule` is given variants that fit its problem, by the model of
 fusekit.choice:
@@ -10,7 +10,8 @@ fusekit.choice:
 - a tile, but no cluster: for each tile the better of `CLUSTERS`.
 - no schedule: dynamic.
 
-Without a problem they are those of `TYPICAL`. What a table does give stands: each value of its lists has a variant.
+Without a problem they are those of `TYPICAL`. Values that a table gives are kept: each of its lists has a variant for
+each value.
 """
 
 import itertools
@@ -41,7 +42,7 @@ Index = dict[tuple[str, ...], dict[tuple[Any, ...], set[int]]]  # fields, their 
 
 @dataclass(slots=True)
 class Expansion:
-    """What one table makes. broken: why it makes nothing. dropped: combinations that cannot be built, in a sweep that
+    """The kernels of one table. broken: why there are none. dropped: combinations that cannot be built, in a sweep that
     has others, each with its rules. unused: numbers of the `exclude` tables that no combination matches.
     """
 

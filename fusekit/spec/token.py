@@ -1,4 +1,4 @@
-"""What specs of kernels that work token by token share: fields, names, canonical form."""
+"""Specs of kernels that work token by token: common fields, names, canonical form."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -19,7 +19,7 @@ PROBLEM = Field("problem", "table", "The shape that run and benchmarks use.", fi
 
 @dataclass(frozen=True, slots=True)
 class TokenProblem:
-    """The shape that `run` and the benchmarks use unless told otherwise: T tokens, of H elements where rows move."""
+    """The shape that `run` and the benchmarks use by default: T tokens, of H elements where rows move."""
 
     T: int
     H: int = 0
@@ -63,8 +63,8 @@ class TokenSpec:
         return dict(sorted(values.items()))
 
     def device_spec(self) -> dict[str, Any]:
-        """What decides the cubin and its launch record, in JSON types: no names, scalars or problem. And the facts of
-        an operation of fusekit's, of which no source is in a field.
+        """The fields that decide the cubin and its launch record, in JSON types, without names, scalars or problem; and
+        the facts of an operation of fusekit's, of which no source is in a field.
         """
         fields_ = {field: value for field, value in self.canonical().items() if field not in self.APART}
         return fields_ | ({"operation": TOKENS[fields_["op"]].facts(fields_)} if fields_["op"] in TOKENS else {})

@@ -85,7 +85,7 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
 
 
 def type_name(value: Any) -> str:
-    """What a TOML author calls the value's type."""
+    """The name of the value's type in TOML."""
     return next((name for kind, name in _TYPE_NAMES if isinstance(value, kind)), "a date or time")
 
 
@@ -119,7 +119,7 @@ class TableReader:
         return tuple(self._problems)
 
     def add(self, problem: str) -> None:
-        """Adds a line. Raises TooManyError at the last one that is told."""
+        """Adds a line. Raises TooManyError at the last one that is reported."""
         self._reported += 1
         self._problems[problem] = None
         if len(self._problems) == MAX_PROBLEMS:

@@ -43,7 +43,7 @@ def _twin(operand: Operand) -> ModuleType | None:
 
 
 def twins(means: Meaning) -> list[ModuleType]:
-    """Those of the operands that a spec asks for, in the order of their stages."""
+    """The twins of a spec's operands, in the order of their stages."""
     asked = [operand for operand in operands() if means.epilogue in operand.epilogues and operand.asked(means)]
     twins = (_twin(operand) for operand in asked)
     return sorted((twin for twin in twins if twin is not None), key=lambda module: int(module.step))

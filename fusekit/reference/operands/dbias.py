@@ -1,5 +1,5 @@
-"""dbias[e]: the sum of a group's rows of dz, before rounding; where codes of its transpose are made, behind it. That of
-a weight gradient is summed beside dw.
+"""dbias[e]: the sum of a group's rows of dz, before rounding; after rounding if its transpose is quantised. That of
+a weight gradient is summed with dw.
 """
 
 import numpy as np

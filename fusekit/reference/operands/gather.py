@@ -29,7 +29,7 @@ def inputs(means: Meaning, dims: Mapping[str, int], rng: np.random.Generator, se
 
 
 def factors(means: Meaning, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``inputs`` with the rows [M, K] that the index chooses in place of the tensor [T, K]."""
+    """``inputs`` with the rows [M, K] that the index chooses from the tensor [T, K]."""
     tensor: Array = need(inputs, means.operands["gather"], 2)
     index = need(inputs, "index", 1).astype(np.int64)
     there = (index >= 0) & (index < len(tensor))
