@@ -28,14 +28,14 @@ with stream:
     offsets = cupy.array(ends, dtype=cupy.int32)
     y = cupy.full((M, I), 0xFFFF, dtype=cupy.uint16)
     kernel(x=as_dtype(x, "bf16"), w=as_dtype(w, "bf16"), offsets=offsets, y=as_dtype(y, "bf16"), stream=stream)
-    found = from_bf16(y)
+    result = from_bf16(y)
     results, start = [], 0
     for weight, end in zip(from_bf16(w), ends, strict=True):
         z = from_bf16(x[start:end]).astype(cupy.float64) @ weight.astype(cupy.float64).T
         results.append(z[:, :I] / (1 + cupy.exp(-z[:, :I])) * z[:, I:])
         start = end
     wanted = cupy.concatenate(results)
-    error = float(cupy.linalg.norm(found - wanted) / cupy.linalg.norm(wanted))
+    error = float(cupy.linalg.norm(result - wanted) / cupy.linalg.norm(wanted))
 stream.synchronize()
 print(f"cupy: relative error {error:.2e}")
 assert error < 4e-3

@@ -109,7 +109,7 @@ def keep(block, kept):
 
 def time(run, before=lambda: None):
     """Median ms of a run, of the slower GPU. before: is not timed."""
-    found = []
+    times = []
     for _ in range(ROUNDS + 2):
         before()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -120,8 +120,8 @@ def time(run, before=lambda: None):
         torch.cuda.synchronize()
         slowest = torch.tensor(begin.elapsed_time(end) / STEPS, device=device)
         distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
-        found.append(slowest.item())
-    return round(statistics.median(found[2:]), 3)
+        times.append(slowest.item())
+    return round(statistics.median(times[2:]), 3)
 
 
 torch.manual_seed(1 + rank)

@@ -25,9 +25,9 @@ w = encode(random.standard_normal((E, 2 * I, H)) / H**0.5, "bf16")
 y = DeviceArray(library.devices, (M, I), "bf16")
 tensors = {"x": on_gpu(x, "bf16"), "w": on_gpu(w, "bf16"), "offsets": on_gpu(np.array(ends, np.int32), "i32"), "y": y}
 kernel(**tensors)
-found = decode(np.frombuffer(y.download(), np.uint16).reshape(M, I), "bf16")  # waits for the GPU
+result = decode(np.frombuffer(y.download(), np.uint16).reshape(M, I), "bf16")  # waits for the GPU
 
 for expert, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
     gate, up = np.split(decode(x[begin:end], "bf16") @ decode(w[expert], "bf16").T, 2, axis=1)
-    np.testing.assert_allclose(found[begin:end], gate / (1 + np.exp(-gate)) * up, rtol=1e-2, atol=1e-2)
+    np.testing.assert_allclose(result[begin:end], gate / (1 + np.exp(-gate)) * up, rtol=1e-2, atol=1e-2)
 print("right")

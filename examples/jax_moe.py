@@ -38,9 +38,9 @@ def reference(x, w, ends):
 
 
 for counts in (ends, [1000] * 8, [125 * group for group in range(1, 9)]):
-    found = layer(x, w, jnp.array(counts, jnp.int32))
+    result = layer(x, w, jnp.array(counts, jnp.int32))
     wanted = reference(x, w, counts)
-    error = float(jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted))
+    error = float(jnp.linalg.norm(result - wanted) / jnp.linalg.norm(wanted))
     print(f"jit with ends {counts}: relative error {error:.2e}")
     assert error < 4e-3
 

@@ -86,8 +86,8 @@ with jax.default_matmul_precision("highest"):
     wanted = jax.jit(plain)(*arguments[:-1])
     right = jax.jit(jax.grad(loss, argnums=(1, 2, 3)), static_argnums=0)(plain, *arguments)
 names = ["y", "x", "w1", "w2", "weights"]
-for name, found, want in zip(names, jax.tree.leaves((y, gradients)), jax.tree.leaves((wanted, right)), strict=True):
-    for shard in found.addressable_shards:
+for name, value, want in zip(names, jax.tree.leaves((y, gradients)), jax.tree.leaves((wanted, right)), strict=True):
+    for shard in value.addressable_shards:
         got, part = (np.asarray(each, np.float64) for each in (shard.data, want[shard.index]))
         error = np.linalg.norm(got - part) / np.linalg.norm(part)
         assert error < 2e-2, (name, error)

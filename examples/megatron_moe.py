@@ -55,11 +55,11 @@ def check(layer, device):
     counts = torch.tensor([30, 0, 17, 1, 40, 0, 9, 3])
     rows = torch.randn(100, o.hidden, device=device, dtype=torch.bfloat16)
     probs = torch.rand(100, device=device)
-    found = run(module, rows, counts, probs)
+    results = run(module, rows, counts, probs)
     with mock.patch.object(megatron.gg, "ops", SimpleNamespace(gmm=loop), create=True):
         wanted = run(module, rows, counts, probs, megatron.GroupedMLP.forward)
     for name, right in wanted.items():
-        error = ((found[name] - right).norm() / right.norm()).item()
+        error = ((results[name] - right).norm() / right.norm()).item()
         print(f"{name}: relative error {error:.2e}")
         assert error < 1.5e-2, name
 
@@ -73,9 +73,9 @@ def run(module, rows, counts, probs, forward=FusedGroupedMLP.forward):
     module.zero_grad()
     y, _ = forward(module, rows, counts, probs)
     torch.sin(3 * y.float()).sum().backward()
-    found = {"y": y.detach(), "x": rows.grad, "probs": probs.grad}
-    found |= {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
-    return {name: tensor.float() for name, tensor in found.items()}
+    results = {"y": y.detach(), "x": rows.grad, "probs": probs.grad}
+    results |= {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+    return {name: tensor.float() for name, tensor in results.items()}
 
 
 if __name__ == "__main__":

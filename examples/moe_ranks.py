@@ -56,8 +56,8 @@ def step():
     return y
 
 
-def close(found, want, limit):
-    error = ((found.double() - want).norm() / want.norm()).item()
+def close(result, want, limit):
+    error = ((result.double() - want).norm() / want.norm()).item()
     assert error < limit, error
 
 

@@ -51,7 +51,7 @@ kernel(
     x=as_dtype(x_device, "bf16"), w=as_dtype(w_device, "bf16"), offsets=offsets, y=as_dtype(y, "bf16"), stream=stream
 )
 widen[(M * I + 255) // 256, 256, stream](y, wide)
-found = wide.copy_to_host(stream=stream)
+result = wide.copy_to_host(stream=stream)
 stream.synchronize()
 
 results, start = [], 0
@@ -60,6 +60,6 @@ for weight, end in zip(from_bf16(w), ends, strict=True):
     results.append(z[:, :I] / (1 + np.exp(-z[:, :I])) * z[:, I:])
     start = end
 wanted = np.concatenate(results)
-error = float(np.linalg.norm(found.view(np.float32) - wanted) / np.linalg.norm(wanted))
+error = float(np.linalg.norm(result.view(np.float32) - wanted) / np.linalg.norm(wanted))
 print(f"numba: relative error {error:.2e}")
 assert error < 4e-3

@@ -27,8 +27,8 @@ def reference(rows: torch.Tensor, ends: list[int]) -> torch.Tensor:
     return torch.cat(results)
 
 
-def check(what: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
-    error = ((found.float() - wanted).norm() / wanted.norm()).item()
+def check(what: str, result: torch.Tensor, wanted: torch.Tensor) -> None:
+    error = ((result.float() - wanted).norm() / wanted.norm()).item()
     print(f"{what}: relative error {error:.2e}")
     assert error < 4e-3, what
 

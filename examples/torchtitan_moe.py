@@ -53,9 +53,9 @@ def check(layer, device):
     x = torch.randn(2, 50, o.hidden, device=device, dtype=torch.bfloat16)
     scores, ids = torch.randn(2, 50, o.experts, device=device).softmax(-1).topk(o.topk)
     counts = torch.bincount(ids.reshape(-1), minlength=o.experts)
-    found, wanted = (run(module, x, scores, ids, counts) for module in (ours, theirs))
+    results, wanted = (run(module, x, scores, ids, counts) for module in (ours, theirs))
     for name, right in wanted.items():
-        error = ((found[name] - right).norm() / right.norm()).item()
+        error = ((results[name] - right).norm() / right.norm()).item()
         print(f"{name}: relative error {error:.2e}")
         assert error < 1.5e-2, name
 
@@ -64,9 +64,9 @@ def run(module, x, scores, ids, counts):
     x, scores = (tensor.detach().requires_grad_() for tensor in (x, scores))
     y = module(x, scores, ids, counts)
     torch.sin(3 * y.float()).sum().backward()
-    found = {"y": y.detach(), "x": x.grad, "scores": scores.grad}
-    found |= {name: parameter.grad for name, parameter in module.named_parameters()}
-    return {name: tensor.float() for name, tensor in found.items()}
+    results = {"y": y.detach(), "x": x.grad, "scores": scores.grad}
+    results |= {name: parameter.grad for name, parameter in module.named_parameters()}
+    return {name: tensor.float() for name, tensor in results.items()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-/* What both C programs beside this file do on the device for themselves: memory, a stream, files in and out. They
+/* Device helpers of both C programs next to this file: memory, a stream, files in and out. They
  * include the header that fusekit wrote first. */
 #ifndef EXAMPLE_DEVICE_H
 #define EXAMPLE_DEVICE_H

@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     indices = [np.random.default_rng(7 + rank).permutation(half) for rank in range(2)]
     handles = Ranks.in_process(library.devices, [0, 1], TIMEOUT)
     ranks = [Rank(library, handle, given.tokens, given.hidden, indices) for handle in handles]
-    found: dict[str, Any] = {"tokens": given.tokens, "hidden": given.hidden, "us": {}}
+    figures: dict[str, Any] = {"tokens": given.tokens, "hidden": given.hidden, "us": {}}
     names = [f"{op}-{blocks}@w{warps}" for op in ("dispatch", "combine") for blocks in BLOCKS for warps in WARPS]
     runs = {name: [[rank.launch(name)] for rank in ranks] for name in [*names, CODES]}
     for blocks in FEW:
@@ -196,9 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
     runs["copy"] = copies(ranks)
     for name, each in runs.items():
-        found["us"][name] = round(measure(ranks, each), 2)
-        sys.stderr.write(f"{name} {found['us'][name]}\n")
-    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        figures["us"][name] = round(measure(ranks, each), 2)
+        sys.stderr.write(f"{name} {figures['us'][name]}\n")
+    sys.stdout.write(json.dumps(figures, indent=1) + "\n")
     for rank in ranks:
         rank.close()
     return 0

@@ -109,8 +109,8 @@ CASES = (
 
 def ours(case: Case, store: Store) -> str:
     """The program that launches `case` through fusekit."""
-    found = store.find_name(case.name, ARCH)
-    entry = None if found is None else store.find_entry(found.key)
+    record = store.find_name(case.name, ARCH)
+    entry = None if record is None else store.find_entry(record.key)
     if entry is None:
         raise NotBuiltError.of(case.name, ARCH)
     tensors = LaunchRecord.from_json(entry.launch).tensors
@@ -162,17 +162,17 @@ def measure(case: Case, store: Store, rounds: int, cold: int, *, peer: bool, run
     """One kernel: `ways`, and how many times as long as fusekit QuACK takes (`process`, `inside`, `kernel`)."""
     figures = ours(case, store)
     runner(figures)  # for the page cache
-    found: dict[str, list[dict[str, Any]]] = {"fusekit": []}
+    runs_of: dict[str, list[dict[str, Any]]] = {"fusekit": []}
     with tempfile.TemporaryDirectory() as folder:
         theirs, *compiling = (quack(case, Path(folder) / str(index)) for index in range(cold + 1))
         if peer:
             runner(theirs)  # likewise, and it fills the cache
-            found |= {"cold": [runner(each) for each in compiling], "cache": []}
+            runs_of |= {"cold": [runner(each) for each in compiling], "cache": []}
         for _ in range(rounds):
-            found["fusekit"].append(runner(figures))
+            runs_of["fusekit"].append(runner(figures))
             if peer:
-                found["cache"].append(runner(theirs))
-    ways = {way: medians(runs) for way, runs in found.items() if runs}
+                runs_of["cache"].append(runner(theirs))
+    ways = {way: medians(runs) for way, runs in runs_of.items() if runs}
     quotients = {
         way: {key: round(each[key] / ways["fusekit"][key], 1) for key in ("process", "inside", "kernel")}
         for way, each in ways.items()

@@ -1,5 +1,5 @@
-"""What a launch costs the host, beside the driver's own call with ready parameters in the same process; for a record of
-several launches, beside as many calls.
+"""Host time of a launch, compared with the driver's call with ready parameters in the same process; for a record of
+several launches, with as many calls.
 
     python tests/benchmarks/run.py host NAME [--rows M] [--tensors torch]
 
@@ -102,7 +102,7 @@ class Rotation:
         return self._views[self._next]
 
 
-def own(trial: Trial) -> dict[str, Any]:
+def arrays(trial: Trial) -> dict[str, Any]:
     """The trial's arguments as they are: `DeviceArray`s and numbers."""
     return trial.arguments
 
@@ -120,6 +120,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, help=f"rows of x (default: {ROWS}; of a foreign kernel what fits)")
     parser.add_argument("--tensors", choices=("own", "torch"), default="own")
     given = parser.parse_args(arguments)
-    json.dump(measure(given.name, given.rows, {"own": own, "torch": torch}[given.tensors]), sys.stdout, indent=1)
+    json.dump(measure(given.name, given.rows, {"own": arrays, "torch": torch}[given.tensors]), sys.stdout, indent=1)
     sys.stdout.write("\n")
     return 0

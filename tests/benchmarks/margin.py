@@ -1,4 +1,4 @@
-"""A GEMM beside a communication kernel: what a cluster margin gives.
+"""A GEMM next to a communication kernel, with and without reserved SMs (cluster_margin).
 
     python tests/benchmarks/run.py margin NAME [--rows M] [--copy-sms 16] [--margins 0,8,16,32]
 
@@ -129,11 +129,11 @@ class Race:
                 check(api.cuEventRecord(ends[1], self.streams[1]), "cuEventRecord")
         for stream in self.streams:
             check(api.cuStreamSynchronize(stream), "cuStreamSynchronize")
-        found = {}
+        times = {}
         for what, end in zip(("gemm", "copy"), ends, strict=True):
             if what in order:
-                found[what] = float(check(api.cuEventElapsedTime(start, end), "cuEventElapsedTime"))
-        return found | {"step": max(found.values())}
+                times[what] = float(check(api.cuEventElapsedTime(start, end), "cuEventElapsedTime"))
+        return times | {"step": max(times.values())}
 
     def median(self, margin: int, order: str) -> dict[str, float]:
         launch = self.kernel.bind(**self.tensors, cluster_margin=margin)
@@ -193,7 +193,7 @@ def measure(name: str, rows: int, copy_sms: int, margins: Sequence[int]) -> dict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = ArgumentParser(description="A GEMM beside a communication kernel.")
+    parser = ArgumentParser(description="A GEMM next to a communication kernel.")
     parser.add_argument("name")
     parser.add_argument("--rows", type=int, default=32768)
     parser.add_argument("--copy-sms", type=int, default=16)

@@ -1,4 +1,4 @@
-"""Host time of a call of the PyTorch module beside that of a bound pass, at small numbers of tokens.
+"""Host time of a call of the PyTorch module, and of a bound pass, at small numbers of tokens.
 
     fusekit --store STORE build tests/benchmarks/module_host.toml          on any machine
     FUSEKIT_STORE=STORE python tests/benchmarks/run.py module_host [--tokens 1 16 128] [--stand-in]
@@ -42,8 +42,8 @@ def stand_in(config):
             kernels[entry.cubin_sha256, step.symbol] = sorted((each.offset, each.size) for each in step.parameters)
 
     def parameter(kernel, index):
-        found = kernels[kernel]
-        return (0, *found[index]) if index < len(found) else (CUresult.CUDA_ERROR_INVALID_VALUE, None, None)
+        parameters = kernels[kernel]
+        return (0, *parameters[index]) if index < len(parameters) else (CUresult.CUDA_ERROR_INVALID_VALUE, None, None)
 
     fake = FakeDriver()
     quiet = {name: getattr(fake, name) for name in dir(fake) if name.startswith(("cu", "CU"))} | {
@@ -63,15 +63,15 @@ def median(call, wait, clock):
     """Microseconds of the host for one call."""
     for _ in range(3):
         call()
-    found = []
+    times = []
     for _ in range(ROUNDS):
         wait()
         begin = clock()
         for _ in range(CALLS):
             call()
-        found.append((clock() - begin) / CALLS)
+        times.append((clock() - begin) / CALLS)
     wait()
-    return round(1e6 * statistics.median(found), 1)
+    return round(1e6 * statistics.median(times), 1)
 
 
 def bound(moe, x):
@@ -139,11 +139,11 @@ def main():
     moe(x.requires_grad_()).sum().backward()
     wait()
     first = time.perf_counter() - begin
-    found = {str(tokens): measured(moe, tokens, wait, clock) for tokens in options.tokens}
+    figures = {str(tokens): measured(moe, tokens, wait, clock) for tokens in options.tokens}
     name = "stand-in driver" if options.stand_in else torch.cuda.get_device_name()
     dynamo = "torch._dynamo" in sys.modules
     about = {"device": name, "torch": torch.__version__, "first": round(first, 3), "dynamo": dynamo}
-    sys.stdout.write(json.dumps(about | found) + "\n")
+    sys.stdout.write(json.dumps(about | figures) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def measure(library: Library, device: Device, name: str, tokens: int | None, opt
     layer = library.layer(name, device=device.ordinal)
     arch = library.find(f"{name}.{next(iter(layer.program.parts))}", device=device.ordinal).arch
     count = layer.options.tokens if tokens is None else tokens
-    found = []
+    variants = []
     with library.devices.active(device), own_stream(library.devices, device) as stream:
         lines = LayerBench(library, device, arch, options).measure(name, count, stream)["lines"]
         whole = next(line["ms"] for line in lines if line["variant"] == BOTH)
@@ -40,7 +40,7 @@ def measure(library: Library, device: Device, name: str, tokens: int | None, opt
             times = {line["variant"]: line["ms"] for line in kernel["lines"]}
             taken = layer.kernel_name(part, count).partition("@")[2]
             fastest = min(times, key=lambda variant: (times[variant], variant))
-            found.append(
+            variants.append(
                 {
                     "kernel": f"{name}.{part}", "tokens": count, "layer_ms": whole,
                     "pinned": {"variant": taken, "ms": times[taken]},
@@ -48,7 +48,7 @@ def measure(library: Library, device: Device, name: str, tokens: int | None, opt
                     "cost": (times[taken] - times[fastest]) / whole,
                 }
             )  # fmt: skip
-    return found
+    return variants
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     library = open_library()
     options = Options("uneven", True, (), given.seconds * 1e3, 0, True)
     device = library.devices.get(given.device)
-    found = [
+    kernels = [
         each for tokens in given.rows or (None,) for each in measure(library, device, given.layer, tokens, options)
     ]
-    sys.stdout.write(json.dumps({"device": device.name, "kernels": found}) + "\n")
+    sys.stdout.write(json.dumps({"device": device.name, "kernels": kernels}) + "\n")
     return 0

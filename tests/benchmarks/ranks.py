@@ -56,22 +56,23 @@ def tables(name: str, case: Case, tokens: int, ranks: int, overlap: bool = False
     hidden, intermediate, experts, topk = case.shape
     over = replace(case, spec=f"{case.spec}ranks = {ranks}\n")
     rows = replace(case, shape=(hidden, intermediate, experts // ranks, 1))
-    found = [over.table(f"{name}-{tokens}", tokens)]
+    tables = [over.table(f"{name}-{tokens}", tokens)]
     if overlap:
         over = replace(over, spec=f"{over.spec}overlap = true\n")
-        found.append(over.table(f"{name}-{tokens}{OVERLAP}", tokens))
+        tables.append(over.table(f"{name}-{tokens}{OVERLAP}", tokens))
     alone = replace(rows, shape=(hidden, intermediate, experts // ranks, topk))
-    found += [rows.table(f"{name}-{tokens}-rows", tokens * topk), alone.table(f"{name}-{tokens}-alone", tokens * ranks)]
-    return found
+    tables.append(rows.table(f"{name}-{tokens}-rows", tokens * topk))
+    tables.append(alone.table(f"{name}-{tokens}-alone", tokens * ranks))
+    return tables
 
 
 def parts(layer: Layer, bound: Pass, which: str) -> dict[str, Pass]:
     """A pass with all outputs, and its launches apart: by what they are called in the document."""
     steps = layer.program.needed(which, layer.outputs(which))
-    found: dict[bool, list[Any]] = {True: [], False: []}
+    launches: dict[bool, list[Any]] = {True: [], False: []}
     for launch, step in zip(bound.launches, steps, strict=True):
-        found[bool(step.window)].append(launch)
-    alone, together = (Pass(found[window], {}, {}) for window in (False, True))
+        launches[bool(step.window)].append(launch)
+    alone, together = (Pass(launches[window], {}, {}) for window in (False, True))
     return {"ms": bound, "compute_ms": alone, "communication_ms": together}
 
 
@@ -114,7 +115,7 @@ class Ours:
 
     def measure(self, which: str, alone: Ours) -> dict[str, float]:
         """Times of a pass, and what comes of them."""
-        found: dict[str, float] = {}
+        times: dict[str, float] = {}
         handle = self._stream.cuda_stream
         runs = parts(self.layer, self.passes[which], which) | {"alone_ms": alone.passes[which]}
         with ExitStack() as graphs:
@@ -122,13 +123,13 @@ class Ours:
                 replays = {label: Replay(self._devices, [runs[label]], 1, handle) for label in labels}
                 for graph in replays.values():
                     graphs.callback(graph.close)
-                found |= in_turns({label: partial(graph, handle) for label, graph in replays.items()})
+                times |= in_turns({label: partial(graph, handle) for label, graph in replays.items()})
         o = self.options
         flops = 6.0 * self.tokens * o.topk * o.hidden * o.intermediate * (2 if which == BACKWARD else 1)
-        found["tflops"] = flops / found["ms"] / 1e9
+        times["tflops"] = flops / times["ms"] / 1e9
         ratios = {"ratio": "compute_ms", "alone_ratio": "alone_ms"}
-        return found | {
-            ratio: found["ms"] / max(found[label], found["communication_ms"]) for ratio, label in ratios.items()
+        return times | {
+            ratio: times["ms"] / max(times[label], times["communication_ms"]) for ratio, label in ratios.items()
         }
 
     def sent(self, ranks: int, rank: int) -> int:
@@ -280,7 +281,7 @@ def measure(library: Library, name: str, tokens: int, ranks: Any, peer: bool, en
     for each in (FORWARD, BACKWARD):
         ours.passes[each](stream)
         alone.passes[each](stream)
-    found: dict[str, Any] = {"case": name, "tokens": tokens, "sent_mb": ours.sent(ranks.count, ranks.rank) / 1e6}
+    figures: dict[str, Any] = {"case": name, "tokens": tokens, "sent_mb": ours.sent(ranks.count, ranks.rank) / 1e6}
     if peer:
         other = Peer(
             library.layer(f"{FILE}/{name}-{tokens}-rows", device=ranks.device), ours.tensors, ours.options.experts
@@ -288,14 +289,14 @@ def measure(library: Library, name: str, tokens: int, ranks: Any, peer: bool, en
         runs = other.both()
         shared = [each for each in ("y", "dx", "dw1", "dw2") if each in runs]
         errors = [float((runs[each] - ours.tensors[each]).norm() / runs[each].norm()) for each in shared]
-        found["apart"] = dict(zip(shared, agree(errors), strict=True))
+        figures["apart"] = dict(zip(shared, agree(errors), strict=True))
     for which in (FORWARD, BACKWARD):
-        found[which] = ours.measure(which, alone)
+        figures[which] = ours.measure(which, alone)
     if peer:
         for which, ms in other.measure().items():
-            found[which] |= {"peer_ms": ms, "speedup": ms / found[which]["ms"]}
+            figures[which] |= {"peer_ms": ms, "speedup": ms / figures[which]["ms"]}
     ours.layer.check()
-    return found
+    return figures
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -69,7 +69,7 @@ class Times:
 
     @property
     def forward_at_best(self) -> float:
-        """All communication hidden behind the products, or these behind it."""
+        """All communication hidden behind the GEMMs, or the GEMMs behind it."""
         return self.index + max(self.compute, self.dispatch + self.combine)
 
     @property

@@ -1,4 +1,4 @@
-"""From the start of a process to its first result: fusekit from a warm store, beside a bare cuda-python script.
+"""From the start of a process to its first result: fusekit from a warm store, and a bare cuda-python script.
 
     python tests/benchmarks/run.py startup NAME [--rows M] [--rounds 9]
 
@@ -157,22 +157,22 @@ def seconds(program: str) -> float:
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
-        found = time.perf_counter() - start
+        seconds = time.perf_counter() - start
     if line != "done\n" or process.returncode:
         raise UsageError(f"a program ended with {process.returncode} instead of a result")
-    return found
+    return seconds
 
 
 def measure(name: str, rows: int, rounds: int) -> dict[str, Any]:
     """The document that the module prints."""
     library = open_library()
     kernel = library.load(name)
-    found = library.store.load(library.find(name).key)
-    assert found is not None
+    stored = library.store.load(library.find(name).key)
+    assert stored is not None
     device = library.devices.get(kernel.device)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(found[1])
+        cubin.write_bytes(stored[1])
         programs = scripts(kernel, rows, device.sm_count, cubin)
         kernel.unload()
         times: dict[str, list[float]] = {"fusekit": [], "bare": []}

@@ -20,8 +20,8 @@ def rows(store: Store, patterns: Sequence[str]) -> Iterator[str]:
     yield "| kernel | arch | arguments | launches | parameters read | launches proved | read, proved | seconds |"
     yield "|---|---|---|---|---|---|---|---|"
     most, count = 0.0, 0
-    found = {(row.name, row.arch): row for pattern in patterns for row in store.overview(pattern).rows}
-    for name, arch in sorted(found):
+    rows = {(row.name, row.arch): row for pattern in patterns for row in store.overview(pattern).rows}
+    for name, arch in sorted(rows):
         record = store.find_name(name, arch)
         entry = None if record is None else store.find_entry(record.key)
         if record is None or entry is None or record.spec.get("op") != "extern":

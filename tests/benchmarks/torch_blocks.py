@@ -110,7 +110,7 @@ def measure(case: Case, tokens: int, seconds: float, backends: Sequence[str], de
     import torch
 
     block = Block(case, tokens, device)
-    found: dict[str, Any] = {backend: {} for backend in backends}
+    figures: dict[str, Any] = {backend: {} for backend in backends}
     blocks = {}
     for backend in backends:
         try:
@@ -118,19 +118,19 @@ def measure(case: Case, tokens: int, seconds: float, backends: Sequence[str], de
                 blocks[backend] = block.forward(backend).float()
             block.both(backend)
             block.clear()
-            found[backend]["peak_bytes"] = _peak(partial(block.both, backend))
+            figures[backend]["peak_bytes"] = _peak(partial(block.both, backend))
         except Exception as error:  # a backend that cannot run this is a result too
-            found[backend]["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+            figures[backend]["error"] = f"{type(error).__name__}: {str(error)[:300]}"
             blocks.pop(backend, None)
     working = [backend for backend in backends if backend in blocks]
     with torch.no_grad():
         for backend, ms in _rounds(block.forward, working, seconds):
-            found[backend]["forward_ms"] = ms
+            figures[backend]["forward_ms"] = ms
     for backend, ms in _rounds(block.both, working, seconds):
-        found[backend]["both_ms"] = ms
-    document: dict[str, Any] = {"tokens": tokens, "backends": found}
+        figures[backend]["both_ms"] = ms
+    document: dict[str, Any] = {"tokens": tokens, "backends": figures}
     if len(working) == len(backends) == len(BACKENDS):
-        ours, theirs = (found[backend] for backend in backends)
+        ours, theirs = (figures[backend] for backend in backends)
         left, right = (blocks[backend] for backend in backends)
         document |= {
             "forward_speedup": theirs["forward_ms"] / ours["forward_ms"],
