@@ -109,7 +109,7 @@ def problems(*tables, **defaults):
         ),
         (
             {"x_blocks": "128x128"},
-            ['x_blocks = "128x128": is about codes that a backward pass reads, and there are none; say recipe = '
+            ['x_blocks = "128x128": is about FP8 values that a backward pass reads, and there are none; say recipe = '
              '"fp8-block" and keep something, or leave it out'],
         ),
         (
