@@ -1,4 +1,4 @@
-"""A GPU that computes, and PyTorch on the CPU in place of PyTorch on it."""
+"""A GPU that computes, and PyTorch on the CPU instead of PyTorch on it."""
 
 from __future__ import annotations
 

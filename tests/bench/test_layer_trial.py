@@ -26,7 +26,7 @@ from tests.bench.rig import PEER_MS, Rig
 from tests.benchmarks.pinned import main as bench_pinned
 from tests.plan.test_layer_program import CASES, options
 
-# gpt-oss, DeepSeek, Llama-4, an MLP; what is given in place of x's logits; gradients that are added.
+# gpt-oss, DeepSeek, Llama-4, an MLP; inputs instead of x's logits; gradients that are added.
 ADDED = {"bias": True, "grad_dtype": "f32", "accumulate": True, "shared": 16}
 # A gate near 0 has another slope once its row, times its weight, was rounded.
 RELU = {"activation": {"kind": "reglu"}, "glu_layout": "concat", "router": {"scale": "input"}, "tokens": 256}

@@ -336,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             measure(library, name, tokens, ranks, not given.no_peer, end) | {"overlap": bool(end)}
         )
         torch.cuda.empty_cache()
-        if ranks.rank == 0:  # so that a run that ends early has told what it found
+        if ranks.rank == 0:  # so that a run that ends early has printed its figures
             sys.stderr.write(f"{json.dumps(document['layers'][-1])}\n")
     if ranks.rank == 0:
         sys.stdout.write(json.dumps(document, indent=1) + "\n")

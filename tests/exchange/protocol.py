@@ -25,7 +25,7 @@ FAULTS = (
     "one flag is never written",
     "a window opens before its sums are made", "the epoch is counted by the first block to end",
     "choices end before the rows begin", "rows learn their launch after they began", "readers wait for no row",
-    "all rows are said to be here before they are", "choices are read before they are told",
+    "all rows are said to be here before they are", "choices are read before they are announced",
     "chunks of earlier launches stay drawn", "an overflow is said when the window is open",
     "overflows of two launches share a word",
 )  # fmt: skip
@@ -311,8 +311,8 @@ def send_choices(rank: Rank, launch: int) -> Block:
     if turn == setting.blocks:
         for source in range(setting.ranks):
             for block in range(setting.blocks):
-                if setting.fault != "choices are read before they are told":
-                    yield ("wait", ("rows", "told", source, block), epoch)
+                if setting.fault != "choices are read before they are announced":
+                    yield ("wait", ("rows", "announced", source, block), epoch)
         if setting.fault != "choices end before the rows begin":
             yield ("wait", ("rows", "begun"), epoch)
     else:
@@ -322,7 +322,7 @@ def send_choices(rank: Rank, launch: int) -> Block:
                 sent = target in routes[launch, number, token]
                 yield ("store", target, ("rows", "indices", number, token), (launch, sent))
         for target in range(setting.ranks):
-            yield ("release", target, ("rows", "told", number, turn), epoch)
+            yield ("release", target, ("rows", "announced", number, turn), epoch)
     yield from leave(rank, "rows", epoch, setting.blocks + 1, draws=False)
 
 
@@ -403,12 +403,12 @@ def gather(rank: Rank, launch: int) -> Block:
                     raise BrokenError(f"rank {rank.number} reads row {row} of {source}, {token} in launch {launch}")
 
 
-def consume(rank: Rank, launch: int, tells: bool = True) -> Block:
-    """The launches between: they read what has come, bit by bit. told: whether choices came."""
+def consume(rank: Rank, launch: int, announces: bool = True) -> Block:
+    """The launches between: they read what has come, bit by bit. announces: whether choices came."""
     for source in range(rank.machine.setting.ranks):
         for token in range(rank.machine.setting.chunks):
             sent = rank.number in rank.machine.routes[launch, source, token]
-            if tells:
+            if announces:
                 yield from read_choice(rank, launch, source, token)
             row = yield ("read", ("rows", "row", source, token))
             if sent and row != (launch, source, token):

@@ -282,7 +282,7 @@ def test_ranks_in_threads_make_their_windows_once(driver, devices):
 
 def test_a_window_is_made_while_launches_wait_for_other_ranks(driver, devices):
     def waits() -> Any:
-        raise AssertionError("what is pending on the device may wait for a rank behind this call")
+        raise AssertionError("what is pending on the device may wait for a rank after this call")
 
     driver.cuCtxSynchronize = waits
     assert in_process(devices, [0, 0], 64)

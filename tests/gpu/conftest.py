@@ -22,7 +22,7 @@ CODED = HERE / "matrix_coded.toml"
 
 
 class NoDriver(pytest.Module):
-    """A file of tests on a machine without a driver: one skip in place of thousands, which are not even imported."""
+    """A file of tests on a machine without a driver: one skip instead of thousands, which are not even imported."""
 
     def collect(self):
         reason = "no GPU: there is no driver, libcuda.so.1, on this machine"

@@ -1,4 +1,4 @@
-"""The checked mode on the GPU: what its kernel finds, beside a GEMM, in graphs, without a wait."""
+"""The checked mode on the GPU: what its kernel finds, next to a GEMM, in graphs, without a wait."""
 
 import numpy as np
 import pytest

@@ -56,7 +56,7 @@ def test_blocks_of_hard_numbers_in_rows_and_columns(gpu):
 
 
 def test_infinities_and_nans_stay_for_themselves(gpu):
-    """y = bias: columns of infinities, NaN and zeros beside ordinary ones."""
+    """y = bias: columns of infinities, NaN and zeros next to ordinary ones."""
     spec, side = SPECS["bias-turned-kept"], 256
     launch = prepare(spec, Case("odd", SIZES, side, 64))
     put(launch, "x", np.uint16(0))

@@ -144,9 +144,9 @@ def test_nothing_waits_and_nothing_is_allocated(gpu, step, alone):
             pending = api.cuStreamQuery(stream)[0]
             held = driver.check(api.cuMemGetInfo(), "cuMemGetInfo")[0]
             driver.check(api.cuStreamWriteValue32(side, gate.data_ptr(), 1, 0), "cuStreamWriteValue32")
-        gpu.finish("behind the gate", stream)
+        gpu.finish("after the gate", stream)
         driver.check(api.cuGraphExecDestroy(graph), "cuGraphExecDestroy")
-    assert int(pending) == 600  # CUDA_ERROR_NOT_READY: all of it was queued behind the gate
+    assert int(pending) == 600  # CUDA_ERROR_NOT_READY: all of it was queued after the gate
     assert not alone or held >= free
     assert set(counted.names) <= {"cuLaunchKernelEx", "cuTensorMapReplaceAddress"}
     assert counted.names.count("cuLaunchKernelEx") == 20 * 5

@@ -1,4 +1,4 @@
-"""Memory of the CPU in place of a device's."""
+"""Memory of the CPU instead of a device's."""
 
 import pytest
 

@@ -180,12 +180,12 @@ if missing == "never" and rank == 1:
     sys.exit()
 begin = time.monotonic()
 try:
-    told = gather(dist.group.WORLD, 3000)
-    assert told(bytes([rank])) == [bytes([each]) for each in range(count)]
+    exchange = gather(dist.group.WORLD, 3000)
+    assert exchange(bytes([rank])) == [bytes([each]) for each in range(count)]
     if missing == "later" and rank == 1:
         time.sleep(6)
         sys.exit()
-    assert told(b"again")[0] == b"again"
+    assert exchange(b"again")[0] == b"again"
     print("all there")
 except PeerTimeoutError as error:
     print(f"{time.monotonic() - begin:.1f} s: {error}")

@@ -18,7 +18,7 @@ ALIGNMENT = 64  # of memory that XLA and PyTorch give on the CPU; set fusekit.la
 
 class HostLayer(Layer):
     """The layer of `options`. passes: each one's name, tokens, and outputs asked for; launched: the parts that ran, in
-    order, with their streams; in_place: as backward passes were told. It takes tensors of PyTorch on the CPU, and what
+    order, with their streams; in_place: that of each backward pass. It takes tensors of PyTorch on the CPU, and what
     else has an address on "device" 0.
     """
 
@@ -85,7 +85,7 @@ def moved(given, addresses):
 
 
 def host(**said):
-    """That of `options`; in float32 unless told otherwise."""
+    """That of `options`; in float32 by default."""
     return HostLayer(options(**{"dtype": "f32", **said}))
 
 

@@ -12,7 +12,7 @@ SWIGLU = Activation("swiglu")
 GPT_OSS = Activation("swiglu", alpha=1.702, limit=0.9, up_offset=1.0)
 STEP = 1e-6
 
-# What each case has beside "silu", two of four experts and five tokens.
+# What each case has besides "silu", two of four experts and five tokens.
 CASES = {
     "plain": {},
     "mixtral": {"activation": SWIGLU, "layout": "concat", "tokens": 7},

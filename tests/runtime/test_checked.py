@@ -132,7 +132,7 @@ def test_what_is_wrong_is_told(tmp_path: Path, values: list[int], group: int, be
     assert (problem.begin, problem.end, problem.rows, problem.times) == (begin, end, 96, 1)
     assert f"offsets[{group}] is {end}; it must be {begin}" in str(problem)
     assert "to 96 (the rows)" in str(problem)
-    assert library.problems() == []  # told once
+    assert library.problems() == []  # reported once
 
 
 def test_a_bound_launch_and_what_it_is_updated_with(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_an_ordinal_of_no_device(ordinal: int) -> None:
 
 @pytest.mark.parametrize("ordinal", [True, False, 0.0, 1.0, "0", None, []])
 def test_what_is_no_ordinal(ordinal: Any) -> None:
-    """Also where 0.0 and False would be found in place of 0."""
+    """Also where 0.0 and False would be found instead of 0."""
     kernel, fake = load(fake=fake_for(record(), devices=2))
     with pytest.raises(ArgumentError, match=r"device is .*; it must be the ordinal of a GPU, a whole number such as 0"):
         kernel.prepare(ordinal)

@@ -14,7 +14,7 @@ from tests.runtime.samples import Torchlike, load, tensors
 
 
 class TorchTensor(Torchlike):
-    """A tensor of the module that stands for PyTorch here."""
+    """A tensor of the module that replaces PyTorch here."""
 
 
 class Parameter(TorchTensor):
@@ -22,7 +22,7 @@ class Parameter(TorchTensor):
 
 
 class CupyArray(Torchlike):
-    """An array of the module that stands for CuPy."""
+    """An array of the module that replaces CuPy."""
 
 
 class Frameworks:

@@ -178,7 +178,7 @@ def test_variants_are_chosen_among_what_can_be_used():
 
 
 def test_members_of_a_sweep_are_not_compared():
-    """They are kernels of their own; beside what else has their name they are."""
+    """They are kernels of their own, also next to others of their name."""
     entry, _ = build_entry(0)
     specs = [{"op": "extern", "params": {"n": n}} for n in (1, 2)]
     sweep = [dataclasses.replace(build_record(entry, f"own/k@n-{s['params']['n']}"), spec=s) for s in specs]

@@ -201,7 +201,7 @@ def test_kernels_that_differ_in_their_problem_are_checked_once(monkeypatch):
 
 
 def test_a_rule_of_one_kernel_is_not_that_of_another_with_the_same_name():
-    """What was found for a spec stands for those that have all its values, the scalars included."""
+    """The result for a spec serves those that have all its values, the scalars included."""
     wide = HEADS + '[[kernel]]\nname = "k"\nactivation = {{ kind = "{}", {} = {} }}\n'
     assert len(parse_text(wide.format("swiglu", "alpha", 1.5), "s")) == 3
     assert "alpha = 1.5: only swiglu has it, not silu" in refusal(wide.format("silu", "alpha", 1.5))
