@@ -30,7 +30,7 @@ from fusekit.store.signature import SigningKey, Trust, is_key_id, read_signature
 from fusekit.store.verify import Inspect
 
 SCHEMA = 2
-"""Version of manifests. 2: with the digests of launch records."""
+"""Version of manifests. 2: with the digests of launch records; those of 1, written by fusekit 0.1, are read too."""
 LIMIT = 64 << 20
 """Largest manifest accepted, in bytes."""
 _FAMILY = "nvidia-cutlass-dsl"
@@ -40,16 +40,22 @@ _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+!_-]{0,99}")  # a distribution or it
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """One kernel: the key it was built under, its cubin's SHA-256 and size in bytes, its launch record's SHA-256."""
+    """One kernel: the key it was built under, its cubin's SHA-256 and size in bytes, its launch record's SHA-256, which
+    is empty in a manifest of schema 1.
+    """
 
     key: str
     cubin_sha256: str
     bytes: int
-    launch_sha256: str
+    launch_sha256: str = ""
 
     @classmethod
     def of(cls, entry: Entry) -> Locked:
         return cls(entry.key, entry.cubin_sha256, entry.cubin_bytes, entry.launch_sha256)
+
+    def launches_as(self, other: Locked) -> bool:
+        """Whether both have the same launch record, as far as they say."""
+        return "" in (self.launch_sha256, other.launch_sha256) or self.launch_sha256 == other.launch_sha256
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +97,9 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The file: sorted, indented, one value a line, so that a change shows as a change of its lines."""
-        kernels = {name: asdict(kernel) for name, kernel in self.kernels.items()}
-        document = {"schema": SCHEMA, "arch": self.arch, "toolchain": dict(self.toolchain), "kernels": kernels}
+        kernels = {name: _document(kernel) for name, kernel in self.kernels.items()}
+        schema = SCHEMA if all(kernel.launch_sha256 for kernel in self.kernels.values()) else 1
+        document = {"schema": schema, "arch": self.arch, "toolchain": dict(self.toolchain), "kernels": kernels}
         return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
 
     def updated(self, kernels: Mapping[str, Locked]) -> Manifest:
@@ -114,7 +121,7 @@ class Manifest:
                 missing.append((name, "the manifest does not have it"))
             elif now is None:
                 missing.append((name, (wrong or {}).get(name, "it is not built from what stands here now")))
-            elif (locked.cubin_sha256, locked.launch_sha256) == (now.cubin_sha256, now.launch_sha256):
+            elif locked.cubin_sha256 == now.cubin_sha256 and locked.launches_as(now):
                 same.append(name)
             else:
                 cubin = locked.cubin_sha256 != now.cubin_sha256
@@ -129,6 +136,10 @@ class Manifest:
                 )
                 changed.append(Changed(name, *digests, why))
         return Comparison(tuple(same), tuple(changed), tuple(missing))
+
+
+def _document(kernel: Locked) -> dict[str, Any]:
+    return {name: value for name, value in asdict(kernel).items() if value != ""}
 
 
 def pinned(manifest: Manifest, inspect: Inspect) -> Inspect:
@@ -154,8 +165,9 @@ def pinned(manifest: Manifest, inspect: Inspect) -> Inspect:
 
     def entry(found: Entry, cubin: bytes | None) -> None:
         locked, now = by_key.get(found.key), Locked.of(found)
-        if locked != now:
-            part = "cubin" if locked is None or locked.cubin_sha256 != now.cubin_sha256 else "launch record"
+        same = locked is not None and (locked.cubin_sha256, locked.bytes) == (now.cubin_sha256, now.bytes)
+        if locked is None or not same or not locked.launches_as(now):
+            part = "launch record" if same else "cubin"
             digest = now.cubin_sha256 if part == "cubin" else now.launch_sha256
             raise IntegrityError(
                 f"entry {found.key} has the {part} {digest}, which the manifest does not list for it; get the manifest "
@@ -288,15 +300,16 @@ def _parse(data: bytes, path: Path) -> Manifest:
 
 
 def _manifest(document: Any, path: Path) -> Manifest:
-    if document["schema"] != SCHEMA:
+    schema = document["schema"]
+    if schema not in (1, SCHEMA):
         raise IntegrityError(
-            f"{path} has schema {document['schema']!r}; this fusekit reads {SCHEMA}; write it again with `fusekit lock "
+            f"{path} has schema {schema!r}; this fusekit reads 1 and {SCHEMA}; write it again with `fusekit lock "
             "--write`"
         )
     return Manifest(
         names.check_arch(document["arch"]),
         {name: _version(name, version) for name, version in document["toolchain"].items()},
-        {name: _locked(name, value) for name, value in document["kernels"].items()},
+        {name: _locked(name, value, schema) for name, value in document["kernels"].items()},
     )
 
 
@@ -306,9 +319,11 @@ def _version(name: str, value: Any) -> str:
     return value
 
 
-def _locked(name: str, value: Mapping[str, Any]) -> Locked:
+def _locked(name: str, value: Mapping[str, Any], schema: int) -> Locked:
     locked = Locked(**value)
-    if not names.is_full(name) or not all(map(is_digest, (locked.key, locked.cubin_sha256, locked.launch_sha256))):
+    digests = [locked.key, locked.cubin_sha256]
+    digests += [locked.launch_sha256] if schema > 1 or locked.launch_sha256 != "" else []
+    if not names.is_full(name) or not all(map(is_digest, digests)):
         raise ValueError(f"{name!r} has {value!r}")
     if type(locked.bytes) is not int or locked.bytes <= 0:
         raise ValueError(f"{name!r} has {locked.bytes!r} bytes")

@@ -124,7 +124,7 @@ def test_a_launch_record_is_pinned(store):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda d: d.update(schema=1),
+        lambda d: d.update(schema=3),
         lambda d: d.update(arch="../x"),
         lambda d: d.update(kernels=[]),
         lambda d: d.update(toolchain=3),

@@ -1,0 +1,120 @@
+"""What an earlier version wrote is read, and its C loader reads what this one writes. `freeze.py` makes the files."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from fusekit.abi import LaunchRecord
+from fusekit.cabi import Exported, generate_loader
+from fusekit.library import Library
+from fusekit.runtime.driver import Driver
+from fusekit.runtime.wellformed import WELLFORMED
+from fusekit.share.bundle_import import import_bundle
+from fusekit.share.loader import export_bundle
+from fusekit.share.manifest import Manifest, differences, read_manifest, write_manifest
+from fusekit.share.selection import select
+from fusekit.store import Store
+from fusekit.store.signature import Trust
+from tests.cabi.bundles import BundleLauncher
+from tests.cabi.launcher import OK, build
+from tests.runtime.samples import fake_for
+
+VERSIONS = sorted(Path(__file__).parent.glob("*.tar.gz"))
+
+
+@pytest.fixture(scope="module", params=VERSIONS, ids=lambda path: path.name.removesuffix(".tar.gz"))
+def frozen(request, tmp_path_factory):
+    """The folder that a version filled."""
+    folder = tmp_path_factory.mktemp("frozen")
+    with tarfile.open(request.param) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "compat"
+
+
+@pytest.fixture
+def trust(frozen):
+    return Trust((frozen / "key.pub",))
+
+
+@pytest.fixture
+def store(frozen, trust):
+    return Store(frozen / "store", trust=trust)
+
+
+def exported(store: Store) -> list[Exported]:
+    """Kernels of a store, as the C loader loads them."""
+    kernels = []
+    for listing in store.names():
+        entry = store.find_entry(listing.record.key)
+        assert entry is not None
+        launch = LaunchRecord.from_json(dict(entry.launch))
+        kernels.append(Exported(listing.record.name, launch, store.read_cubin(entry), listing.record.defaults))
+    return kernels
+
+
+def test_its_store_is_whole(store):
+    report = store.verify(full=True, inspect=WELLFORMED)
+    assert (report.bad, report.entries, report.names, report.blobs) == ((), 9, 9, 9)
+
+
+def test_its_kernels_and_layers_load(store):
+    for kernel in exported(store):
+        loaded = Library(store, Driver(fake_for(kernel.record, symbol=kernel.record.symbol))).load(kernel.name)
+        assert loaded.name == kernel.name
+    layer = Library(store, Driver(fake_for(kernel.record))).layer("frozen/mlp")
+    assert layer.sizes(tokens=1000).kept >= 0
+
+
+def test_its_bundle_is_imported(frozen, store, trust, tmp_path):
+    other = Store(tmp_path / "store", trust=trust)
+    transfer = import_bundle(other, frozen / "kernels.tar", inspect=WELLFORMED)
+    assert (transfer.names, transfer.entries) == (9, 9)
+    assert exported(other) == exported(store)
+
+
+def test_its_manifest_is_read(frozen, store, trust, tmp_path):
+    """And written again as it was, but for what only this version says."""
+    (path,) = (frozen / "manifests").glob("*.json")
+    manifest = read_manifest(path, trust)
+    assert len(manifest.kernels) == 9
+
+    def look(name):
+        record = store.find_name(name, manifest.arch)
+        return None if record is None else (record, store.find_entry(record.key))
+
+    assert list(differences(manifest, look)) == []
+    assert read_manifest(write_manifest(manifest, tmp_path)) == manifest
+    backwards = dict(zip(manifest.kernels, list(manifest.kernels.values())[::-1], strict=True))
+    other = Manifest(manifest.arch, manifest.toolchain, backwards)
+    assert len(list(differences(other, look))) == 8  # all but the one in the middle
+
+
+def test_its_launch_records_come_back(frozen):
+    documents = json.loads((frozen / "records.json").read_text(encoding="utf-8"))
+    assert {document["schema"] for document in documents} >= {1, 2, 3}
+    assert [LaunchRecord.from_json(document).to_json() for document in documents] == documents
+
+
+def test_its_loader_opens_a_bundle_of_now(frozen, store, tmp_path):
+    texts = {name: (frozen / "loader" / name).read_text(encoding="utf-8") for name in ("compat.h", "compat.c")}
+    export_bundle(store, select(store), tmp_path / "kernels.tar")
+    check_loader(build(tmp_path, texts, "compat"), tmp_path / "kernels.tar", exported(store))
+
+
+def test_its_bundle_opens_in_the_loader_of_now(frozen, store, tmp_path):
+    check_loader(build(tmp_path, generate_loader("compat"), "compat"), frozen / "kernels.tar", exported(store))
+
+
+def check_loader(shared: Path, bundle: Path, kernels: list[Exported]) -> None:
+    for kernel in kernels:
+        launcher = BundleLauncher(shared, bundle, kernel, prefix="compat")
+        assert launcher.load() == OK, str(launcher.error)
+        assert launcher.unload() == OK
+    _, handle = launcher.loader.open(bundle)
+    assert launcher.loader.verify(handle) == OK, str(launcher.error)
+    assert len(launcher.loader.names(handle)) == len(kernels)
+    launcher.loader.close(handle)
