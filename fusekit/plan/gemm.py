@@ -27,11 +27,9 @@ if TYPE_CHECKING:
     from fusekit.plan.operands import Operand
 
 WARP = 32
-WARP_ROWS = 16  # of a block of accumulators, that one warp finishes
 OUTPUT_BOXES, Z_BOXES = 2, 3  # of a warp: of an output in turn, and of z on its way in or out
 WGRAD_BOXES = 3  # of dw, where factors are FP8 values: their tiles end sooner
 GATED_UNIT = 32  # columns of da whose gate and up a backward epilogue works on at a time
-BOX = 64  # columns of 128 bytes whose rows lie along the reduction: w, b_major = "n"; factors of a weight gradient
 BOX_WIDTHS = (64, 32, 16)  # columns of a staging box
 MIN_STAGES, MAX_STAGES = 3, 8
 SEGMENT = SIDE // 2  # columns of a tile that have one scale of w, wherever the tile begins
@@ -128,10 +126,12 @@ class GemmPlan(Product):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """A thread's, of the load warpgroup and of a consumer; the three warpgroups share 504, in steps of 8."""
-        if self.fourth:  # the four share 512
-            load = 24 if not self._idle_work else 32 if self.fourth_registers == 32 else 40
-            return load, (self.arch.registers // self.arch.warpgroup - load - self.fourth_registers) // 16 * 8
+        """Registers per thread: (of the load warpgroup, of a consumer warpgroup)."""
+        if self.fourth:
+            load = self.arch.load_registers[self._fourth_level if self._idle_work else "idle"]
+            rest = self.arch.registers // self.arch.warpgroup - load - self.fourth_registers
+            step = self.arch.register_step
+            return load, rest // (self.arch.consumer_warpgroups * step) * step
         most, balanced = self.arch.splits
         return most if self.crowded and not self._idle_work else balanced
 
@@ -144,17 +144,20 @@ class GemmPlan(Product):
         """Registers per thread of the fourth warpgroup: a lane that gathers keeps the addresses of a 16th of the tile's
         rows.
         """
-        if self.turning:
-            return 32
-        if self.wgrad:
-            return 32 if self.crowded and self._idle_work else 40
-        return 56 if self.tile[0] > 128 else 40
+        return self.arch.fourth_registers[self._fourth_level]
+
+    @property
+    def _fourth_level(self) -> str:
+        """What the fourth warpgroup's share of registers is called in the architecture's row."""
+        if self.turning or (self.wgrad and self.crowded and self._idle_work):
+            return "few"
+        return "tall" if not self.wgrad and self.tile[0] > max(self.arch.tile_rows["pingpong"]) else "usual"
 
     @property
     def accumulator_registers(self) -> int:
         """float32 accumulators that a consumer thread can hold without spilling."""
-        most = self.arch.accumulator_registers
-        return most - 32 if self.fourth and self.registers[1] < most + 32 else most
+        most, spare = self.arch.accumulator_registers, self.arch.spare_registers
+        return most - spare if self.fourth and self.registers[1] < most + spare else most
 
     @property
     def crowded(self) -> bool:
@@ -276,13 +279,13 @@ class GemmPlan(Product):
         boxes = self.output_boxes
         if self.backward:
             z, outputs = self.z_boxes * self.sides, OUTPUT_BOXES if self.outputs_staged else 0
-            behind = outputs * box * WARP_ROWS * 2 + self.codes_bytes
+            rest = outputs * box * self.arch.warp_rows * 2 + self.codes_bytes
             if self.turning:  # FP8 values of rows, and then the transpose of y, in one place
-                behind = max(self.tile[1] * WARP_ROWS * 2 * self.spec.operands["recompute"], self.codes_bytes)
-            return z * box * WARP_ROWS * 2 + behind
+                rest = max(self.tile[1] * self.arch.warp_rows * 2 * self.spec.operands["recompute"], self.codes_bytes)
+            return z * box * self.arch.warp_rows * 2 + rest
         if not self.quant.wide and not self.has("preactivation"):
             boxes = 0
-        return max(boxes * box * WARP_ROWS * 2, self.codes_bytes)
+        return max(boxes * box * self.arch.warp_rows * 2, self.codes_bytes)
 
     @property
     def output_boxes(self) -> int:
@@ -293,7 +296,7 @@ class GemmPlan(Product):
     def codes_bytes(self) -> int:
         """FP8 values of a warp's 16 rows: in the place of its boxes, or after those of a backward epilogue."""
         columns = self.sides * self.tile[1] if self.backward else self.out_tile_n
-        return columns * WARP_ROWS if self.quant.coded else 0
+        return columns * self.arch.warp_rows if self.quant.coded else 0
 
     def _stages(self, warp_bytes: int) -> int:
         room = self.arch.shared_bytes - warp_bytes * self.consumer_warps
@@ -305,7 +308,7 @@ class GemmPlan(Product):
     @property
     def z_box_bytes(self) -> int:
         """A box of z in a backward epilogue."""
-        return self.epilogue_box * self.sides * WARP_ROWS * 2
+        return self.epilogue_box * self.sides * self.arch.warp_rows * 2
 
     @property
     def z_bytes(self) -> int:
@@ -331,7 +334,7 @@ class GemmPlan(Product):
         """Where everything is with a pipeline of `stages`, and staging boxes of `warp_bytes` a warp."""
         tile_m, tile_n = self.tile
         stage, ring = stages * self.arch.swizzle_bytes, self.ring_slots
-        own = [count for operand in self.operands for count in operand.barriers(self)]
+        counts = [count for operand in self.operands for count in operand.barriers(self)]
         return SharedMemory(
             (
                 Region("x", stage * tile_m, 1024),
@@ -340,7 +343,7 @@ class GemmPlan(Product):
                 *pipeline("stages", stages, self.stage_arrivals, self.reading_warps * self.cluster_size),
                 Region("tiles", ring * self.slot_bytes),
                 *pipeline("tiles", ring, 1, self.ring_readers),
-                *([barriers("barriers", *own)] if own else []),
+                *([barriers("barriers", *counts)] if counts else []),
                 *(region for operand in self.operands for region in operand.regions(self, stages)),
             )
         )
@@ -356,8 +359,8 @@ class GemmPlan(Product):
         A set has one for each warpgroup of a plain CTA; where the first set has that of the load warpgroup, barrier 0
         is the one of all threads.
         """
-        own = (each for operand in self.operands for each in operand.named_barriers)
-        return max(1, list(dict.fromkeys((*NAMED_BARRIERS, *own))).index(name) * (1 + self.arch.consumer_warpgroups))
+        names = (barrier for operand in self.operands for barrier in operand.named_barriers)
+        return max(1, list(dict.fromkeys((*NAMED_BARRIERS, *names))).index(name) * (1 + self.arch.consumer_warpgroups))
 
     @property
     def local_rows_first(self) -> bool:
@@ -418,8 +421,8 @@ class GemmPlan(Product):
         groups = [Dim("E", minimum=1, maximum=MOST_GROUPS)] if self.grouped else []
         columns = (Dim(name, divisor, divisor, BIG // 2) for name, divisor in self.columns.items())
         tokens = Dim("P", SIDE, SIDE, BIG) if self.wgrad and self.quant.coded_inputs else Dim("M", maximum=BIG)
-        own = (dim for operand in self.operands for dim in operand.dims(self))
-        return tokens, *groups, *columns, *own
+        more = (dim for operand in self.operands for dim in operand.dims(self))
+        return tokens, *groups, *columns, *more
 
     @property
     def constraints(self) -> tuple[Constraint, ...]:

@@ -19,7 +19,7 @@ from fusekit.plan.fields import Broken, Field
 from fusekit.plan.token_operation import CHECK, EXCHANGE, PERMUTATION, ROUTER, TokenOperation
 from fusekit.plan.tokens import TOKENS
 
-# What a package leaves out is missed by these words.
+# What each member of a package's operation is for, in the error where it is missing.
 _MEMBERS = {
     "schema": "the fields of a spec file",
     "planner": "how it is compiled",
@@ -32,11 +32,11 @@ _MEMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """What a [[kernel]] table of an operation may have, and the spec that it makes.
+    """The fields that a [[kernel]] table of an operation may have, and the spec that it gives.
 
     make: (file stem, values by field, one value of each swept field) -> a spec. broken: the rules that a spec breaks,
-    as (field, value, rule). own: fields that [defaults] does not give it. candidates: what a swept field that is left
-    out is chosen from (see fusekit.spec.sweep). expand: instead of `sweep.expand`, for tables that make several
+    as (field, value, rule). kernel_only: fields that [defaults] cannot give. candidates: what a swept field that is
+    left out is chosen from (see fusekit.spec.sweep). expand: instead of `sweep.expand`, for tables that make several
     kernels, `most` at most. ops: filled in by fusekit.
     """
 
@@ -44,7 +44,7 @@ class Schema:
     sweep_fields: tuple[str, ...]
     make: Callable[[str, Mapping[str, Any], Mapping[str, Any]], Any]
     broken: Callable[[Any], list[Broken]]
-    own: tuple[str, ...] = ("name", "summary")
+    kernel_only: tuple[str, ...] = ("name", "summary")
     candidates: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     expand: Callable[[str, Mapping[str, Any]], Any] | None = None
     most: int = 1
@@ -53,7 +53,7 @@ class Schema:
     @property
     def defaults_fields(self) -> tuple[Field, ...]:
         """The fields that [defaults] may give."""
-        return tuple(field for field in self.fields if field.name not in self.own)
+        return tuple(field for field in self.fields if field.name not in self.kernel_only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Operation:
     @property
     def modules(self) -> tuple[str, ...]:
         """The modules that a key follows beside those of the spec's plan."""
-        return tuple(each.partition(":")[0] for each in (self.planner, self.kernel) if each)
+        return tuple(function.partition(":")[0] for function in (self.planner, self.kernel) if function)
 
     @property
     def gemm(self) -> bool:

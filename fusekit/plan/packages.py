@@ -71,5 +71,5 @@ def what(group: str, name: str) -> str:
 def attribute(reference: str) -> Any:
     """What "module:attribute" names; a module where there is no attribute."""
     module, _, name = reference.partition(":")
-    found = import_module(module)
-    return getattr(found, name) if name else found
+    loaded = import_module(module)
+    return getattr(loaded, name) if name else loaded

@@ -130,6 +130,6 @@ _WORDS = {"true": True, "false": False}
 def _parsed(text: str) -> Quant:
     if text == NONE:
         return Quant()
-    pairs = (each.partition("=") for each in text.split())
+    pairs = (pair.partition("=") for pair in text.split())
     values = {_NAMES[key]: int(value) if value.isdigit() else _WORDS.get(value, value) for key, _, value in pairs}
     return Quant(**values)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fusekit.plan.arch import DEFAULT, Architecture
-from fusekit.plan.gemm import BOX, GATED_UNIT, MIN_STAGES, GemmPlan
+from fusekit.plan.gemm import GATED_UNIT, MIN_STAGES, GemmPlan
 
 MAINLOOPS = ("pingpong", "cooperative")
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
@@ -49,13 +49,13 @@ def default_mainloop(tile: tuple[int, int], arch: Architecture = DEFAULT) -> str
 
 def refusals(plan: GemmPlan, mainloop: str) -> tuple[Refusal, ...]:
     """Every rule that the plan's tile and cluster break; empty when it fits."""
-    found = [*_tile_m(plan, mainloop), *_tile_n(plan)]
+    broken = [*_tile_m(plan, mainloop), *_tile_n(plan)]
     if plan.cluster not in CLUSTERS:
         allowed = ", ".join(f"[{m}, {n}]" for m, n in CLUSTERS)
-        found.append(Refusal("cluster", f"a cluster is one of {allowed}"))
-    if not found:  # the arithmetic means nothing for a tile that no main loop can run
-        found += [*_registers(plan, mainloop), *_stages(plan)]
-    return tuple(found)
+        broken.append(Refusal("cluster", f"a cluster is one of {allowed}"))
+    if not broken:  # the arithmetic means nothing for a tile that no main loop can run
+        broken += [*_registers(plan, mainloop), *_stages(plan)]
+    return tuple(broken)
 
 
 def _tile_m(plan: GemmPlan, mainloop: str) -> Iterator[Refusal]:
@@ -72,7 +72,7 @@ def _tile_n(plan: GemmPlan) -> Iterator[Refusal]:
     if plan.gathers and not plan.quant.coded:  # FP8 values of a gated y need 256 columns, in two waves
         most = plan.arch.gather_tile_n
     if plan.wgrad:
-        multiple, why = BOX, f"a box of x is {BOX} columns wide"
+        multiple, why = plan.arch.box, f"a box of x is {plan.arch.box} columns wide"
         given = plan.spec.op
     elif plan.backward:
         multiple, why = TILE_N[plan.b_major, "none"]

@@ -77,18 +77,18 @@ class TokenOperation:
     def facts(self, keys: Keys) -> dict[str, Any]:
         """In JSON types, all that a kernel with these keys is made from: a key holds that, and not this file."""
         operands = [
-            _told(each, keys) | {"dtype": each.dtype_of(keys), "extents": list(each.extents(keys))}
-            for each in self.operands
+            _facts(operand, keys) | {"dtype": operand.dtype_of(keys), "extents": list(operand.extents(keys))}
+            for operand in self.operands
         ]
-        return _told(self, keys) | {"wide": self.wide, "operands": operands}
+        return _facts(self, keys) | {"wide": self.wide, "operands": operands}
 
 
-def _told(row: TokenOperand | TokenOperation, keys: Keys) -> dict[str, Any]:
+def _facts(row: TokenOperand | TokenOperation, keys: Keys) -> dict[str, Any]:
     """Its fields, what depends on the keys as it is with these; but for what reaches no kernel."""
-    told = {each.name: getattr(row, each.name) for each in fields(row) if each.name not in ("words", "long_row")}
-    return {name: _plain(value(keys) if callable(value) else value) for name, value in told.items()}
+    facts = {field.name: getattr(row, field.name) for field in fields(row) if field.name not in ("words", "long_row")}
+    return {name: _plain(value(keys) if callable(value) else value) for name, value in facts.items()}
 
 
 def _plain(value: Any) -> Any:
     """In JSON types."""
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value

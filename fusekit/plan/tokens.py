@@ -97,7 +97,7 @@ def _loss_scalars(coefficient: str) -> tuple[TokenOperand, ...]:
         TokenOperand("coefficient", SCALAR, "f32", "", coefficient, _where("scalars", "launch")),
         TokenOperand("total_tokens", SCALAR, "i32", "", "Tokens that the counts count.", _where("scalars", "launch")),
     )
-    there = [replace(each, role=INPUT, shape="1", when=_where("scalars", "device")) for each in both]
+    there = [replace(operand, role=INPUT, shape="1", when=_where("scalars", "device")) for operand in both]
     return (*both, *there)
 
 

@@ -75,5 +75,5 @@ _FORWARD = tuple(
 )  # the layer knows each one's backward activation
 LAYER = Schema(
     layer_fields(_FORWARD, DTYPES), ("arch", *SWEPT), make=lambda *_: None, broken=lambda _: [],
-    own=(*KERNEL_ONLY, *SWEPT), expand=expand_layer, most=MOST_KERNELS,
+    kernel_only=(*KERNEL_ONLY, *SWEPT), expand=expand_layer, most=MOST_KERNELS,
 )  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands import column_sums
-from fusekit.kernels.gemm.operands.column_sums import BOX_UNITS, UNIT, ColumnSums
+from fusekit.kernels.gemm.operands.column_sums import UNIT, ColumnSums
 from fusekit.kernels.gemm.sm90 import kit
 from tests.plans import gemm_plan
 
@@ -60,10 +60,10 @@ def test_every_column_is_summed_over_all_tokens(tile, pingpong, tiles_n, monkeyp
     for part, warp in itertools.product(range(sharers), range(sums.warps)):
         token, unit = sums.of_lane(LANES, part * sums.warps + warp, units)
         totals = [np.zeros(32, np.int64) for _ in range(UNIT)]
-        box = unit // BOX_UNITS * sums.box_bytes
+        box = unit // sums.box_units * sums.box_bytes
         for turn in range(units):
             first = token + 2 * turn * (32 // units)
-            sums.add_two(totals, box, first, 32 // units, unit & (BOX_UNITS - 1))
+            sums.add_two(totals, box, first, 32 // units, unit & (sums.box_units - 1))
         for lane in LANES[token == 0]:
             mates = (unit == unit[lane]).nonzero()[0]
             assert mates.tolist() == list(range(lane, lane + 32 // units))  # what the shuffles add up

@@ -194,3 +194,23 @@ def test_barriers_of_operands_follow_each_other():
     places = sorted((plan.first_barrier(name), count) for name, count in counts.items() if count)
     assert [first for first, _ in places] == [0, *itertools.accumulate(count for _, count in places[:-1])]
     assert counts["saved_preactivation"] == plan.consumer_warps * plan.z_boxes
+
+
+def test_registers_with_a_fourth_warpgroup_are_those_of_the_row(monkeypatch):
+    gathers = {"tile": (256, 128), "op": "grouped-gemm", "gather": "x"}
+    assert gemm_plan(**gathers).fourth_registers == SM90A.fourth_registers["tall"]
+    assert gemm_plan(**gathers | {"tile": (128, 128)}).fourth_registers == SM90A.fourth_registers["usual"]
+    row = dataclasses.replace(
+        SM90A, fourth_registers={"few": 32, "usual": 48, "tall": 64}, load_registers=SM90A.load_registers | {"idle": 32}
+    )
+    monkeypatch.setitem(product.ARCHITECTURES, "sm_90a", row)
+    plan = gemm_plan(**gathers)
+    load, consumer = plan.registers
+    assert (plan.fourth_registers, load, consumer) == (64, 32, (512 - 32 - 64) // 16 * 8)
+
+
+def test_boxes_and_rows_of_a_warp_follow_the_row(monkeypatch):
+    plain = gemm_plan(tile=(128, 128))
+    monkeypatch.setitem(product.ARCHITECTURES, "sm_90a", dataclasses.replace(SM90A, mma_rows=128))
+    assert gemm_plan(tile=(128, 128)).warp_bytes == 2 * plain.warp_bytes
+    assert (SM90A.warp_rows, SM90A.box) == (16, 64)

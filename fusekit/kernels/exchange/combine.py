@@ -288,7 +288,7 @@ class MoeCombine(Exchange):
             self.store_piece(base.toint() + Int64(token) * stride, first, row_bytes, result, fine >= 0)
 
     def needed(self, source: tuple, indices: cute.Pointer, token: Int32, sizes: tuple, rank: Int32, lane: Int32):
-        """For one of this rank's tokens: the ranks of its experts, and rows and weights of its choices here, by lane."""
+        """For a token of this rank: the ranks of its experts, and rows and weights of its choices here, by lane."""
         tokens, _, capacity = sizes
         # What does not exist is read from somewhere else, and not used.
         token = cutlass.max(cutlass.min(token, tokens - 1), 0)

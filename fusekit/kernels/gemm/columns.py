@@ -13,10 +13,10 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from fusekit.kernels import lanes, ptx
 from fusekit.kernels.gemm.operands.base import DeviceOperand, Idle
 from fusekit.kernels.quantise import codes
-from fusekit.plan.gemm import WARP_ROWS
 from fusekit.plan.quant import SIDE
 
-SLABS = SIDE // WARP_ROWS  # of 16 tokens, a consumer warp's
+SLAB_TOKENS = 16  # the rows of a consumer warp, as two 8x8 matrices hold them
+SLABS = SIDE // SLAB_TOKENS
 
 
 class Turned(NamedTuple):
@@ -78,7 +78,7 @@ class Columns(DeviceOperand):
                 if group > 0:
                     begin = cutlass.max(offsets[group - 1], 0)
             block = blocks + ptx.divide(row - begin, SIDE)
-            slabs = ptx.divide(cutlass.min(end - row, SIDE) + (WARP_ROWS - 1), WARP_ROWS)
+            slabs = ptx.divide(cutlass.min(end - row, SIDE) + (SLAB_TOKENS - 1), SLAB_TOKENS)
             cute.arch.mbarrier_wait(idle.shared.barriers + self.barrier, count & 1)
             if row < end:  # else the CTA only helped to load
                 self.tile(idle, Place(block, slabs), self.kit.column_of(n_tile), lane)

@@ -49,8 +49,8 @@ def _names() -> frozenset[str]:
 @cache
 def functions() -> tuple[str, ...]:
     """The names of the forward activations: fusekit's, plain ones first, then those of other packages."""
-    own = sorted(_names(), key=lambda name: (_gated(name), name != "identity", name))
-    return (*own, *packages.usable(packages.ACTIVATIONS, module))
+    packaged = sorted(_names(), key=lambda name: (_gated(name), name != "identity", name))
+    return (*packaged, *packages.usable(packages.ACTIVATIONS, module))
 
 
 def is_backward(name: Any) -> bool:
@@ -71,18 +71,18 @@ def kind(name: str) -> Kind:
 @cache
 def kinds() -> Mapping[str, Kind]:
     """Every kind by its name: the forward ones, then the backward ones."""
-    found = {name: _kind(name, name, False) for name in functions()}
+    table = {name: _kind(name, name, False) for name in functions()}
     backward = (name for name in functions() if hasattr(module(name), "derivative") or forms(name)["none"][1])
-    return found | {f"{DERIVATIVE}{name}": _kind(f"{DERIVATIVE}{name}", name, True) for name in backward}
+    return table | {f"{DERIVATIVE}{name}": _kind(f"{DERIVATIVE}{name}", name, True) for name in backward}
 
 
 def forms(name: str) -> Mapping[str, tuple[Callable[..., Any], Callable[..., Any] | None]]:
     """(value, derivative) of the forward activation `name`, by approximation: "none", and what else it has."""
     file = module(name)
-    found: Mapping[str, Any] = getattr(file, "approximations", None) or {
+    functions: Mapping[str, Any] = getattr(file, "approximations", None) or {
         "none": (file.value, getattr(file, "derivative", None))
     }
-    return found
+    return functions
 
 
 @cache
@@ -90,12 +90,12 @@ def module(name: str) -> ModuleType:
     """The file of the forward activation `name`. Raises SpecError for one of a package that is unusable."""
     if name in _names():
         return import_module(f"{__name__}.{name}")  # before any of the same name of another package
-    found, what = packages.load(packages.ACTIVATIONS, name), packages.what(packages.ACTIVATIONS, name)
-    if not isinstance(found, ModuleType) or not (hasattr(found, "value") or hasattr(found, "approximations")):
-        raise SpecError(f"{what}: its entry point gives {found!r}; it must give a module with value(m, z)")
+    loaded, what = packages.load(packages.ACTIVATIONS, name), packages.what(packages.ACTIVATIONS, name)
+    if not isinstance(loaded, ModuleType) or not (hasattr(loaded, "value") or hasattr(loaded, "approximations")):
+        raise SpecError(f"{what}: its entry point gives {loaded!r}; it must give a module with value(m, z)")
     if is_backward(name):
         raise SpecError(f'{what}: a name that begins with "{DERIVATIVE}" is that of a derivative; name it otherwise')
-    return found
+    return loaded
 
 
 def _kind(name: str, function: str, backward: bool) -> Kind:

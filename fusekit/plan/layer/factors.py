@@ -128,14 +128,16 @@ class Blocks:
         """
         *experts, rows, columns = shape
         blocks = [-(-size // SIDE) for size in (rows, columns)]
-        made = self._buffers("w", name, "q", (*experts, rows, columns), (*experts, *blocks), place=ARGUMENT)
+        writes = self._buffers("w", name, "q", (*experts, rows, columns), (*experts, *blocks), place=ARGUMENT)
         turned = self.options.trained or major == "n"
         if turned:
-            made |= self._buffers("w", name, "t", (*experts, columns, rows), (*experts, *blocks[::-1]), place=ARGUMENT)
+            writes |= self._buffers(
+                "w", name, "t", (*experts, columns, rows), (*experts, *blocks[::-1]), place=ARGUMENT
+            )
         problem = {"E": (experts or [1])[0], "M": rows, "K": columns}
         keys = {"blocks": "128x128", "transpose": turned, "groups": bool(experts), "problem": problem}
         keys |= {"dtype": self.options.weight_dtype} if self.options.weight_dtype else {}
-        self._step(QUANTISE, name, keys, {"w": name}, made)
+        self._step(QUANTISE, name, keys, {"w": name}, writes)
 
     def product(self, which: Which, rows: Rows, weight: str, major: str, *, backward: bool = False) -> Given:
         """As in `Factors`. A pass over a gradient also makes its FP8 values along the tokens."""
@@ -157,9 +159,9 @@ class Blocks:
         """As in `Factors`: FP8 values, where it `turns`."""
         if not self.turns(dz):
             return self.plain.gradient(dz, rows)
-        made = self.of_rows("dz", dz) | self._turned("dz", dz) | self._turned("y", rows)
-        squares = {f"{name}_blocks": SQUARE for name, each in (("dz", dz), ("y", rows)) if each.squares}
-        return Given({"quant": {"in": BLOCK, "out": BLOCK, "transpose": True, **squares}}, {}, made)
+        writes = self.of_rows("dz", dz) | self._turned("dz", dz) | self._turned("y", rows)
+        squares = {f"{name}_blocks": SQUARE for name, rows_of in (("dz", dz), ("y", rows)) if rows_of.squares}
+        return Given({"quant": {"in": BLOCK, "out": BLOCK, "transpose": True, **squares}}, {}, writes)
 
     def turns(self, dz: Rows) -> bool:
         """Whether the product that makes dz makes all FP8 values of it.
@@ -179,7 +181,7 @@ class Blocks:
         if not by_row and not turned:
             return
         grouped, copies = rows.extent == "M", rows.inverse and not turned and o.topk <= MOST_TOPK
-        made = (self.of_rows("x", rows) if by_row else {}) | (self._turned("x", rows) if turned else {})
+        writes = (self.of_rows("x", rows) if by_row else {}) | (self._turned("x", rows) if turned else {})
         reads = {"x": rows.name}
         reads |= {"inverse": rows.inverse} if copies else {"index": rows.index} if rows.index else {}
         reads |= {"offsets": "offsets"} if turned and grouped else {}
@@ -193,7 +195,7 @@ class Blocks:
         keys |= {"transpose_blocks": SQUARE} if turned and rows.squares else {}
         problem = {"E": o.local if grouped else 1, "M": o.tokens * (o.topk if grouped else 1), "K": columns}
         problem |= {"T": o.tokens} if rows.index else {}
-        self._step(which, base if by_row else f"{base}-turned", {**keys, "problem": problem}, reads, made)
+        self._step(which, base if by_row else f"{base}-turned", {**keys, "problem": problem}, reads, writes)
 
     def of_rows(self, argument: str, rows: Rows) -> dict[str, str]:
         """FP8 values of rows, and their scales, by the arguments of a kernel."""

@@ -20,10 +20,10 @@ TERMS = 3  # bf16 numbers that are a float32 one
 def logits(p: Passes) -> None:
     """x . router^T + router_bias."""
     o = p.options
-    bias, own = o.router["bias"], {"dtype": F32, "grad": F32} if _wide(p) else {}
-    w = p.parameter("router", o.experts, o.hidden, **own)[0]
-    biased = {"bias": p.parameter("router_bias", o.experts, **{"grad": F32} | own)[0]} if bias else {}
-    if not own:
+    bias, dtypes = o.router["bias"], {"dtype": F32, "grad": F32} if _wide(p) else {}
+    w = p.parameter("router", o.experts, o.hidden, **dtypes)[0]
+    biased = {"bias": p.parameter("router_bias", o.experts, **{"grad": F32} | dtypes)[0]} if bias else {}
+    if not dtypes:
         keys = p.gemm("dense-gemm", o.experts, o.hidden, out_dtype=F32, bias=bias)
         p.step(BOTH, "router", keys, {"x": "x", "w": w, **biased}, {"y": "logits"})
         return
@@ -40,9 +40,9 @@ def rounded(p: Passes, which: str) -> str:
     """The router's weights as bf16, made in the pass `which` where they are not."""
     if not _wide(p):
         return "router"
-    made = p.buffer("router_rounded", p.options.experts, p.options.hidden)
-    p.step(which, "router-round", _split(p, 1), {"w": "router"}, {"terms": made})
-    return made
+    terms = p.buffer("router_rounded", p.options.experts, p.options.hidden)
+    p.step(which, "router-round", _split(p, 1), {"w": "router"}, {"terms": terms})
+    return terms
 
 
 def _wide(p: Passes) -> bool:

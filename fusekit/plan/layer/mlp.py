@@ -25,7 +25,7 @@ def mlp(p: Passes, prefix: str, width: int, y: str, dx: str) -> None:
     z = p.buffer(f"{name}z", "T", n, place=KEPT if o.keep == "z" else SCRATCH)
     p.buffer(y, "T", h, place=place)
     p.buffer(dx, "T", h, place=place)
-    rows, gradients = (o.squared(major) == each for each in ("rows", "gradients"))
+    rows, gradients = (o.squared(major) == side for side in ("rows", "gradients"))
     x, dy = Rows("x", h, "T", codes=f"{name}x", squares=rows), Rows("dy", h, "T", codes=f"{name}dy", squares=gradients)
     between, back = Rows(f"{name}a", width, "T", squares=rows), Rows(f"d{name}z", n, "T", squares=gradients)
     given = p.factors.product(p.firsts, x, w1, major)
@@ -36,9 +36,9 @@ def mlp(p: Passes, prefix: str, width: int, y: str, dx: str) -> None:
     p.step(BOTH, f"{part}fc2", second, {**given.reads, **b2}, {"y": y})
     given = p.factors.product(DGRAD, dy, w2, major, backward=True) | p.factors.gradient(back, between)
     keys = p.gemm("dense-gemm", width, h, recompute=True, dbias=bias)
-    made = {**given.writes, **({"dbias": "db1"} if bias else {})}
+    writes = {**given.writes, **({"dbias": "db1"} if bias else {})}
     p.step(DGRAD, f"{part}fc2-dgrad", {**keys, **p.activation("d"), **given.keys},
-              {**given.reads, "preactivation": z}, made)  # fmt: skip
+              {**given.reads, "preactivation": z}, writes)  # fmt: skip
     given = p.factors.product(DGRAD, back, w1, major, backward=True)
     keys = {**p.gemm("dense-gemm", h, n), **given.keys}
     p.step(DGRAD, f"{part}fc1-dgrad", keys, given.reads, {"y": dx})

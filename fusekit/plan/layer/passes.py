@@ -69,22 +69,22 @@ class Passes:
         self.firsts = BOTH if options.keep == "z" else (*BOTH, RECOMPUTE)  # passes that launch the first projection
 
     def buffer(self, name: str, *shape: int | str, dtype: str = "", place: str = SCRATCH) -> str:
-        """A buffer, of the layer's dtype unless told otherwise; its name."""
+        """A buffer, of the layer's dtype unless `dtype` is given; its name."""
         place = SCRATCH if place == KEPT and not self.options.trained else place
         self.buffers[name] = Buffer(name, dtype or self.options.dtype, shape, place)
         return name
 
     def step(
         self, which: str | tuple[str, ...], part: str, keys: Mapping[str, Any], reads: Names, writes: Names,
-        window: str = "", aside: bool = False, needs: str = "", spared: str = "",
+        window: str = "", on_side: bool = False, needs: str = "", spared: str = "",
     ) -> None:  # fmt: skip
         """A launch of `part`, whose table has `keys`, in the passes `which`; the rest as in `Step`."""
-        asked = (which,) if isinstance(which, str) else which
-        asked = asked if self.options.trained else tuple(each for each in asked if each in (QUANTISE, INFERENCE))
-        if asked:
+        passes = (which,) if isinstance(which, str) else which
+        passes = passes if self.options.trained else tuple(name for name in passes if name in (QUANTISE, INFERENCE))
+        if passes:
             self.parts[part] = dict(keys)
-        for each in asked:
-            self.steps[each].append(Step(part, dict(reads), dict(writes), window, aside, needs, spared))
+        for name in passes:
+            self.steps[name].append(Step(part, dict(reads), dict(writes), window, on_side, needs, spared))
 
     def gemm(self, op: str, n: int, k: int, **keys: Any) -> dict[str, Any]:
         """The table of a GEMM of N by K."""
@@ -101,23 +101,23 @@ class Passes:
 
     def parameter(self, name: str, *shape: int, grad: str = "", dtype: str = "", major: str = "") -> tuple[str, str]:
         """A parameter and its gradient. major: of a projection's weight."""
-        own = self.buffer(name, *shape, dtype=self.options.weights if major else dtype, place=ARGUMENT)
+        argument = self.buffer(name, *shape, dtype=self.options.weights if major else dtype, place=ARGUMENT)
         if major:
             self.factors.weight(name, major, *shape)
-        return own, self.buffer(f"d{name}", *shape, dtype=grad or self.options.grad_dtype, place=ARGUMENT)
+        return argument, self.buffer(f"d{name}", *shape, dtype=grad or self.options.grad_dtype, place=ARGUMENT)
 
     def first(self, part: str, keys: Mapping[str, Any], reads: Names, a: Rows, z: str) -> None:
         """The first projection of both passes, with the keys of its product, and the activation; z is kept, or made
         again before the backward pass reads it.
         """
-        made = self.factors.activation(a)
-        whole = {**keys, **self.activation(), **made.keys}
+        coded = self.factors.activation(a)
+        whole = {**keys, **self.activation(), **coded.keys}
         if self.buffers[z].place == KEPT:
-            writes = {**made.writes, "preactivation": z}
+            writes = {**coded.writes, "preactivation": z}
             self.step(FORWARD, f"{part}-fwd", {**whole, "save_preactivation": True}, reads, writes)
-            self.step(INFERENCE, f"{part}-infer", whole, reads, made.writes)
+            self.step(INFERENCE, f"{part}-infer", whole, reads, coded.writes)
             return
-        self.step(BOTH, f"{part}-infer", whole, reads, made.writes)
+        self.step(BOTH, f"{part}-infer", whole, reads, coded.writes)
         self.step(RECOMPUTE, f"{part}-recompute", keys, reads, {"y": z})
 
     def wgrad(
@@ -131,8 +131,8 @@ class Passes:
         dy, x = (rows, columns) if major == "k" else (columns, rows)
         read = Plain(self) if plain else self.factors
         given = read.tokens("dy", dy) | read.tokens("x", x)
-        own = {"out_dtype": self.options.grad_dtype, "accumulate": self.options.accumulate}
-        keys = {**self.gemm(op, dy.columns, x.columns), **own, **given.keys}
+        output = {"out_dtype": self.options.grad_dtype, "accumulate": self.options.accumulate}
+        keys = {**self.gemm(op, dy.columns, x.columns), **output, **given.keys}
         keys |= {"dbias": True} if "dbias" in writes else {}
         if op == "dense-wgrad" and "quant" not in keys and parts(keys["problem"]) > 1:
             keys["split"] = True
@@ -155,7 +155,7 @@ class Experts:
         self.given = self.router["input"] == CHOICES
         self.n = self.o.sides * self.o.intermediate
         h = self.o.hidden
-        rows, gradients = (self.o.squared(self.o.b_major) == each for each in ("rows", "gradients"))
+        rows, gradients = (self.o.squared(self.o.b_major) == side for side in ("rows", "gradients"))
         rows_x = Rows("rows", h, "M") if self.by_input else Rows(self.x, h, "M", "token", "inverse")
         self.rows_x = replace(rows_x, squares=rows)
         self.rows_dy = Rows(self.dy, h, "M", "token", squares=gradients)
@@ -221,7 +221,7 @@ class Experts:
         """The rows of the choices, sorted by expert."""
         p, o = self.passes, self.o
         keys, reads = self.router_op("moe-index", tokens=True), {"indices": "indices"}
-        made = {
+        writes = {
             "offsets": p.buffer("offsets", o.experts, dtype="i32", place=KEPT),
             "order": p.buffer("order", "M", dtype="i32"),
             "inverse": p.buffer("inverse", "T", o.topk, dtype="i32", place=KEPT),
@@ -230,16 +230,16 @@ class Experts:
         if not self.by_input and o.trained:
             keys["weighted"] = True
             reads["weights"] = "weights"
-            made["row_scale"] = p.buffer("row_scale", "M", dtype="f32", place=KEPT)
+            writes["row_scale"] = p.buffer("row_scale", "M", dtype="f32", place=KEPT)
         if self.router["aux_loss"]:
             keys["counts"] = True
-            made["counts"] = p.buffer("counts", o.experts, dtype="i32", place=KEPT)
-        p.step(BOTH, "index", keys, reads, made)
+            writes["counts"] = p.buffer("counts", o.experts, dtype="i32", place=KEPT)
+        p.step(BOTH, "index", keys, reads, writes)
 
     def loss(self) -> None:
         """The load-balancing loss; the backward pass makes the scores again."""
         p, o = self.passes, self.o
-        made = {
+        writes = {
             "scores": p.buffer("scores", "T", o.experts, dtype="f32"),
             "routing_map": p.buffer("routing_map", "T", o.experts, dtype="u8"),
         }
@@ -248,7 +248,7 @@ class Experts:
             sums = {"score_sum": p.buffer("score_sum", "T", dtype="f32")}
         function = {"score_function": self.router["score_function"]}
         keys = self.router_op("router-aux-score", **function)
-        p.step((*BOTH, RECOMPUTE), "aux-score", keys, {"logits": "logits"}, made | sums)
+        p.step((*BOTH, RECOMPUTE), "aux-score", keys, {"logits": "logits"}, writes | sums)
         factors = {
             "total_tokens": p.buffer("total_tokens", 1, dtype="i32", place=ARGUMENT),
             "coefficient": p.buffer("aux_coefficient", 1, dtype="f32", place=ARGUMENT),
@@ -258,12 +258,12 @@ class Experts:
         loss = p.buffer("loss", 1, dtype="f32", place=ARGUMENT)
         p.step(BOTH, "aux-loss", keys, {"scores": "scores", **factors}, {"loss": loss})
         reads = {"grad_loss": p.buffer("dloss", 1, dtype="f32", place=ARGUMENT), **factors}
-        made = {"grad_scores": p.buffer("dscores", "T", o.experts, dtype="f32")}
+        writes = {"grad_scores": p.buffer("dscores", "T", o.experts, dtype="f32")}
         keys = self.router_op("moe-aux-loss-bwd", scalars="device")
-        p.step(DGRAD, "aux-loss-bwd", keys, reads, made)
-        reads = {"scores": "scores", **sums, **made}
-        made = {"grad_logits": p.buffer("aux_dlogits", "T", o.experts, dtype="f32")}
-        p.step(DGRAD, "aux-score-bwd", self.router_op("router-aux-score-bwd", **function), reads, made)
+        p.step(DGRAD, "aux-loss-bwd", keys, reads, writes)
+        reads = {"scores": "scores", **sums, **writes}
+        writes = {"grad_logits": p.buffer("aux_dlogits", "T", o.experts, dtype="f32")}
+        p.step(DGRAD, "aux-score-bwd", self.router_op("router-aux-score-bwd", **function), reads, writes)
 
     # -- experts
 
@@ -315,12 +315,12 @@ class Experts:
         keys = {**p.gemm("grouped-gemm", o.intermediate, o.hidden), **p.activation("d"), **given.keys}
         keys |= {"recompute": True, "dbias": o.bias}
         reads = {**given.reads, "preactivation": "z", "offsets": "offsets"}
-        made = {**given.writes, **({"dbias": "db1"} if o.bias else {})}
+        writes = {**given.writes, **({"dbias": "db1"} if o.bias else {})}
         if not self.by_input:
             keys |= {"row_scale": True, "dprob": True}
             reads["row_scale"] = "row_scale"
-            made["dprob"] = p.buffer("dprob", "M", dtype="f32")
-        p.step(DGRAD, "fc2-dgrad", keys, reads, made)
+            writes["dprob"] = p.buffer("dprob", "M", dtype="f32")
+        p.step(DGRAD, "fc2-dgrad", keys, reads, writes)
         given = self.factors.product(DGRAD, self.rows_dz, "w1", o.b_major, backward=True)
         keys = {**p.gemm("grouped-gemm", o.hidden, self.n), **given.keys}
         p.step(DGRAD, "fc1-dgrad", keys, {**given.reads, "offsets": "offsets"}, {"y": "drows"})
@@ -331,8 +331,8 @@ class Experts:
         if self.by_input:
             p.buffer("rows_dx", self.dim, o.hidden)
             reads = {"x": self.x, "grad_y": "drows", "inverse": "inverse", "weights": self.weights_in}
-            made = {"grad_x": "rows_dx", "grad_weights": self.dweights}
-            p.step(DGRAD, "permute-bwd", self.rows("moe-permute-bwd"), reads, made)
+            writes = {"grad_x": "rows_dx", "grad_weights": self.dweights}
+            p.step(DGRAD, "permute-bwd", self.rows("moe-permute-bwd"), reads, writes)
             return
         reads = {"dprob": "dprob", "inverse": "inverse"}
         if o.bias:  # y = r (a . w2 + b2): what dprob lacks is dy . b2
@@ -350,14 +350,14 @@ class Experts:
         self.rows_weights_backward()
         if self.given:
             return
-        own = r["input"] == X
-        kind = o.dtype if own else "f32"
-        p.buffer("dlogits", "T", o.experts, dtype=kind, place=SCRATCH if own else ARGUMENT)
+        of_x = r["input"] == X
+        kind = o.dtype if of_x else "f32"
+        p.buffer("dlogits", "T", o.experts, dtype=kind, place=SCRATCH if of_x else ARGUMENT)
         reads = {"logits": "logits", "indices": "indices", "grad_weights": "dweights"}
         reads |= {"addend": "aux_dlogits"} if r["aux_loss"] else {}
         keys = {"outputs": "compact", "grad_dtype": kind, "addend": r["aux_loss"], **{name: r[name] for name in ROUTER}}
         p.step(DGRAD, "router-topk-bwd", self.router_op("router-topk-bwd", **keys), reads, {"grad_logits": "dlogits"})
-        if own:
+        if of_x:
             p.buffer("router_dx", "T", o.hidden)
             w = rounded(p, DGRAD)
             keys = p.gemm("dense-gemm", o.hidden, o.experts, b_major="n")

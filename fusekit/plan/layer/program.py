@@ -50,7 +50,7 @@ class Step:
     """A launch of the kernel `part`; its arguments by name, as buffers that it reads and buffers that it writes.
 
     window: of a launch that all ranks make together, the one that they store into; what then is in a window is no
-    argument. aside: it is queued on another stream, after what was queued there and before (`Program.late`). needs,
+    argument. on_side: it is queued on the side stream, after what was queued there and before (`Program.joins`). needs,
     spared: outputs of which it is there only if the first is asked for, or only if the second is not.
     """
 
@@ -58,7 +58,7 @@ class Step:
     reads: Mapping[str, str]
     writes: Mapping[str, str]
     window: str = ""
-    aside: bool = False
+    on_side: bool = False
     needs: str = ""
     spared: str = ""
 
@@ -93,13 +93,13 @@ class Program:
         """The dims of shapes for so many tokens: T, M, C; and of a layer that reads FP8 values the room that those
         along T or M take, also in blocks.
         """
-        found = {"T": tokens, "M": tokens * self.topk, "C": tokens * self.topk, **self.room}
+        extents = {"T": tokens, "M": tokens * self.topk, "C": tokens * self.topk, **self.room}
         if QUANTISE not in self.steps:
-            return found
+            return extents
         for name, groups in (("T", 0), ("M", self.experts)):
-            blocks = max(-(-(found[name] + (SIDE - 1) * groups) // SIDE), 1)
-            found |= {f"{name}_padded": blocks * SIDE, f"{name}_blocks": blocks}
-        return found
+            blocks = max(-(-(extents[name] + (SIDE - 1) * groups) // SIDE), 1)
+            extents |= {f"{name}_padded": blocks * SIDE, f"{name}_blocks": blocks}
+        return extents
 
     def within(self, room: Mapping[str, int]) -> Program:
         """The same with the dims `room` fixed."""
@@ -108,10 +108,10 @@ class Program:
     def arguments(self, which: str) -> Arguments:
         """What the caller gives to a pass: (inputs, outputs)."""
         if which not in self._arguments:  # each call of a layer asks
-            self._arguments[which] = self._found(which)
+            self._arguments[which] = self._arguments_of(which)
         return self._arguments[which]
 
-    def _found(self, which: str) -> Arguments:
+    def _arguments_of(self, which: str) -> Arguments:
         inputs: dict[str, Buffer] = {}
         outputs: dict[str, Buffer] = {}
         for step in self.steps.get(which, ()):
@@ -127,62 +127,63 @@ class Program:
         """
         wanted = set(given)
         if which == FORWARD:
-            wanted |= {name for name, each in self.buffers.items() if each.place == KEPT}
-        found: list[Step] = []
+            wanted |= {name for name, buffer in self.buffers.items() if buffer.place == KEPT}
+        steps: list[Step] = []
         for step in reversed(self.steps.get(which, ())):
             out = (step.needs and step.needs not in given) or step.spared in given
             if wanted & set(step.writes.values()) and not out:
-                found.append(step)
+                steps.append(step)
                 wanted |= set(step.reads.values())
-        found.reverse()
-        return tuple(self._soon(found) if in_place and which == BACKWARD else found)
+        steps.reverse()
+        return tuple(self._soon(steps) if in_place and which == BACKWARD else steps)
 
     def _soon(self, steps: list[Step]) -> list[Step]:
         """Steps in another order: the only reader of what lies in scratch memory stands right after what it needs, so
         that others can have that memory. So fc2's weight gradient comes before fc1's data gradient, and dx later. A
         layer over ranks keeps its order, in which launches run beside those of other ranks.
         """
-        if any(step.window or step.aside for step in steps):
+        if any(step.window or step.on_side for step in steps):
             return steps
         order = list(steps)
         for step in steps:
             given = {name for name in step.reads.values() if self.buffers[name].place == SCRATCH}
-            at = max((index for index, each in enumerate(order) if given & set(each.writes.values())), default=-1) + 1
-            if at and given.difference(*(each.arguments.values() for each in order[at:] if each is not step)):
+            at = max((index for index, other in enumerate(order) if given & set(other.writes.values())), default=-1) + 1
+            if at and given.difference(*(other.arguments.values() for other in order[at:] if other is not step)):
                 order.remove(step)
                 order.insert(at, step)
         return order
 
-    def late(self, steps: Iterable[Step]) -> list[bool]:
-        """For each step, whether it waits for what is queued aside before it: because it reads what that writes, or
-        because a step before it has awaited the rows anyway. What must run beside it never waits.
+    def joins(self, steps: Iterable[Step]) -> list[bool]:
+        """For each step, whether it joins the side stream: because it reads what a launch there writes, or because an
+        earlier step has awaited the rows anyway. A step that must run at the same time never joins.
         """
-        found, aside, awaited = [], set[str](), False
+        joins, pending, awaited = [], set[str](), False
         for step in steps:
             keys = self.parts[step.part]
-            beside = step.aside or bool(keys.get("awaits")) or keys.get("sends") in (CHOICES, NOTHING)
-            late = bool(aside) and not beside and (awaited or not aside.isdisjoint(step.arguments.values()))
-            found.append(late)
-            awaited = (awaited or bool(keys.get("awaits"))) and not late and not step.aside
-            aside = (set() if late or step.aside else aside) | (set(step.writes.values()) if step.aside else set())
-        return found
+            concurrent = step.on_side or bool(keys.get("awaits")) or keys.get("sends") in (CHOICES, NOTHING)
+            join = bool(pending) and not concurrent and (awaited or not pending.isdisjoint(step.arguments.values()))
+            joins.append(join)
+            awaited = (awaited or bool(keys.get("awaits"))) and not join and not step.on_side
+            pending = set() if join or step.on_side else pending
+            pending |= set(step.writes.values()) if step.on_side else set()
+        return joins
 
     def kept(self, dims: Mapping[str, int]) -> tuple[dict[str, int], int]:
         """Where each kept buffer begins, and the bytes of all."""
         places, end = {}, 0
-        for each in self.buffers.values():
-            if each.place == KEPT:
-                places[each.name] = end
-                end += _padded(each.bytes(dims))
+        for buffer in self.buffers.values():
+            if buffer.place == KEPT:
+                places[buffer.name] = end
+                end += _padded(buffer.bytes(dims))
         return places, end
 
     def kept_line(self) -> tuple[int, int]:
         """(a, b): for T tokens `kept` needs at most a T + b bytes, and little less; for callers with a symbol for T."""
         slope = rest = 0
-        for each in self.buffers.values():
-            if each.place == KEPT:
-                size = each.bytes(self.dims(1))
-                grows = any(isinstance(extent, str) and extent not in self.room for extent in each.shape)
+        for buffer in self.buffers.values():
+            if buffer.place == KEPT:
+                size = buffer.bytes(self.dims(1))
+                grows = any(isinstance(extent, str) and extent not in self.room for extent in buffer.shape)
                 slope += size if grows else 0
                 rest += size + ALIGNMENT
         return slope, rest
@@ -203,7 +204,7 @@ class Program:
         life: dict[str, tuple[int, int]] = {}
         elsewhere = set(given) | self.arguments(which)[0].keys()
         inside = {ARGUMENT, SCRATCH, *([KEPT] if which == INFERENCE else [])}
-        elsewhere |= {name for name, each in self.buffers.items() if each.place not in inside}
+        elsewhere |= {name for name, buffer in self.buffers.items() if buffer.place not in inside}
         for index, step in enumerate(steps):
             for name in {*step.reads.values(), *step.writes.values()} - elsewhere:
                 life[name] = (life.get(name, (index, index))[0], index)
@@ -237,14 +238,16 @@ class Program:
 
     def _unwritten(self, steps: Sequence[Step], dims: Mapping[str, int]) -> dict[str, tuple[int, int]]:
         """For each output that is not added to: its bytes, and the first step that writes it."""
-        found: dict[str, tuple[int, int]] = {}
+        first: dict[str, tuple[int, int]] = {}
         for index, step in reversed(list(enumerate(steps))):
             for name in {*step.reads.values(), *step.writes.values()}:
                 buffer = self.buffers[name]
                 if buffer.place == ARGUMENT and 0 not in buffer.extents(dims):  # without elements it has no memory
-                    found[name] = buffer.bytes(dims), index
-        added = {each for step in steps if self.parts[step.part].get("accumulate") for each in step.writes.values()}
-        return {name: until for name, until in found.items() if name not in added}
+                    first[name] = buffer.bytes(dims), index
+        added = {
+            written for step in steps if self.parts[step.part].get("accumulate") for written in step.writes.values()
+        }
+        return {name: until for name, until in first.items() if name not in added}
 
 
 @dataclass(slots=True)
@@ -271,8 +274,8 @@ class _Home:
         for low, high, (start, end) in sorted(self.taken):
             if start <= life[1] and life[0] <= end and low < begin + size:
                 begin = max(begin, high)
-        late = life[0] < self.since or life[1] >= self.until
-        if late or (self.room is not None and begin + size > self.room):
+        joins = life[0] < self.since or life[1] >= self.until
+        if joins or (self.room is not None and begin + size > self.room):
             return None
         self.taken.append((begin, begin + size, life))
         return self.name, self.begin + begin

@@ -3,9 +3,9 @@
     of a token's rank    router, choices | dispatch of x                                         combine -> y
     of an expert's rank                  | index, fc1, fc2, the sum of a token's rows ---------> |
 
-With overlap, a dispatch is two launches: rows are sent aside, and the products that read them begin when the choices
-are there. The backward pass has what the forward pass made of the choices, so its products begin at once, unless they
-read the choices. When x is sent again, the gradients of other weights are made meanwhile.
+With overlap, a dispatch is two launches: rows are sent on the side stream, and the products that read them begin when
+the choices are there. The backward pass has what the forward pass made of the choices, so its products begin at once,
+unless they read the choices. When x is sent again, the gradients of other weights are made meanwhile.
 
 Backward, a dispatch of dy takes the place of that of x, and a combine of dx that of y. The gradients of weights go back
 with dx; or before, where the router's part of dx is made of them, or nobody asks for dx. x is sent again where a step
@@ -44,12 +44,12 @@ def arrives(options: Options) -> str:
 def stores(program: Program, which: str = "") -> dict[str, str]:
     """The windows of all passes, or of one, with the part that takes most of each."""
     chosen = [step for name, steps in program.steps.items() if which in ("", name) for step in steps]
-    found: dict[str, str] = {}
+    largest: dict[str, str] = {}
     for window in WINDOWS:
         into = [step.part for step in chosen if step.window == window]
         if into:
-            found[window] = max(into, key=lambda part: (wide(program.parts[part]), sum(parts(program.parts[part]))))
-    return found
+            largest[window] = max(into, key=lambda part: (wide(program.parts[part]), sum(parts(program.parts[part]))))
+    return largest
 
 
 def room(options: Options, tokens: int, rows: int | None = None) -> dict[str, int]:
@@ -62,13 +62,13 @@ def room(options: Options, tokens: int, rows: int | None = None) -> dict[str, in
 
 def window_sizes(program: Program, options: Options) -> dict[str, int]:
     """Bytes of each window of a program that has its room."""
-    made = {}
+    sizes = {}
     for window, part in stores(program).items():
         keys: Mapping[str, Any] = program.parts[part]
         row, scales = of_row(keys, options.hidden)
         capacity = program.room["S"] // options.ranks
-        made[window] = int(regions(capacity, row, options.ranks, *parts(keys), scales).end)
-    return made
+        sizes[window] = int(regions(capacity, row, options.ranks, *parts(keys), scales).end)
+    return sizes
 
 
 class RankedExperts(Experts):
@@ -105,37 +105,38 @@ class RankedExperts(Experts):
         return self.rows(op, ranks=self.o.ranks, experts=self.o.experts, **keys)
 
     def dispatch(self, which: str | tuple[str, ...], x: str, window: str, chosen: bool) -> None:
-        """Rows of tokens, or of their gradients, to the ranks of their experts; aside where a product reads them.
+        """Rows of tokens, or of their gradients, to the ranks of their experts; on the side stream where a product
+        reads them.
 
         chosen: whether the choices are read there.
         """
         awaited = {SENT: self.rows_x, GRADS: self.rows_dy}[window].arrivals
         choices = {"indices": "indices", "weights": "weights"}
-        made = {f"window.{part}": f"{window}.{part}" for part in ("rows", "indices", "weights")}
+        writes = {f"window.{part}": f"{window}.{part}" for part in ("rows", "indices", "weights")}
         keys = self.exchange("moe-dispatch", weighted=True)
         if not awaited:
-            self.passes.step(which, "dispatch", keys, {"x": x, **choices}, made, window)
+            self.passes.step(which, "dispatch", keys, {"x": x, **choices}, writes, window)
             return
         reads, rows = {"x": x, "indices": "indices"}, {"window.rows": f"{window}.rows"}
-        aside = {**keys, "sends": ROWS, "blocks": BLOCKS}
-        self.passes.step(which, "dispatch-rows", aside, reads, rows, window, aside=True)
+        rows_keys = {**keys, "sends": ROWS, "blocks": BLOCKS}
+        self.passes.step(which, "dispatch-rows", rows_keys, reads, rows, window, on_side=True)
         if not chosen:
             rows_alone = {**rows, "window.arrivals": awaited}
             self.passes.step(which, "dispatch-begun", {**keys, "sends": NOTHING}, rows, rows_alone, window)
             return
-        made["window.arrivals"] = awaited
-        self.passes.step(which, "dispatch-choices", {**keys, "sends": CHOICES}, choices | rows, made, window)
+        writes["window.arrivals"] = awaited
+        self.passes.step(which, "dispatch-choices", {**keys, "sends": CHOICES}, choices | rows, writes, window)
 
     def dispatch_codes(self) -> None:
         """FP8 values of this rank's rows, which a shared expert reads, too, to the ranks of their experts."""
         p, o = self.passes, self.o
-        own = Rows("x", o.hidden, "T", codes="shared_x" if o.shared else "own_x")
+        local = Rows("x", o.hidden, "T", codes="shared_x" if o.shared else "own_x")
         assert isinstance(self.factors, Blocks)
-        self.factors.codes(p.firsts if o.shared else BOTH, own)
-        reads = {"x": f"{own.base}_q", "x_s": f"{own.base}_s", "indices": "indices", "weights": "weights"}
-        made = {f"window.{part}": f"{CODES}.{part}" for part in ("rows", "indices", "weights", "scales")}
+        self.factors.codes(p.firsts if o.shared else BOTH, local)
+        reads = {"x": f"{local.base}_q", "x_s": f"{local.base}_s", "indices": "indices", "weights": "weights"}
+        writes = {f"window.{part}": f"{CODES}.{part}" for part in ("rows", "indices", "weights", "scales")}
         keys = {**self.exchange("moe-dispatch", weighted=True), "dtype": E4M3}
-        p.step(BOTH, "dispatch-codes", keys, reads, made, CODES)
+        p.step(BOTH, "dispatch-codes", keys, reads, writes, CODES)
 
     def index(self) -> None:
         """What came, sorted by expert; and how many of this rank's own tokens chose each expert, for the loss."""
@@ -145,7 +146,7 @@ class RankedExperts(Experts):
         else:
             self.dispatch(BOTH, "x", SENT, True)
         reads = {"indices": f"{self.first}.indices"}
-        made = {
+        writes = {
             "offsets": p.buffer("offsets", o.local, dtype="i32", place=KEPT),
             "order": p.buffer("order", "M", dtype="i32"),
             "inverse": p.buffer("inverse", "S", o.topk, dtype="i32", place=KEPT),
@@ -155,16 +156,16 @@ class RankedExperts(Experts):
         keys = self.router_op("moe-index", tokens=True, bounded=True, experts=o.local, weighted=not self.by_input)
         if not self.by_input:
             reads["weights"] = f"{self.first}.weights"
-            made["row_scale"] = p.buffer("row_scale", "M", dtype="f32", place=KEPT)
-        p.step(BOTH, "index", keys, reads, made)
+            writes["row_scale"] = p.buffer("row_scale", "M", dtype="f32", place=KEPT)
+        p.step(BOTH, "index", keys, reads, writes)
         if self.router["aux_loss"]:
-            made = {
+            writes = {
                 "offsets": p.buffer("own_offsets", o.experts, dtype="i32"),
                 "order": p.buffer("own_order", "C", dtype="i32"),
                 "inverse": p.buffer("own_inverse", "T", o.topk, dtype="i32"),
                 "counts": p.buffer("counts", o.experts, dtype="i32", place=KEPT),
             }
-            p.step(BOTH, "counts", self.router_op("moe-index", counts=True), {"indices": "indices"}, made)
+            p.step(BOTH, "counts", self.router_op("moe-index", counts=True), {"indices": "indices"}, writes)
 
     def forward(self) -> None:
         if self.again:
@@ -175,8 +176,8 @@ class RankedExperts(Experts):
                 self.factors.codes(RECOMPUTE, self.rows_x, turned=True)
             reads = {"x": f"{CODES}.rows", "x_s": f"{CODES}.scales", "inverse": "inverse"}
             keys = {**self.rows("moe-permute"), "dtype": E4M3}
-            made = self.factors.of_rows("y", self.rows_x)
-            self.passes.step(BOTH, "permute-codes", keys, reads, {"y": made["y_q"], "y_s": made["y_s"]})
+            writes = self.factors.of_rows("y", self.rows_x)
+            self.passes.step(BOTH, "permute-codes", keys, reads, {"y": writes["y_q"], "y_s": writes["y_s"]})
         super().forward()
 
     def through(self) -> None:
@@ -203,9 +204,9 @@ class RankedExperts(Experts):
         part = {"unpermute": "combine", "unpermute-dx": "combine-dx"}[part]
         reads |= {"grad_weights": "row_dweights"} if returned else {}
         reads |= {"wanted": "wanted"} if which == BOTH else {}
-        made = {"y": y, **({"returned": "dweights"} if returned else {})}
-        made |= {"overflow": "overflow"} if which == BOTH else {}
-        self.passes.step(which, part, keys, reads, made, SUMS, needs=y if returned else "")
+        writes = {"y": y, **({"returned": "dweights"} if returned else {})}
+        writes |= {"overflow": "overflow"} if which == BOTH else {}
+        self.passes.step(which, part, keys, reads, writes, SUMS, needs=y if returned else "")
 
     def weights(self) -> None:
         if not self.again:

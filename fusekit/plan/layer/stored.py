@@ -33,11 +33,11 @@ def stored_options(name: str, specs: Mapping[str, Mapping[str, Any]]) -> Options
     """
     tables: dict[str, tuple[Options, set[str]]] = {}
     for full_name, spec in specs.items():
-        said = spec.get("layer")
-        if isinstance(said, Mapping) and f"{said.get('file')}/{said.get('name')}" == name:
-            text = json.dumps(said, sort_keys=True)
+        table = spec.get("layer")
+        if isinstance(table, Mapping) and f"{table.get('file')}/{table.get('name')}" == name:
+            text = json.dumps(table, sort_keys=True)
             if text not in tables:
-                tables[text] = _options(full_name, name, said), set()
+                tables[text] = _options(full_name, name, table), set()
             tables[text][1].add(full_name.partition("@")[0].removeprefix(f"{name}."))
     if len(tables) < 2:
         return next((options for options, _ in tables.values()), None)
@@ -53,11 +53,11 @@ def stored_options(name: str, specs: Mapping[str, Mapping[str, Any]]) -> Options
     )
 
 
-def check_table(said: Mapping[str, Any]) -> Options:
+def check_table(table: Mapping[str, Any]) -> Options:
     """The options of a stored table, each of its type. Raises TypeError for one of other fields or another activation,
     as another version of fusekit writes it, ValueError for a value that no spec file can have.
     """
-    options = Options(**said)
+    options = Options(**table)
     for field, value in _odd(options):
         raise ValueError(f"{field} = {repr(value)[:80]}")
     if (name := options.activation["kind"]) not in kinds():
@@ -107,9 +107,9 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _options(full_name: str, name: str, said: Mapping[str, Any]) -> Options:
+def _options(full_name: str, name: str, table: Mapping[str, Any]) -> Options:
     try:
-        options = check_table(said)
+        options = check_table(table)
         for field, value, rule in broken(options):
             raise ValueError(f"{field} = {value!r}: {rule}")
     except TypeError as error:

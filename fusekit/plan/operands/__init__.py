@@ -31,28 +31,28 @@ _APART = frozenset({"__init__", "base"})
 def operands() -> tuple[Operand, ...]:
     """Every operand, in the order of a launch's arguments."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in _APART)
-    found = [operand for name in names for operand in import_module(f"{__name__}.{name}").OPERANDS]
-    taken = frozenset(operand.name for operand in found)
+    rows = [operand for name in names for operand in import_module(f"{__name__}.{name}").OPERANDS]
+    taken = frozenset(operand.name for operand in rows)
     outside = packages.usable(packages.OPERANDS, lambda name: _outside(name, taken))
-    found += [_outside(name, taken) for name in outside]
-    return tuple(sorted(found, key=lambda operand: operand.order))
+    rows += [_outside(name, taken) for name in outside]
+    return tuple(sorted(rows, key=lambda operand: operand.order))
 
 
 @cache
 def _outside(name: str, taken: frozenset[str]) -> Operand:
     """The operand of another package. taken: names that fusekit's have."""
-    found, what = packages.load(packages.OPERANDS, name), packages.what(packages.OPERANDS, name)
-    if not isinstance(found, Operand) or found.name != name or found.field is None or found.field.name != name:
+    loaded, what = packages.load(packages.OPERANDS, name), packages.what(packages.OPERANDS, name)
+    if not isinstance(loaded, Operand) or loaded.name != name or loaded.field is None or loaded.field.name != name:
         raise SpecError(
-            f"{what}: its entry point gives {found!r}; it must give an object of a class of "
+            f"{what}: its entry point gives {loaded!r}; it must give an object of a class of "
             "fusekit.plan.operands.Operand, whose name and field are that of the entry point"
         )
-    if name in taken or found.field.default is None:
+    if name in taken or loaded.field.default is None:
         rule = (
             "a kernel has an operand of that name; name it otherwise" if name in taken else "its field has no default"
         )
         raise SpecError(f"{what}: {rule}")
-    return found
+    return loaded
 
 
 @cache
@@ -75,9 +75,9 @@ def fields() -> tuple[Field, ...]:
 
 def words(epilogue: str) -> dict[str, str]:
     """What each argument of a kernel with this epilogue is."""
-    found = {}
+    docs = {}
     for operand in operands_of(epilogue):
         for name, what in operand.words.items():
             if "." not in name:
-                found[name] = operand.words.get(f"{epilogue}.{name}", what)
-    return found
+                docs[name] = operand.words.get(f"{epilogue}.{name}", what)
+    return docs

@@ -129,8 +129,8 @@ class Operand:
     @property
     def modules(self) -> tuple[str, ...]:
         """Dotted names of the modules that make it up."""
-        own = type(self).__module__
-        return (own, self.device) if self.on_device else (own,)
+        module = type(self).__module__
+        return (module, self.device) if self.on_device else (module,)
 
 
 def scalar(name: str) -> Argument:

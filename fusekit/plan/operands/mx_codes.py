@@ -27,15 +27,15 @@ class MxCodes(Codes):
 
     def rules(self, spec: Any) -> Iterable[Broken]:
         yield from super().rules(spec)
-        told = spec.quant
+        quant = spec.quant
         if spec.epilogue not in self.epilogues:
             return
-        if told.group_alignment not in (1, SIDE):
-            yield "quant.group_alignment", told.group_alignment, f"must be 1, or {SIDE} where every group begins there"
-        elif spec.grouped and told.group_alignment == 1 and (told.transpose or told.swizzled):
-            field = "transpose" if told.transpose else "scale_layout"
+        if quant.group_alignment not in (1, SIDE):
+            yield "quant.group_alignment", quant.group_alignment, f"must be 1, or {SIDE} where every group begins there"
+        elif spec.grouped and quant.group_alignment == 1 and (quant.transpose or quant.swizzled):
+            field = "transpose" if quant.transpose else "scale_layout"
             rule = f"its blocks begin at multiples of {SIDE} rows; say group_alignment = {SIDE}, and keep to it"
-            yield f"quant.{field}", getattr(told, field), rule
+            yield f"quant.{field}", getattr(quant, field), rule
 
 
 class YMxCodes(MxCodes):

@@ -37,13 +37,13 @@ class YTurned(Operand):
         return bool(spec.quant.transpose and spec.quant.by_blocks)
 
     def present(self, plan: GemmPlan) -> bool:
-        told = plan.quant
-        return told.by_blocks and told.transpose and (not plan.backward or plan.spec.operands["recompute"])
+        quant = plan.quant
+        return quant.by_blocks and quant.transpose and (not plan.backward or plan.spec.operands["recompute"])
 
     def rules(self, spec: Any) -> Iterable[Broken]:
-        told = spec.quant
-        if told.turned_square("y") and spec.epilogue == BACKWARD and not spec.operands["recompute"]:
-            yield "quant.y_blocks", told.y_blocks, "y is stored where it is computed again; say recompute = true"
+        quant = spec.quant
+        if quant.turned_square("y") and spec.epilogue == BACKWARD and not spec.operands["recompute"]:
+            yield "quant.y_blocks", quant.y_blocks, "y is stored where it is computed again; say recompute = true"
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return turned("y", plan.width, plan)
@@ -87,10 +87,10 @@ class DzTurned(Operand):
     def rules(self, spec: Any) -> Iterable[Broken]:
         if spec.epilogue == BACKWARD and spec.tile[1] != SIDE:
             yield "tile", spec.tile, f"shared memory has room for {SIDE} columns of da; say {SIDE}"
-        told = spec.quant
-        if told.turned_square("dz") and spec.epilogue != BACKWARD:
+        quant = spec.quant
+        if quant.turned_square("dz") and spec.epilogue != BACKWARD:
             rule = f"only backward activations make dz, not {spec.activation.kind}; leave it out"
-            yield "quant.dz_blocks", told.dz_blocks, rule
+            yield "quant.dz_blocks", quant.dz_blocks, rule
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return turned("dz", plan.z_width, plan)

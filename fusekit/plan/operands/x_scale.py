@@ -28,21 +28,21 @@ class XScale(Operand):
         return plan.quant.coded_inputs
 
     def rules(self, spec: Any) -> Iterable[Broken]:
-        told = spec.quant
+        quant = spec.quant
         if spec.epilogue == WGRAD:
-            if not told.by_block:
+            if not quant.by_block:
                 rule = f'the scales of rows are inside the sum of {spec.op}; say "{BLOCK}", or leave quant out'
-                yield "quant.in", told.inputs, rule
+                yield "quant.in", quant.inputs, rule
             if spec.operands["dbias"]:
                 yield (
                     "dbias",
                     True,
                     "FP8 values of dy are scaled by blocks, so their sum is not that of dy; leave it out",
                 )
-        elif told.square:
+        elif quant.square:
             yield (
                 "quant.x_blocks",
-                told.x_blocks,
+                quant.x_blocks,
                 "of a weight gradient's x; blocks of other factors are fixed; leave it out",
             )
         if spec.epilogue != WGRAD and spec.b_major != "k":
@@ -53,14 +53,14 @@ class XScale(Operand):
                 spec.operands["gather"],
                 "FP8 values come by TMA alone, with their scales row by row; leave it out",
             )
-        if told.x_format != X_FORMATS[0] and told.inputs != TENSOR:
-            yield "quant.x_format", told.x_format, f'only in = "{TENSOR}" has it, not {told.inputs}; leave it out'
-        if told.by_block and not told.promoted:
-            yield "quant.accumulation", told.accumulation, "scales change along K, so float32 takes over; leave it out"
-        if told.promoted and spec.mainloop != "cooperative":
+        if quant.x_format != X_FORMATS[0] and quant.inputs != TENSOR:
+            yield "quant.x_format", quant.x_format, f'only in = "{TENSOR}" has it, not {quant.inputs}; leave it out'
+        if quant.by_block and not quant.promoted:
+            yield "quant.accumulation", quant.accumulation, "scales change along K, so float32 takes over; leave it out"
+        if quant.promoted and spec.mainloop != "cooperative":
             rule = 'one warpgroup adds up while the other multiplies; say "cooperative", or accumulation = "fast"'
             yield "mainloop", spec.mainloop, rule
-        if told.by_block and spec.epilogue != WGRAD:
+        if quant.by_block and spec.epilogue != WGRAD:
             side = spec.tile[1] // (2 if spec.plan.halved and spec.glu_layout == "concat" else 1)
             if side % SEGMENT:
                 what = "a gate half" if side < spec.tile[1] else "tile N"

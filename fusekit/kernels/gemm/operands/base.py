@@ -155,7 +155,7 @@ class DeviceOperand:
         return warp_state
 
     def rows(self, rows: Rows, work: Work, state, acc) -> Any:
-        """Runs before 16 rows, whose accumulators are `acc`; the result is the `row_state` of the hooks of an element."""
+        """Runs before 16 rows, whose accumulators are `acc`; the result is the `row_state` of element hooks."""
 
     def chunk(self, chunk: int, state) -> Any:
         """Runs before chunk `chunk` of 8 columns; the result is handed to `accumulate`."""

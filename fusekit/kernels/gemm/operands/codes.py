@@ -11,7 +11,6 @@ from fusekit.kernels import lanes, ptx
 from fusekit.kernels.floats import multiply
 from fusekit.kernels.gemm.operands.base import DeviceOperand
 from fusekit.kernels.quantise import codes
-from fusekit.plan.gemm import WARP_ROWS
 from fusekit.plan.quant import SIDE
 
 CHUNKS = SIDE // 8  # of a block
@@ -78,7 +77,7 @@ class YCodes(Codes):
         width = work.extents.half_n if self.plan.halved else work.extents.n
         for block in range(self.plan.out_tile_n // SIDE):
             column = rows.n_tile * self.plan.out_tile_n + block * SIDE
-            part, box = words[block * WORDS : (block + 1) * WORDS], work.staging + block * (SIDE * WARP_ROWS)
+            part, box = words[block * WORDS : (block + 1) * WORDS], work.staging + block * (SIDE * self.kit.WARP_ROWS)
             self.block(part, box, (column, width), rows, work.operands.y_codes, block == 0)
 
 
@@ -98,14 +97,14 @@ class DzCodes(Codes):
             if layout == "concat":  # gates of the tile, then ups
                 side, inside = block // (count // 2), block % (count // 2) * SIDE
                 column = rows.n_tile * tile_n + inside + (n if side else 0)
-            part, box = words[block * WORDS : (block + 1) * WORDS], boxes + block * (SIDE * WARP_ROWS)
+            part, box = words[block * WORDS : (block + 1) * WORDS], boxes + block * (SIDE * self.kit.WARP_ROWS)
             extent, four, whole = (column, n * self.plan.sides), layout == "interleaved", layout == "concat"
             self.block(part, box, extent, rows, work.operands.dz_codes, block == 0, four, whole)
 
 
 def coded_rows(kit, codes_, scales) -> CodedRows:
     """The parameter."""
-    descriptor = kit.ragged_map(kit.store_op(), codes_, (SIDE, WARP_ROWS))
+    descriptor = kit.ragged_map(kit.store_op(), codes_, (SIDE, kit.WARP_ROWS))
     return CodedRows(descriptor, scales.iterator, Int64(scales.stride[0]))
 
 

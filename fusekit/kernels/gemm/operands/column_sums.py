@@ -15,11 +15,8 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import DeviceOperand, Idle
-from fusekit.plan.gemm import BOX
 
 UNIT = 8  # columns
-TOKEN_BYTES = BOX * 2
-BOX_UNITS = BOX // UNIT
 
 
 class ColumnSums(DeviceOperand):
@@ -32,7 +29,8 @@ class ColumnSums(DeviceOperand):
         self.first, self.warps = operand.warps(plan)[0], operand.reading_warps(plan)
         self.units = plan.tile[0] // UNIT // self.warps  # for each warp, if one tile has to sum them all
         self.stage_bytes = plan.tile[0] * plan.arch.swizzle_bytes
-        self.box_bytes = plan.tile_k * TOKEN_BYTES
+        self.token_bytes, self.box_units = plan.arch.swizzle_bytes, plan.arch.box // UNIT
+        self.box_bytes = plan.tile_k * self.token_bytes
         self.added = plan.adds
 
     def bind(self, halves) -> None:
@@ -76,12 +74,12 @@ class ColumnSums(DeviceOperand):
             sums.fill(0.0)
             part = self.kit.column_of(n_tile)
             token, unit = self.of_lane(lane, part * self.warps + warp, units)
-            start = idle.shared.x.toint() + ptx.divide(unit, BOX_UNITS) * self.box_bytes
+            start = idle.shared.x.toint() + ptx.divide(unit, self.box_units) * self.box_bytes
             left = end - row
             while left > 0:
                 cute.arch.mbarrier_wait(full + stage, phase)
                 if part < sharers:
-                    self.add(sums, start + stage * self.stage_bytes, token, unit & (BOX_UNITS - 1), units)
+                    self.add(sums, start + stage * self.stage_bytes, token, unit & (self.box_units - 1), units)
                 cute.arch.sync_warp()
                 self.kit.release(plan, empty + stage, lane)
                 left -= plan.tile_k
@@ -117,7 +115,7 @@ class ColumnSums(DeviceOperand):
         """A unit of two of a lane's tokens, `lanes` apart; both are loaded before the first is added."""
         loaded = []
         for row in (token, token + lanes):
-            loaded += ptx.load_shared_v4(box + row * TOKEN_BYTES + (unit ^ (row & 7)) * 16)
+            loaded += ptx.load_shared_v4(box + row * self.token_bytes + (unit ^ (row & 7)) * 16)
         for number, word in enumerate(loaded):
             for half, value in enumerate(ptx.unpack_pair(Uint32(word), self.dtype)):
                 index = (2 * number + half) % UNIT

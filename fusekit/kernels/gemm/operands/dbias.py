@@ -18,7 +18,6 @@ from cutlass import Float32, Int32, Int64, cute
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Idle, Rows, Tile, Work
 from fusekit.kernels.gemm.parts import GroupSums
-from fusekit.plan.gemm import WARP_ROWS
 from fusekit.plan.operands.dbias import NOTE_BYTES
 
 ROW_BITS = (16, 8, 4)  # of the lane: they tell the eight rows of an accumulator fragment apart
@@ -137,7 +136,7 @@ class Dbias(GroupSums):
     @cute.jit
     def clear_rows(self, acc, left: Int32, lane: Int32):
         """Zero da in rows of others, which are not to be summed: the warp has `left` rows of a 64-row block's `acc`."""
-        if left < WARP_ROWS:
+        if left < self.plan.arch.warp_rows:
             rows_left = left - ptx.divide(lane, 4)  # from the lane's first row on
             for r in cutlass.range_constexpr(2):
                 for element in cutlass.range_constexpr(2 * r, cute.size(acc), 4):

@@ -27,7 +27,7 @@ from cutlass import Int32, Int64, cute
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import DeviceOperand, Extents, Idle, struct
-from fusekit.plan.gemm import BOX, GATHER_WARPS
+from fusekit.plan.gemm import GATHER_WARPS
 
 WARP = 32
 UNIT = 8  # elements of 16 bytes
@@ -47,7 +47,7 @@ class Gather(DeviceOperand):
         self.wgrad = plan.wgrad
         width = plan.tile[plan.gathered_side]
         self.height = plan.tile_k if self.wgrad else width  # rows of a stage
-        self.boxes = width // BOX if self.wgrad else 1
+        self.boxes = width // plan.arch.box if self.wgrad else 1
         self.stage_bytes = width * plan.arch.swizzle_bytes
         self.share = self.height // GATHER_WARPS  # rows of a warp
         self.read_ahead = AHEAD if self.wgrad else 1  # sets of row numbers that a lane keeps
@@ -226,7 +226,7 @@ class Gather(DeviceOperand):
         destination = (shared.w if self.plan.gathered_side else shared.x).toint() + stage * self.stage_bytes
         even = destination + warp * (self.share * ROW_BYTES) + group * ROW_BYTES + (unit ^ group) * 16
         odd = even ^ 64
-        flags = [ptx.all_unless_above(rows[0], left, box * BOX) for box in range(self.boxes)]
+        flags = [ptx.all_unless_above(rows[0], left, box * self.plan.arch.box) for box in range(self.boxes)]
         for number, source in enumerate(rows[1:]):
             for box in range(self.boxes):
                 place = (number * ROWS_AT_ONCE + box * self.height) * ROW_BYTES

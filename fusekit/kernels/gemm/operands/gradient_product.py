@@ -6,7 +6,6 @@ from cutlass import cute
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import BOTH, DeviceOperand, dtype_of, struct
-from fusekit.plan.gemm import BOX, WARP_ROWS
 
 
 class Factors(NamedTuple):
@@ -27,7 +26,7 @@ class TokenRows(DeviceOperand):
             boxes = [(tile // self.plan.cluster_size, self.plan.tile_k) for tile in self.plan.tile]
             pairs = zip((given.dy_t, given.x_t), boxes, atoms, strict=True)
             return Factors(*[self.kit.load_map(tensor, box, atom) for tensor, box, atom in pairs])
-        box = (BOX, self.plan.tile_k)
+        box = (self.plan.arch.box, self.plan.tile_k)
         if self.plan.gathers:
             other = "x" if self.plan.gather == "dy" else "dy"
             return struct("Factor", [(other, self.ragged_map(getattr(given, other), box))])
@@ -52,9 +51,14 @@ class TokenRows(DeviceOperand):
 
     def boxes(self, descriptor, destination, barrier, column, width: int, rows):
         """A stage of `width` columns from `column` on; rows: coordinates after that of the column."""
-        starts = [column + first for first in range(0, width, BOX)]
+        starts = [column + first for first in range(0, width, self.plan.arch.box)]
         return self.kit.Boxes(
-            descriptor, destination, barrier, starts, BOX * self.plan.tile_k, lambda start: (start, *rows)
+            descriptor,
+            destination,
+            barrier,
+            starts,
+            self.plan.arch.box * self.plan.tile_k,
+            lambda start: (start, *rows),
         )
 
     def blocks(self, descriptor, destination, barrier, column, width: int, token):
@@ -79,7 +83,7 @@ class Dw(DeviceOperand):
         view = cute.make_tensor(
             given.dw.iterator, cute.select(given.dw.layout, [2, 1, 0] if self.plan.grouped else [1, 0])
         )
-        return self.kit.box_map(self.kit.store_op(), view, (self.columns, WARP_ROWS))
+        return self.kit.box_map(self.kit.store_op(), view, (self.columns, self.plan.arch.warp_rows))
 
     def view(self, parameter):
         return ptx.descriptor_address(parameter)

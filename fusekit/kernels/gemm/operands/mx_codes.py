@@ -9,7 +9,7 @@ from fusekit.kernels.gemm.operands import codes as blocks
 from fusekit.kernels.gemm.operands.codes import CodedRows
 from fusekit.kernels.quantise import codes
 from fusekit.kernels.quantise.mx import MX_BLOCKS, atom
-from fusekit.plan.gemm import WARP, WARP_ROWS
+from fusekit.plan.gemm import WARP
 from fusekit.plan.quant import SIDE
 
 
@@ -33,10 +33,10 @@ class MxCodes(blocks.Codes):
             return
         lanes.store(place(base, row, across, step), [lanes.bits_of(scale)], 4, first)
         # Rows of the atom after the last one: by whoever has that.
-        last = (rows.end - rows.row <= WARP_ROWS) & (column < width)
+        last = (rows.end - rows.row <= self.kit.WARP_ROWS) & (column < width)
         end = ptx.divide(rows.end + (SIDE - 1), SIDE) * SIDE
-        for turn in range((SIDE - WARP_ROWS + WARP - 1) // WARP):
-            beyond = rows.row + WARP_ROWS + turn * WARP + lane
+        for turn in range((SIDE - self.kit.WARP_ROWS + WARP - 1) // WARP):
+            beyond = rows.row + self.kit.WARP_ROWS + turn * WARP + lane
             lanes.store(place(base, beyond, across, step), [Uint32(0)], 4, last & (beyond < end))
 
 
@@ -52,7 +52,7 @@ class DzMxCodes(MxCodes, blocks.DzCodes):
 
 def coded_rows(kit, codes_, scales) -> CodedRows:
     """The parameter; `stride` is not read."""
-    return CodedRows(kit.ragged_map(kit.store_op(), codes_, (SIDE, WARP_ROWS)), scales.iterator, Int64(0))
+    return CodedRows(kit.ragged_map(kit.store_op(), codes_, (SIDE, kit.WARP_ROWS)), scales.iterator, Int64(0))
 
 
 def place(scales: Int64, row: Int32, across: Int32, step: Int32) -> Int64:

@@ -2,7 +2,7 @@
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import DeviceOperand
-from fusekit.plan.gemm import GATED_UNIT, WARP_ROWS
+from fusekit.plan.gemm import GATED_UNIT
 
 
 class Preactivation(DeviceOperand):
@@ -18,7 +18,9 @@ class Preactivation(DeviceOperand):
         self.columns = plan.box(width, min(final, plan.epilogue_box))
 
     def parameter(self, given):
-        return self.kit.ragged_map(self.kit.store_op(), given.preactivation, (self.columns, WARP_ROWS), self.concat)
+        return self.kit.ragged_map(
+            self.kit.store_op(), given.preactivation, (self.columns, self.plan.arch.warp_rows), self.concat
+        )
 
     def view(self, parameter):
         return ptx.descriptor_address(parameter)

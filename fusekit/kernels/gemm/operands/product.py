@@ -4,7 +4,6 @@ from cutlass import cute
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import LEFT, RIGHT, DeviceOperand, dtype_of
-from fusekit.plan.gemm import BOX, WARP_ROWS
 
 
 class X(DeviceOperand):
@@ -53,7 +52,7 @@ class W(DeviceOperand):
         self.n_major = plan.b_major == "n"
         self.concat = plan.halved and plan.glu_layout == "concat"
         halves = plan.cluster_size > 1 or self.concat
-        self.width = BOX if self.n_major else plan.tile[1] // (2 if halves else 1)
+        self.width = plan.arch.box if self.n_major else plan.tile[1] // (2 if halves else 1)
 
     def parameter(self, given):
         w, _ = self.view_nke(given.w)
@@ -106,7 +105,7 @@ class Y(DeviceOperand):
         self.columns = plan.result_box(plan.out_tile_n)
 
     def parameter(self, given):
-        return self.kit.ragged_map(self.kit.store_op(), given.y, (self.columns, WARP_ROWS))
+        return self.kit.ragged_map(self.kit.store_op(), given.y, (self.columns, self.plan.arch.warp_rows))
 
     def view(self, parameter):
         return ptx.descriptor_address(parameter)

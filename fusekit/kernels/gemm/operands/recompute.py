@@ -2,7 +2,7 @@
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import DeviceOperand
-from fusekit.plan.gemm import OUTPUT_BOXES, WARP_ROWS
+from fusekit.plan.gemm import OUTPUT_BOXES
 
 
 class Recompute(DeviceOperand):
@@ -14,7 +14,7 @@ class Recompute(DeviceOperand):
         self.staging = kit.StagingBoxes(plan)
 
     def parameter(self, given):
-        return self.kit.ragged_map(self.kit.store_op(), given.y, (self.columns, WARP_ROWS))
+        return self.kit.ragged_map(self.kit.store_op(), given.y, (self.columns, self.plan.arch.warp_rows))
 
     def view(self, parameter):
         return ptx.descriptor_address(parameter)

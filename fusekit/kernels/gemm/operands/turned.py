@@ -13,18 +13,18 @@ import cutlass
 from cutlass import Float32, Int32, Uint32, cute
 
 from fusekit.kernels import lanes, ptx
-from fusekit.kernels.gemm.columns import SLABS, Columns, Place, Turned
+from fusekit.kernels.gemm.columns import SLAB_TOKENS, SLABS, Columns, Place, Turned
 from fusekit.kernels.gemm.operands.base import STREAMED, Idle
 from fusekit.kernels.gemm.operands.codes import in_order
 from fusekit.kernels.quantise import codes
-from fusekit.plan.gemm import FOURTH, WARP, WARP_ROWS
+from fusekit.plan.gemm import FOURTH, WARP
 from fusekit.plan.operands.turned import TURNERS
 from fusekit.plan.quant import SIDE
 
 UNIT = 8  # tokens in 16 bytes
 LINE = SIDE * 2  # bytes of a column
-SLAB = WARP_ROWS * 2  # bytes of a column of a warp's 16 tokens
-TURNED_TOKENS = 2 * WARP_ROWS  # of a column, whose FP8 values take the place of 16 tokens
+SLAB = SLAB_TOKENS * 2  # bytes of a column of a warp's 16 tokens
+TURNED_TOKENS = 2 * SLAB_TOKENS  # of a column, whose FP8 values take the place of 16 tokens
 
 
 class YTurned(Columns):
@@ -44,7 +44,7 @@ class YTurned(Columns):
         """16 rows of the tile, as columns; those after the group's end are zeros."""
         lane = cute.arch.lane_idx()
         column = (lane >> 4) * 8 + (lane & 7)
-        unit = work.warp_of_cta * (WARP_ROWS // UNIT) + ((lane >> 3) & 1)
+        unit = work.warp_of_cta * (SLAB_TOKENS // UNIT) + ((lane >> 3) & 1)
         at = work.shared.turned.toint() + place(column, unit)
         words = without_others(words, rows, 1)
         for pair in range(self.plan.out_tile_n // 16):
@@ -155,7 +155,7 @@ class DzTurned(Columns):
         """Sends for z of a tile: each warp for that of two consumer warps."""
         for turn in cutlass.range_constexpr(self.plan.consumer_warps // TURNERS):
             warp = idle.warp * (self.plan.consumer_warps // TURNERS) + turn
-            first = row + warp * WARP_ROWS
+            first = row + warp * SLAB_TOKENS
             if lane == 0 and first < end:
                 for unit in cutlass.range_constexpr(self.plan.z_boxes):
                     barrier = self.z.barrier(idle.shared, warp, unit)

@@ -21,7 +21,8 @@ from fusekit.kernels.gemm.sm90.maps import z_place
 from fusekit.kernels.gemm.sm90.promoted import main_loop
 from fusekit.kernels.gemm.sm90.scheduler import scheduler
 from fusekit.plan.activations import forms
-from fusekit.plan.gemm import WARP_ROWS, GemmPlan
+from fusekit.plan.arch.sm_90a import WARP_ROWS
+from fusekit.plan.gemm import GemmPlan
 
 
 def kernel(plan: GemmPlan, halves) -> Gemm:

@@ -10,7 +10,8 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from fusekit.plan.gemm import BIG, WARP_ROWS, GemmPlan
+from fusekit.plan.arch.sm_90a import WARP_ROWS
+from fusekit.plan.gemm import BIG, GemmPlan
 
 LARGEST = 2**31 - 1
 WRAP = 2**35  # bytes

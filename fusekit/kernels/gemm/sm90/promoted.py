@@ -17,7 +17,8 @@ from cutlass.cute.nvgpu import warpgroup
 from fusekit.kernels import ptx
 from fusekit.kernels.floats import fma
 from fusekit.kernels.gemm.sm90.main_loop import MainLoop, Run, Stages, release
-from fusekit.plan.gemm import SEGMENT, WARP_ROWS, GemmPlan
+from fusekit.plan.arch.sm_90a import WARP_ROWS
+from fusekit.plan.gemm import SEGMENT, GemmPlan
 from fusekit.plan.operands.x_scale import stage_bytes, w_scales
 
 

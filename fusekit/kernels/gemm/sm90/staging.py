@@ -8,7 +8,8 @@ import cutlass
 from cutlass import cute
 
 from fusekit.kernels import ptx
-from fusekit.plan.gemm import WARP_ROWS, GemmPlan
+from fusekit.plan.arch.sm_90a import WARP_ROWS
+from fusekit.plan.gemm import GemmPlan
 
 
 class StagingBoxes:

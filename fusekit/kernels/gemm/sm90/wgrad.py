@@ -19,7 +19,8 @@ from fusekit.kernels.gemm.sm90.kernel import Gemm
 from fusekit.kernels.gemm.sm90.main_loop import MainLoop, Run, Stages
 from fusekit.kernels.gemm.sm90.scheduler import GroupScheduler, TileRing, column_of
 from fusekit.kernels.gemm.sm90.staging import StagingBoxes
-from fusekit.plan.gemm import BIG, WARP_ROWS, GemmPlan
+from fusekit.plan.arch.sm_90a import WARP_ROWS
+from fusekit.plan.gemm import BIG, GemmPlan
 
 
 def kernel(plan: GemmPlan, halves) -> Gemm:

@@ -18,7 +18,8 @@ from fusekit.kernels.gemm.sm90.main_loop import Stages
 from fusekit.kernels.gemm.sm90.promoted import PromotedLoop
 from fusekit.kernels.gemm.sm90.scheduler import GroupScheduler, TileRing, column_of
 from fusekit.kernels.gemm.sm90.wgrad import GradEpilogue, Wgrad, WgradLoop
-from fusekit.plan.gemm import WARP_ROWS, GemmPlan
+from fusekit.plan.arch.sm_90a import WARP_ROWS
+from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.operands.token_scales import stage_bytes
 
 EARLY = 2  # loads of column scales ahead of adding up: more would take registers that there are not
