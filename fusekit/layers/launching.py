@@ -160,7 +160,7 @@ class Launching:
         """The launches of a plan, with those that go to the side stream or join it."""
         return [
             SideStreamLaunch(launch, self._side_stream())
-            if step.aside
+            if step.on_side
             else JoinLaunch(launch, self._side_stream())
             if joins
             else launch

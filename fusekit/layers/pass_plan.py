@@ -57,6 +57,6 @@ def plan_pass(
     scratch, scratch_bytes = program.scratch(which, outputs, dims, compact, in_place=in_place)
     kept, kept_bytes = program.kept(dims)
     return PassPlan(
-        frozenset(outputs), tuple(steps), program.late(needed), written, kept, kept_bytes, scratch,
+        frozenset(outputs), tuple(steps), program.joins(needed), written, kept, kept_bytes, scratch,
         scratch_bytes, dims,
     )  # fmt: skip

@@ -112,11 +112,11 @@ def test_rows_are_sent_on_a_stream_of_the_rank(ranked):
         fake.waits.clear()
         backward(77)
         steps = needed(layer, BACKWARD)
-        streams = {step.aside: {launch.stream for launch, one in zip(fake.launches, steps, strict=True)
-                                if one.aside == step.aside} for step in steps}  # fmt: skip
+        streams = {step.on_side: {launch.stream for launch, one in zip(fake.launches, steps, strict=True)
+                                if one.on_side == step.on_side} for step in steps}  # fmt: skip
         (side,) = streams[True]
         assert streams[False] == {77} != streams[True]
-        assert [stream for stream, _ in fake.waits] == [side, 77] * sum(step.aside for step in steps)
+        assert [stream for stream, _ in fake.waits] == [side, 77] * sum(step.on_side for step in steps)
     first, rest = layer.bind_backward(**backward_tensors, **kept).split("dx")
     for each in (first, rest):  # which may be captured apart
         fake.waits.clear()

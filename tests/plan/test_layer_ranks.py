@@ -263,16 +263,16 @@ def test_what_no_output_needs_is_not_launched():
 
 
 def shown(made, which):
-    """The steps of a pass; ^: aside, |: waits for those, ~: awaits rows."""
+    """The steps of a pass; ^: on the side stream, |: joins it, ~: awaits rows."""
     steps = made.needed(which, made.arguments(which)[1])
     marks = [
-        "^" * step.aside + "|" * late + "~" * bool(made.parts[step.part].get("awaits"))
-        for step, late in zip(steps, made.late(steps), strict=True)
+        "^" * step.on_side + "|" * join + "~" * bool(made.parts[step.part].get("awaits"))
+        for step, join in zip(steps, made.joins(steps), strict=True)
     ]
     return " ".join(mark + step.part for step, mark in zip(steps, marks, strict=True))
 
 
-def test_rows_are_sent_aside_and_joined_before_they_are_read():
+def test_rows_are_sent_on_the_side_stream_and_joined_before_they_are_read():
     apart, again = "^dispatch-rows dispatch-choices", "^dispatch-rows dispatch-begun"
     made = program(over(2, "plain", overlap=True, router={"input": "choices"}))
     assert shown(made, FORWARD) == f"{apart} index ~fc1-fwd |fc2 combine"
@@ -286,13 +286,15 @@ def test_rows_are_sent_aside_and_joined_before_they_are_read():
     for name in OVERLAP:
         made = program(over(2, name))
         for which in (FORWARD, INFERENCE, BACKWARD):
-            aside = set()
-            for step, late in zip(made.steps[which], made.late(made.steps[which]), strict=True):
+            pending = set()
+            for step, join in zip(made.steps[which], made.joins(made.steps[which]), strict=True):
                 keys = made.parts[step.part]
-                assert not (late and (step.aside or keys.get("awaits") or keys.get("sends") in ("choices", "nothing")))
-                aside = set() if late or step.aside else aside
-                assert keys.get("awaits") or not aside & set(step.arguments.values()), (name, which, step.part)
-                aside |= set(step.writes.values()) if step.aside else set()
+                assert not (
+                    join and (step.on_side or keys.get("awaits") or keys.get("sends") in ("choices", "nothing"))
+                )
+                pending = set() if join or step.on_side else pending
+                assert keys.get("awaits") or not pending & set(step.arguments.values()), (name, which, step.part)
+                pending |= set(step.writes.values()) if step.on_side else set()
 
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if "choices" in name])

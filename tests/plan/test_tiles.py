@@ -210,7 +210,7 @@ def test_registers_with_a_fourth_warpgroup_are_those_of_the_row(monkeypatch):
 
 
 def test_boxes_and_rows_of_a_warp_follow_the_row(monkeypatch):
-    plain = gemm_plan(tile=(128, 128))
+    plain = gemm_plan(tile=(128, 128), backward=True)
     monkeypatch.setitem(product.ARCHITECTURES, "sm_90a", dataclasses.replace(SM90A, mma_rows=128))
-    assert gemm_plan(tile=(128, 128)).warp_bytes == 2 * plain.warp_bytes
+    assert gemm_plan(tile=(128, 128), backward=True).z_box_bytes == 2 * plain.z_box_bytes
     assert (SM90A.warp_rows, SM90A.box) == (16, 64)
