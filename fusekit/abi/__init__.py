@@ -1,4 +1,4 @@
-"""The launch record: what a launcher must know beside the cubin, as plain data.
+"""The launch record: what a launcher needs next to the cubin, as plain data.
 
 A cubin alone is not launchable: tensor maps, scalars and the grid are computed on the host. A `LaunchRecord` states
 them as closed integer expressions (`fusekit.abi.expr`) over
@@ -6,12 +6,13 @@ them as closed integer expressions (`fusekit.abi.expr`) over
 - the dims of the arguments' shapes (``"M"``),
 - the arguments' strides in elements (``"x.stride0"``) and device addresses (``"x.address"``, 64-bit, wrapping),
 - i32 scalar arguments by their name (in schema 1 in integer parameters only),
-- ``"sm_count"``, the multiprocessors of the device, and ``"cluster_margin"``, the clusters held back for other kernels.
+- ``"sm_count"``, the multiprocessors of the device, and ``"cluster_margin"``, the clusters reserved for other kernels
+(SM carve-out).
 
 A launcher binds the dims from the tensors' shapes, checks what the record demands, evaluates the expressions, writes
-the parameters at the offsets that the cubin prescribes, and launches. docs/launch-record.md says it step by
-step, for launchers in any language; `fusekit.runtime` is the one in Python. Nothing here knows the driver, the DSL or
-NumPy.
+the parameters at the offsets that the cubin prescribes, and launches. docs/launch-record.md describes it step
+by step, for launchers in any language; `fusekit.runtime` is the one in Python. Nothing here knows the driver, the DSL
+or NumPy.
 """
 
 from fusekit.abi.arguments import F32_END, Argument, Dim, PeersArgument, ScalarArgument, TensorArgument, tensors_of

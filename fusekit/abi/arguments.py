@@ -21,7 +21,7 @@ RESERVED = frozenset({
     "sm_count", "active_clusters", "cluster_margin", "workspace", "scratch", "stream", "inf", "nan",
 })  # fmt: skip
 OPTIONS = frozenset({"stream", "cluster_margin", "priority"})
-"""What a launch takes beside the arguments. A new record has no argument of such a name; an old one may."""
+"""What a launch takes next to the arguments. A new record has no argument of such a name; an old one may."""
 
 
 def check_name(name: str, where: str) -> None:
@@ -68,8 +68,8 @@ class Dim:
 class TensorArgument:
     """A tensor on the device.
 
-    `shape` holds dim names and expressions over dims; every dim stands bare in at least one shape. `strides` are in
-    elements: the variable ``"<name>.stride<i>"`` means that the stride is read from the tensor (it must be positive
+    `shape` holds dim names and expressions over dims; every dim is the bare extent of at least one shape. `strides` are
+    in elements: the variable ``"<name>.stride<i>"`` means that the stride is read from the tensor (it must be positive
     and a multiple of `stride_divisor`), anything else is an expression over dims that the tensor's stride must equal.
     The stride of a dim whose extent is 0 or 1 is never looked at. `alignment` is that of the first element's address,
     in bytes. `in_place_of`, of an output: the input, of the same dtype and shape, that it may be written over; both
@@ -201,8 +201,8 @@ class ScalarArgument:
         if isinstance(default, float) and not math.isfinite(default):
             default = str(default)  # JSON has no infinity: "inf", "-inf", "nan"
         bounds = {"minimum": self.minimum, "maximum": self.maximum, "divisor": self.divisor}
-        told = {"kind": "scalar", "name": self.name, "dtype": self.dtype, "default": default}
-        return {**told, **(bounds if self.bounded else {})}
+        document = {"kind": "scalar", "name": self.name, "dtype": self.dtype, "default": default}
+        return {**document, **(bounds if self.bounded else {})}
 
     @classmethod
     def read(cls, reader: RecordReader) -> ScalarArgument:
@@ -216,7 +216,8 @@ class ScalarArgument:
 
 @dataclass(frozen=True, slots=True)
 class PeersArgument:
-    """The windows of `count` ranks: memory of one layout on each of as many devices, that every rank can address.
+    """The windows (IPC buffers, symmetric memory) of `count` ranks: memory of one layout on each of as many devices,
+    that every rank can address.
 
     The caller gives one address for each rank, in the order of ranks. `bytes` is an expression over dims and i32
     scalars: how large each window is at least. `alignment` is that of each address, in bytes.
@@ -264,13 +265,13 @@ Argument = TensorArgument | ScalarArgument | PeersArgument
 
 def tensors_of(arguments: tuple[Argument, ...]) -> tuple[TensorArgument, ...]:
     """The tensors among `arguments` in order, peers as one for each rank."""
-    found: list[TensorArgument] = []
+    tensors: list[TensorArgument] = []
     for argument in arguments:
         if isinstance(argument, TensorArgument):
-            found.append(argument)
+            tensors.append(argument)
         elif isinstance(argument, PeersArgument):
-            found += argument.tensors
-    return tuple(found)
+            tensors += argument.tensors
+    return tuple(tensors)
 
 
 def _check_argument_name(name: str, where: str) -> None:
@@ -327,7 +328,7 @@ class WithArguments:
 
     @property
     def tensors(self) -> tuple[TensorArgument, ...]:
-        """Those of the arguments, in order; peers are one for each rank."""
+        """The tensors among the arguments, in order; peers are one for each rank."""
         return tensors_of(self.arguments)
 
     @property

@@ -61,14 +61,14 @@ def triple(items: tuple[T, ...], where: str) -> tuple[T, T, T]:
 
 
 def unique(names: list[str], where: str) -> None:
-    """No name stands twice."""
+    """Raises RecordError where a name occurs twice."""
     for index, name in enumerate(names):
         if name in names[:index]:
             raise RecordError(f"{where}[{index}].name: {name!r} stands twice; names are unique")
 
 
 def host_variables(record: LaunchRecord) -> frozenset[str]:
-    """What a call's shapes and strides tell."""
+    """The variables that a call's shapes and strides give."""
     strides = {tensor.stride_variable(index) for tensor in record.tensors for index in range(tensor.rank)}
     return frozenset(dim.name for dim in record.dims) | strides
 

@@ -1,6 +1,7 @@
 """A strict reader of JSON objects: every value is taken by name and type, and whatever is left over is an error.
 
-Errors are RecordError and begin with the path of the field, so that a damaged or foreign record says where it is wrong.
+Errors are RecordError and begin with the path of the field, so that the error for a damaged or foreign record names the
+place.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ operator       operands    value
 The last five rows belong to records of schema 2. Of an ``if``, only the operand that it chooses is evaluated. A
 divisor must be positive when it is evaluated. Every step must fit into a signed 64-bit integer, operands being taken
 from left to right; one that does not has no value, in any launcher. Addresses are the one exception:
-they are unsigned 64-bit and wrap modulo 2**64, so a ``*.address`` variable may only stand under ``add``, ``sub`` and
-``mul``, where wrapping early or late gives the same bits.
+they are unsigned 64-bit and wrap modulo 2**64, so a ``*.address`` variable may only be an operand of ``add``, ``sub``
+and ``mul``, where wrapping early or late gives the same bits.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def variables(expr: Expr) -> set[str]:
 
 
 def operators(expr: Expr) -> set[str]:
-    """The operators that stand in `expr`."""
+    """The operators in `expr`."""
     if isinstance(expr, list | tuple):
         return {expr[0]}.union(*(operators(item) for item in expr[1:]))
     return set()

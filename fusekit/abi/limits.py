@@ -15,9 +15,9 @@ RANK = 5
 TENSORS = 64
 """Peers count as one for each rank."""
 SCALARS = 64
-OWN_VARIABLES = ("sm_count", "cluster_margin", "active_clusters")
+LAUNCH_VARIABLES = ("sm_count", "cluster_margin", "active_clusters")
 VARIABLES = 512
-"""The three above, dims, strides, addresses, i32 scalars and values."""
+"""The launch variables, dims, strides, addresses, i32 scalars and values."""
 CONSTRAINTS = 1024
 LAUNCHES = 16
 PARAMETERS = 256
@@ -48,7 +48,7 @@ def check_text(text: str, where: str) -> None:
 def _sizes(record: LaunchRecord) -> Iterator[tuple[str, int, str, int, int]]:
     """Field, value, unit, least and most."""
     tensors = record.tensors
-    variables = len(OWN_VARIABLES) + len(record.dims) + len(record.values)
+    variables = len(LAUNCH_VARIABLES) + len(record.dims) + len(record.values)
     variables += sum(tensor.rank + 1 for tensor in tensors) + sum(item.dtype == "i32" for item in record.scalars)
     yield "arguments", len(tensors), "tensors", 0, TENSORS
     yield "arguments", len(record.scalars), "scalars", 0, SCALARS

@@ -1,4 +1,4 @@
-"""The launch record: everything beside the cubin that a launcher must know, as data with a versioned JSON form.
+"""The launch record: everything next to the cubin that a launcher must know, as data with a versioned JSON form.
 
 ``LaunchRecord(...)`` checks that the parts fit together; ``from_json`` is strict: an unknown, missing or mistyped field
 raises RecordError with the field's path. The package docstring gives the overview.
@@ -159,10 +159,10 @@ class LaunchRecord(WithArguments):
         reading = [(constraint.expr, host) for constraint in self.constraints]
         reading += [(expr, launch) for expr in (*self.grid, self.workspace, self.scratch)]
         for parameter in self.parameters:
-            own = {f"{tensor.name}.address" for tensor in self.tensors}
+            names = {f"{tensor.name}.address" for tensor in self.tensors}
             if isinstance(parameter, IntegerParameter):
-                own = {scalar.name for scalar in self.scalars}
-            reading += [(expr, launch | own) for expr in getattr(parameter, "expressions", ())]
+                names = {scalar.name for scalar in self.scalars}
+            reading += [(expr, launch | names) for expr in getattr(parameter, "expressions", ())]
         new = any(operators(expr) & SCHEMA_2_OPERATORS or not variables(expr) <= allowed for expr, allowed in reading)
         return 2 if new else 1
 

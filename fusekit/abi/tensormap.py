@@ -152,8 +152,8 @@ def encoder_modes(dtype: int, interleave: int, swizzle: int, promotion: int, fil
     _require(dtype in types, "dtype", dtype, f"one of {', '.join(map(str, types))}")
     for name, values, number in zip(names, known, numbers, strict=True):
         _require(0 <= number < len(values), name, number, f"0 to {len(values) - 1}: {', '.join(values)}")
-    found = {name: values[number] for name, values, number in zip(names, known, numbers, strict=True)}
-    return {"dtype": types[dtype], **found}
+    modes = {name: values[number] for name, values, number in zip(names, known, numbers, strict=True)}
+    return {"dtype": types[dtype], **modes}
 
 
 def encode(tensor_map: TensorMap) -> bytes:

@@ -46,19 +46,19 @@ static fusekit_status fk_check_shape(const fk_record *record, const fk_tensor *t
     int index;
     *empty = 0;
     for (index = (int)tensor->rank - 1; index >= 0; --index) {
-        int64_t *own = &extent->shape[index];
-        fusekit_status status = fk_value(record, &tensor->shape[index], variables, tensor->name, own, error);
+        int64_t *size = &extent->shape[index];
+        fusekit_status status = fk_value(record, &tensor->shape[index], variables, tensor->name, size, error);
         if (status != FUSEKIT_OK) return status;
-        if (given != NULL && (given->shape[index] != *own || *own < 0))
+        if (given != NULL && (given->shape[index] != *size || *size < 0))
             return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s has %lld at dim %d; it must have %lld there",
-                           record->name, tensor->name, (long long)given->shape[index], index, (long long)*own);
-        *empty |= *own == 0;
+                           record->name, tensor->name, (long long)given->shape[index], index, (long long)*size);
+        *empty |= *size == 0;
         extent->strides[index] = step;
-        if (*own <= 1) continue;
-        if (fk_overflows(FK_MUL, step, *own))
+        if (*size <= 1) continue;
+        if (fk_overflows(FK_MUL, step, *size))
             return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s has more than 2^63 elements", record->name,
                            tensor->name);
-        step *= *own;
+        step *= *size;
     }
     return FUSEKIT_OK;
 }

@@ -57,7 +57,7 @@ static fusekit_status fk_read(const fusekit_bundle *bundle, uint64_t offset, voi
 static fusekit_status fk_content(const fusekit_bundle *bundle, uint64_t end, int64_t before, int64_t bytes,
                                  const int64_t *digest, const char *name, const char *what, void **content,
                                  fusekit_error *error) {
-    unsigned char found[FK_DIGEST];
+    unsigned char actual[FK_DIGEST];
     fusekit_status status;
     *content = NULL;
     if (before < 0 || (uint64_t)before > end || bytes < 1 || bytes > before)
@@ -66,8 +66,8 @@ static fusekit_status fk_content(const fusekit_bundle *bundle, uint64_t end, int
     if (*content == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%.150s: no memory for the %s", name, what);
     status = fk_read(bundle, end - (uint64_t)before, *content, (size_t)bytes, error);
     if (status == FUSEKIT_OK) {
-        fk_sha256_of(*content, (size_t)bytes, found);
-        if (memcmp(found, digest, FK_DIGEST) != 0)
+        fk_sha256_of(*content, (size_t)bytes, actual);
+        if (memcmp(actual, digest, FK_DIGEST) != 0)
             status = fk_damaged(bundle, error, "has the %s of %.120s with another digest; export or copy it again", what,
                                 name);
     }
@@ -123,11 +123,11 @@ static fusekit_status fk_open(const char *path, const void *data, size_t size, f
     return fk_read_directory(bundle, error);
 }
 
-static fusekit_status fk_new_bundle(const char *path, const void *data, size_t size, fusekit_bundle **made,
+static fusekit_status fk_new_bundle(const char *path, const void *data, size_t size, fusekit_bundle **out,
                                     fusekit_error *error) {
     fusekit_bundle *bundle = (fusekit_bundle *)calloc(1, sizeof *bundle);
     fusekit_status status;
-    *made = NULL;
+    *out = NULL;
     if (bundle == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "no memory for a bundle");
     bundle->file = -1;
     status = fk_open(path, data, size, bundle, error);
@@ -135,20 +135,20 @@ static fusekit_status fk_new_bundle(const char *path, const void *data, size_t s
         fusekit_bundle_close(bundle);
         return status;
     }
-    *made = bundle;
+    *out = bundle;
     return fk_ok(error);
 }
 
-fusekit_status fusekit_bundle_open(const char *path, fusekit_bundle **made, fusekit_error *error) {
-    *made = NULL;
+fusekit_status fusekit_bundle_open(const char *path, fusekit_bundle **out, fusekit_error *error) {
+    *out = NULL;
     if (path == NULL) return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "the bundle's path is NULL; give one");
-    return fk_new_bundle(path, NULL, 0, made, error);
+    return fk_new_bundle(path, NULL, 0, out, error);
 }
 
-fusekit_status fusekit_bundle_open_bytes(const void *data, size_t size, fusekit_bundle **made, fusekit_error *error) {
-    *made = NULL;
+fusekit_status fusekit_bundle_open_bytes(const void *data, size_t size, fusekit_bundle **out, fusekit_error *error) {
+    *out = NULL;
     if (data == NULL) return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "the bundle's bytes are NULL; give them");
-    return fk_new_bundle("the bundle in memory", data, size, made, error);
+    return fk_new_bundle("the bundle in memory", data, size, out, error);
 }
 
 void fusekit_bundle_close(fusekit_bundle *bundle) {

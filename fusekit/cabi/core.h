@@ -29,7 +29,7 @@ typedef enum fusekit_status {
     FUSEKIT_CUDA_ERROR = 6,       /* the driver refused; fusekit_error.cuda is its CUresult */
     /* Of bundles: */
     FUSEKIT_FILE_ERROR = 7, /* the file cannot be opened or read */
-    FUSEKIT_BAD_BUNDLE = 8, /* it is damaged, cut, made up, or of another version */
+    FUSEKIT_BAD_BUNDLE = 8, /* it is damaged, cut, forged, or of another version */
     FUSEKIT_NOT_FOUND = 9   /* it has no kernel of that name */
 } fusekit_status;
 

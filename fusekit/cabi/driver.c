@@ -1,5 +1,5 @@
-/* The launcher: expressions, checks, parameters, tensor maps, one driver call. What a kernel is stands in the tables
- * behind it. C11 and C++17. */
+/* The launcher: expressions, checks, parameters, tensor maps, one driver call. The tables of the kernels follow
+ * it. C11 and C++17. */
 #include <dlfcn.h>
 #include <stdarg.h>
 #include <stdio.h>

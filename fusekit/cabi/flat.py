@@ -23,7 +23,7 @@ from fusekit.abi import (
     variables,
 )
 from fusekit.abi.floats import FloatExpr, evaluate_float
-from fusekit.abi.limits import OWN_VARIABLES
+from fusekit.abi.limits import LAUNCH_VARIABLES
 from fusekit.abi.parameters import ENCODINGS, INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZLE_BYTES, Scalar
 from fusekit.cabi.layout import DTYPES, KINDS, OPERATORS, TABLES, Field
 from fusekit.errors import UsageError
@@ -31,7 +31,7 @@ from fusekit.errors import UsageError
 _CODES = {name: code for code, name in enumerate(OPERATORS)}
 _SWIZZLES = tuple(SWIZZLE_BYTES)
 _ARCH = re.compile(r"sm_([0-9]+)([0-9])([af]?)")
-_OWN_MEMORY = ("workspace", "scratch")
+_RUNTIME_MEMORY = ("workspace", "scratch")
 _SUFFIXES = ("", "f", "a")
 _MEMBERS = {
     "cooperative": "cooperative",
@@ -126,7 +126,7 @@ class _RecordWriter:
         self._defaults = defaults
         self._tensors = [tensor.name for tensor in launch.tensors]
         self._floats = [scalar.name for scalar in launch.scalars if scalar.dtype == "f32"]
-        names = [*OWN_VARIABLES, *(dim.name for dim in launch.dims)]
+        names = [*LAUNCH_VARIABLES, *(dim.name for dim in launch.dims)]
         self._first = [len(names)]  # of each kind of variables
         for kind in (
             [tensor.stride_variable(index) for tensor in launch.tensors for index in range(tensor.rank)],
@@ -162,7 +162,7 @@ class _RecordWriter:
             "dims": [{"name": dim.name, "divisor": dim.divisor, "minimum": dim.minimum, "maximum": dim.maximum}
                      for dim in launch.dims],
             "tensors": [self._tensor(tensor, first) for tensor, first in zip(launch.tensors, strides, strict=False)],
-            "arguments": [self._argument(each) for argument in launch.arguments for each in _single(argument)],
+            "arguments": [self._argument(single) for argument in launch.arguments for single in _single(argument)],
             "constraints": early, "late_constraints": late,
             "values": [{"expression": self._steps(expr)} for expr in launch.values.values()],
             "skips": [{"dim": self._variables[name]} for name in launch.skip_if_zero],
@@ -174,10 +174,12 @@ class _RecordWriter:
         return {
             "name": tensor.name, "written": int(tensor.written), "itemsize": tensor.itemsize, "rank": tensor.rank,
             "alignment": tensor.alignment, "stride_divisor": tensor.stride_divisor,
-            "free_strides": sum(own << index for index, own in enumerate(free)),
+            "free_strides": sum(is_free << index for index, is_free in enumerate(free)),
             "first_stride": first_stride,
             "shape": [self._steps(extent) for extent in tensor.shape],
-            "strides": [() if own else self._steps(stride) for own, stride in zip(free, tensor.strides, strict=True)],
+            "strides": [
+                () if is_free else self._steps(stride) for is_free, stride in zip(free, tensor.strides, strict=True)
+            ],
         }  # fmt: skip
 
     def _argument(self, argument: TensorArgument | ScalarArgument) -> dict[str, Any]:
@@ -210,7 +212,7 @@ class _RecordWriter:
             kind, row["number"] = "float", self._float_steps(item.value)
         else:
             assert isinstance(item, PointerParameter)
-            kind = item.argument if item.argument in _OWN_MEMORY else "pointer"
+            kind = item.argument if item.argument in _RUNTIME_MEMORY else "pointer"
             if kind == "pointer":
                 row["argument"] = self._tensors.index(item.argument)
             if item.shift != 0:
@@ -264,13 +266,13 @@ def _beyond(scalar: ScalarArgument) -> Expr:
 
 def _postfix(operator: str, operands: list[Steps]) -> Iterator[tuple[int, int]]:
     """An operator of one operand after it, any other after each operand from the second on."""
-    own = (_CODES[operator], 0)
+    code = (_CODES[operator], 0)
     yield from operands[0]
     if len(operands) == 1:
-        yield own
+        yield code
     for operand in operands[1:]:
         yield from operand
-        yield own
+        yield code
 
 
 def default_of(scalar: ScalarArgument, defaults: Mapping[str, Any]) -> float | int | None:

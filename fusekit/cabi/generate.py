@@ -24,7 +24,7 @@ PARTS = (
 )  # fmt: skip
 LOADER_PARTS = ("listing", "sha256.c", "bundle.c", "kernels.c", "named.c")
 _ABOUT = "/* Written by fusekit; changes are lost when it is written again. */\n"
-_OWN = re.compile(r"\b(fusekit|FUSEKIT)_")
+_PREFIXED = re.compile(r"\b(fusekit|FUSEKIT)_")
 _PER_LINE = 6
 
 
@@ -100,7 +100,7 @@ def _part(name: str, prefix: str) -> str:
     text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     if prefix == "fusekit":
         return text
-    return _OWN.sub(lambda found: f"{prefix if found[1].islower() else prefix.upper()}_", text)
+    return _PREFIXED.sub(lambda match: f"{prefix if match[1].islower() else prefix.upper()}_", text)
 
 
 def _source_of(number: int, kernel: Exported, cubin: str) -> str:

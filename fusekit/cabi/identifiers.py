@@ -26,7 +26,7 @@ _HEADERS = frozenset({
     "pthread", "sched", "setjmp", "signal", "stdalign", "stdarg", "stdatomic", "stdbool", "stddef", "stdint", "stdio",
     "stdlib", "stdnoreturn", "string", "tgmath", "threads", "time", "uchar", "unistd", "wchar", "wctype",
 })  # fmt: skip
-_STRIDE = re.compile(r"_stride[0-9]+$")  # the members beside a tensor's
+_STRIDE = re.compile(r"_stride[0-9]+$")  # the members next to a tensor's
 # Members that every structure of arguments has.
 COMMON = ("cluster_margin", "has_priority", "priority")
 
@@ -47,17 +47,17 @@ def check_prefix(prefix: str) -> None:
 def kernel_identifiers(names: Sequence[str]) -> list[str]:
     """One identifier for each kernel name: file and kernel, and the variant too where two would be the same."""
     short = [re.sub(r"[^A-Za-z0-9]+", "_", name.partition("@")[0]) for name in names]
-    found = [
+    identifiers = [
         re.sub(r"[^A-Za-z0-9]+", "_", name) if short.count(brief) > 1 else brief
         for name, brief in zip(names, short, strict=True)
     ]
-    for index, identifier in enumerate(found):
-        if identifier in found[:index]:
+    for index, identifier in enumerate(identifiers):
+        if identifier in identifiers[:index]:
             raise UsageError(
-                f"{names[index]} and {names[found.index(identifier)]} would both be called {identifier}; export one "
-                "of them apart, with another --prefix"
+                f"{names[index]} and {names[identifiers.index(identifier)]} would both be called {identifier}; export "
+                "one of them apart, with another --prefix"
             )
-    return found
+    return identifiers
 
 
 def members(dims: Iterable[str], arguments: Iterable[str]) -> dict[str, str]:
@@ -73,8 +73,8 @@ def members(dims: Iterable[str], arguments: Iterable[str]) -> dict[str, str]:
         taken.add(name)
         return name
 
-    own = [*arguments]
-    for argument in sorted(own, key=lambda name: name in taken):  # first those that may keep theirs
+    names = [*arguments]
+    for argument in sorted(names, key=lambda name: name in taken):  # first those that may keep theirs
         named[argument] = free(argument)
     for dim in dims:
         lower = dim.lower()

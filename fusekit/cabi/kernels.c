@@ -164,12 +164,12 @@ static fusekit_status fk_load_listed(const fusekit_driver *driver, const fusekit
 }
 
 fusekit_status fusekit_kernel_load(const fusekit_driver *driver, const fusekit_bundle *bundle, const char *name,
-                                   int ordinal, fusekit_kernel **made, fusekit_error *error) {
+                                   int ordinal, fusekit_kernel **out, fusekit_error *error) {
     const fk_listed *listed;
     fusekit_kernel *kernel;
     int device = 0, major, minor, result;
     fusekit_status status;
-    *made = NULL;
+    *out = NULL;
     if (driver == NULL || bundle == NULL || name == NULL)
         return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "driver, bundle or name is NULL; give all three");
     result = driver->device_get(&device, ordinal);
@@ -183,7 +183,7 @@ fusekit_status fusekit_kernel_load(const fusekit_driver *driver, const fusekit_b
     if (kernel == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory to load", name);
     status = fk_load_listed(driver, bundle, listed, ordinal, kernel, error);
     if (status == FUSEKIT_OK) {
-        *made = kernel;
+        *out = kernel;
         return fk_ok(error);
     }
     fusekit_kernel_unload(kernel, NULL);

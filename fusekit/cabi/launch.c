@@ -251,7 +251,7 @@ fusekit_status fusekit_launch_run(const fusekit_launch *launch, void *stream, fu
     const fusekit_driver *driver = kernel->driver;
     void *current = kernel->context;
     unsigned long long memory[2] = {0, 0};
-    int result = 0, own = (uintptr_t)stream > FK_PER_THREAD, next = 0;
+    int result = 0, has_context = (uintptr_t)stream > FK_PER_THREAD, next = 0;
     pthread_mutex_t *together = NULL;
     if (launch->skip) return fk_ok(error);
     if (kernel->workspaces != NULL) {
@@ -264,10 +264,10 @@ fusekit_status fusekit_launch_run(const fusekit_launch *launch, void *stream, fu
     if (kernel->workspaces != NULL && kernel->record->node_count > 1) together = &kernel->workspaces->together;
     if (together != NULL) pthread_mutex_lock(together);
     /* A stream knows its context; for the default streams (0, 1, 2) the driver takes the current one. */
-    if (!own) result = driver->current(&current);
+    if (!has_context) result = driver->current(&current);
     if (result == 0) result = fk_queue(launch, stream, memory, current != kernel->context, &next);
     /* Another device's context may be current, and be why the driver refused. */
-    if (own && (result == FK_INVALID_CONTEXT || result == FK_INVALID_HANDLE) && driver->current(&current) == 0 &&
+    if (has_context && (result == FK_INVALID_CONTEXT || result == FK_INVALID_HANDLE) && driver->current(&current) == 0 &&
         current != kernel->context)
         result = fk_queue(launch, stream, memory, 1, &next);
     if (together != NULL) pthread_mutex_unlock(together);
@@ -276,15 +276,15 @@ fusekit_status fusekit_launch_run(const fusekit_launch *launch, void *stream, fu
 
 void fusekit_launch_free(fusekit_launch *launch) { free(launch); }
 
-static fusekit_status fk_bind(const fk_kernel *kernel, const fk_call *call, fusekit_launch **made,
+static fusekit_status fk_bind(const fk_kernel *kernel, const fk_call *call, fusekit_launch **out,
                               fusekit_error *error) {
     fusekit_launch *launch = fk_new_launch(kernel);
     fusekit_status status;
-    *made = NULL;
+    *out = NULL;
     if (launch == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory for a launch", kernel->record->name);
     status = fk_pack(kernel, call, launch, error);
     if (status == FUSEKIT_OK)
-        *made = launch;
+        *out = launch;
     else
         free(launch);
     return status;

@@ -5,7 +5,7 @@ come, row by row and field by field, the tables, texts and expressions of those 
 takes what comes next, checks it, and sets a pointer: nothing can overlap, and nothing can point elsewhere.
 
 `TABLES` is the one definition. The writer follows it, and `declarations` gives the launcher's structures, constants and
-rules: a row in memory is the row in the file, a pointer in the place of what it will point to.
+rules: a row in memory is the row in the file, a pointer takes the place of what it will point to.
 
 | field | words of its row | after the rows |
 |---|---|---|
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from fusekit.abi.limits import (
     CONSTRAINTS,
     INT,
+    LAUNCH_VARIABLES,
     LAUNCHES,
-    OWN_VARIABLES,
     PARAMETERS,
     RANK,
     SCALARS,
@@ -38,7 +38,7 @@ from fusekit.dtypes import ROWS
 
 MAGIC = int.from_bytes(b"fusekit\0", "little")
 VERSION = 1
-"""Of this form, with everything below; a reader takes its own version alone."""
+"""Version of this form, with everything below; a reader accepts its own version alone."""
 
 # Steps of expressions. `jump` leaves out `value` steps; `unless` does where the value on top, which it takes, is 0.
 OPERATORS = (
@@ -109,7 +109,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
     ),
     "constraint": (_expression("expression", "outer"), _text("message")),
     "own_value": (_expression("expression", "value"),),
-    "skip": (Field("dim", low=len(OWN_VARIABLES), limit="first_stride"),),
+    "skip": (Field("dim", low=len(LAUNCH_VARIABLES), limit="first_stride"),),
     "map": (  # numbers are those of the driver's enumerations; raw: written by the launcher
         Field("dtype", high=15), Field("rank", low=1, high=RANK), _expression("address", "variable_count"),
         _expression("dims", "variable_count", RANK), _expression("strides", "variable_count", RANK),
@@ -174,14 +174,19 @@ def declarations() -> str:
     """The constants, structures and rules of the C launcher."""
     most = {"rank": RANK, "variables": VARIABLES, "nodes": LAUNCHES, "parameters": PARAMETERS, "space": SPACE,
             "tensors": TENSORS, "scalars": SCALARS, "stack": STACK, "document": DOCUMENT, "cubin": CUBIN}  # fmt: skip
-    own = {"VERSION": VERSION, "DTYPES": len(DTYPES), "I32": DTYPES.index("i32"), "FIRST_DIM": len(OWN_VARIABLES)}
+    constants = {
+        "VERSION": VERSION,
+        "DTYPES": len(DTYPES),
+        "I32": DTYPES.index("i32"),
+        "FIRST_DIM": len(LAUNCH_VARIABLES),
+    }
     parts = [
         "/* ---- Launch records, in words of 64 bits. */\n",
         _enum(None, [f"FK_MOST_{name.upper()} = {value}" for name, value in most.items()]),
-        _enum(None, [f"FK_{name} = {value}" for name, value in own.items()]),
+        _enum(None, [f"FK_{name} = {value}" for name, value in constants.items()]),
         _enum("fk_operator", [f"FK_{name.upper()}" for name in OPERATORS]),
         _enum("fk_kind", [f"FK_{name.upper()}" for name in KINDS]),
-        _enum("fk_own_variable", [f"FK_{name.upper()}" for name in OWN_VARIABLES]),
+        _enum("fk_own_variable", [f"FK_{name.upper()}" for name in LAUNCH_VARIABLES]),
         _enum("fk_limit", [f"FK_BELOW_{name.upper()}" for name in LIMITS]),
         "typedef struct {\n    int64_t operation, value;\n} fk_step;\n",
         "typedef struct {\n    const fk_step *steps;\n    int64_t count;\n} fk_expression;\n",

@@ -1,20 +1,20 @@
 /* ---- Loading. */
 
-fusekit_status fusekit_driver_open_with(fusekit_lookup lookup, void *user, fusekit_driver **made,
+fusekit_status fusekit_driver_open_with(fusekit_lookup lookup, void *user, fusekit_driver **out,
                                         fusekit_error *error) {
     fusekit_driver *driver = (fusekit_driver *)calloc(1, sizeof *driver);
     int version = 0, result;
-    *made = NULL;
+    *out = NULL;
     if (driver == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "no memory for the driver's functions");
 #define FK_FIND(name, symbol, arguments)                                                                               \
     {                                                                                                                  \
-        void *found = lookup(symbol, user);                                                                            \
-        if (found == NULL) {                                                                                           \
+        void *address = lookup(symbol, user);                                                                            \
+        if (address == NULL) {                                                                                           \
             free(driver);                                                                                              \
             return fk_fail(error, FUSEKIT_NO_DRIVER, "the CUDA driver has no %s; one for CUDA 12.4 or newer is needed", \
                            symbol);                                                                                    \
         }                                                                                                              \
-        memcpy(&driver->name, &found, sizeof found);                                                                   \
+        memcpy(&driver->name, &address, sizeof address);                                                                   \
     }
     FK_API(FK_FIND)
 #undef FK_FIND
@@ -31,23 +31,23 @@ fusekit_status fusekit_driver_open_with(fusekit_lookup lookup, void *user, fusek
         free(driver);
         return FUSEKIT_CUDA_ERROR;
     }
-    *made = driver;
+    *out = driver;
     return fk_ok(error);
 }
 
 static void *fk_symbol(const char *symbol, void *handle) { return dlsym(handle, symbol); }
 
-fusekit_status fusekit_driver_open(fusekit_driver **made, fusekit_error *error) {
+fusekit_status fusekit_driver_open(fusekit_driver **out, fusekit_error *error) {
     void *handle = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     fusekit_status status;
-    *made = NULL;
+    *out = NULL;
     if (handle == NULL) {
         const char *why = dlerror();
         return fk_fail(error, FUSEKIT_NO_DRIVER, "no NVIDIA driver: %s", why == NULL ? "libcuda.so.1" : why);
     }
-    status = fusekit_driver_open_with(fk_symbol, handle, made, error);
+    status = fusekit_driver_open_with(fk_symbol, handle, out, error);
     if (status == FUSEKIT_OK)
-        (*made)->handle = handle;
+        (*out)->handle = handle;
     else
         dlclose(handle);
     return status;
@@ -112,15 +112,15 @@ static int64_t fk_elf_parameters(const unsigned char *elf, const char *symbol) {
     for (index = 0; index < sections; ++index) {
         const unsigned char *section = fk_elf_section(elf, index), *name, *data;
         uint64_t at = fk_little(section, 4), most = fk_little(names + 32, 8), size = fk_little(section + 32, 8);
-        int64_t found = 0;
+        int64_t count = 0;
         if (fk_little(section + 4, 4) == 8 || most < 9 + length || at > most - 9 - length) continue;
         name = elf + fk_little(names + 24, 8) + at;
         if (memcmp(name, prefix, 9) != 0 || memcmp(name + 9, symbol, length) != 0) continue;
         data = elf + fk_little(section + 24, 8);
         /* attributes: format, kind, 16 bits of value, which of format 4 is the length of what follows */
         for (at = 0; at <= size && size - at >= 4; at += 4 + (data[at] == 4 ? fk_little(data + at + 2, 2) : 0))
-            found += data[at + 1] == 0x17; /* a kernel's parameter */
-        return at == size ? found : 0; /* 0: the last one is cut short */
+            count += data[at + 1] == 0x17; /* a kernel's parameter */
+        return at == size ? count : 0; /* 0: the last one is cut short */
     }
     return -1;
 }
@@ -151,14 +151,14 @@ static fusekit_status fk_check_cubin(const fk_kernel *kernel, int64_t at, fuseki
 static fusekit_status fk_take_function(fk_kernel *kernel, int64_t at, fusekit_error *error) {
     const fusekit_driver *driver = kernel->driver;
     const fk_node *node = &kernel->record->nodes[at];
-    void *own = kernel->kernels[at];
-    int device = kernel->device, result = driver->kernel_attribute(FK_FUNCTION_SHARED, (int)node->shared, own, device);
+    void *handle = kernel->kernels[at];
+    int device = kernel->device, result = driver->kernel_attribute(FK_FUNCTION_SHARED, (int)node->shared, handle, device);
     if (result == 0 && node->non_portable_cluster)
-        result = driver->kernel_attribute(FK_FUNCTION_NON_PORTABLE_CLUSTER, 1, own, device);
+        result = driver->kernel_attribute(FK_FUNCTION_NON_PORTABLE_CLUSTER, 1, handle, device);
     if (result == 0 && node->carveout >= 0)
-        result = driver->kernel_attribute(FK_FUNCTION_CARVEOUT, (int)node->carveout, own, device);
+        result = driver->kernel_attribute(FK_FUNCTION_CARVEOUT, (int)node->carveout, handle, device);
     if (result != 0) return fk_cuda(driver, error, result, kernel->record->name, "cuKernelSetAttribute");
-    result = driver->kernel_function(&kernel->functions[at], own);
+    result = driver->kernel_function(&kernel->functions[at], handle);
     return result == 0 ? FUSEKIT_OK : fk_cuda(driver, error, result, kernel->record->name, "cuKernelGetFunction");
 }
 
@@ -218,7 +218,7 @@ static fusekit_status fk_unload(fk_kernel *kernel, fusekit_error *error) {
     return status;
 }
 
-/* The device of a kernel, whose context this thread then has: parameters are told only inside one. */
+/* The device of a kernel, whose context this thread then has: parameters are known only inside one. */
 static fusekit_status fk_open_device(fk_kernel *kernel, int ordinal, fusekit_error *error) {
     const fusekit_driver *driver = kernel->driver;
     const fk_record *record = kernel->record;
@@ -252,11 +252,11 @@ static fusekit_status fk_open_apart(fk_kernel *kernel, fusekit_error *error) {
 
 /* title: what the kernel is called until its record is read. */
 static fusekit_status fk_load(const fusekit_driver *driver, const fk_source *source, const char *title, int ordinal,
-                              fk_kernel **made, fusekit_error *error) {
+                              fk_kernel **out, fusekit_error *error) {
     fk_kernel *kernel = (fk_kernel *)calloc(1, sizeof *kernel);
     fusekit_status status;
     void *before;
-    *made = NULL;
+    *out = NULL;
     if (kernel == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory to load", title);
     kernel->driver = driver;
     kernel->source = source;
@@ -270,6 +270,6 @@ static fusekit_status fk_load(const fusekit_driver *driver, const fk_source *sou
         fk_unload(kernel, NULL);
         return status;
     }
-    *made = kernel;
+    *out = kernel;
     return fk_ok(error);
 }

@@ -6,7 +6,7 @@
  *     fusekit_kernel_launch(kernel, &arguments, stream, ...)        tensors by name, as the launch record has them
  *
  * Nothing is used before its SHA-256 is what the directory says, and nothing is believed: a file that is cut, changed or
- * made up is refused with FUSEKIT_BAD_BUNDLE. Signatures in it are not checked: `fusekit import` does that, or compare
+ * forged is refused with FUSEKIT_BAD_BUNDLE. Signatures in it are not checked: `fusekit import` does that, or compare
  * fusekit_bundle_digest with one that your program holds.
  */
 

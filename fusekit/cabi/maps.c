@@ -20,7 +20,7 @@ static fusekit_status fk_ask_encoder(const fk_kernel *kernel, const fk_map *map,
                                      const int64_t *strides, unsigned char *place, fusekit_error *error) {
     const fusekit_driver *driver = kernel->driver;
     unsigned char room[FK_MAP_BYTES + FK_MAP_ALIGNMENT]; /* it wants alignment, which a parameter need not have */
-    unsigned char *made = room + (FK_MAP_ALIGNMENT - (uintptr_t)room % FK_MAP_ALIGNMENT) % FK_MAP_ALIGNMENT;
+    unsigned char *descriptor = room + (FK_MAP_ALIGNMENT - (uintptr_t)room % FK_MAP_ALIGNMENT) % FK_MAP_ALIGNMENT;
     uint64_t dims[FK_MOST_RANK] = {0}, steps[FK_MOST_RANK] = {0};
     unsigned box[FK_MOST_RANK] = {0}, element_strides[FK_MOST_RANK] = {0};
     void *before, *current = NULL;
@@ -35,13 +35,13 @@ static fusekit_status fk_ask_encoder(const fk_kernel *kernel, const fk_map *map,
     inside = driver->current(&current) == 0 && current == kernel->context;
     result = inside ? 0 : driver->push(kernel->context);
     if (result == 0) {
-        result = driver->encode(made, (int)map->dtype, (unsigned)map->rank, (void *)(uintptr_t)at, dims, steps, box,
+        result = driver->encode(descriptor, (int)map->dtype, (unsigned)map->rank, (void *)(uintptr_t)at, dims, steps, box,
                                 element_strides, (int)map->interleave, (int)map->swizzle, (int)map->promotion,
                                 (int)map->fill);
         if (!inside) driver->pop(&before);
     }
     if (result == 0) {
-        memcpy(place, made, FK_MAP_BYTES);
+        memcpy(place, descriptor, FK_MAP_BYTES);
         return FUSEKIT_OK;
     }
     fk_cuda(driver, error, result, kernel->record->name, "cuTensorMapEncodeTiled");

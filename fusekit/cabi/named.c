@@ -19,7 +19,7 @@ static int fk_fits(fusekit_dtype dtype, double number) {
     return (number > -most && number < most) || !(number >= -DBL_MAX && number <= DBL_MAX);
 }
 
-/* The index of the argument of that name, or -1 with the error said. `tensor`: which kind is looked for. */
+/* The index of the argument of that name, or -1 with the error set. `tensor`: which kind is looked for. */
 static int fk_argument_of(const fusekit_kernel *kernel, const char *name, int tensor, fusekit_error *error) {
     const fk_record *record = kernel->loaded->record;
     char known[200];
@@ -45,10 +45,10 @@ static fusekit_status fk_take_tensors(const fusekit_kernel *kernel, const fuseki
     int index;
     for (index = 0; index < arguments->tensor_count; ++index) {
         const fusekit_tensor *given = &arguments->tensors[index];
-        int found = fk_argument_of(kernel, given->name, 1, error);
-        const fusekit_argument *argument = &kernel->arguments[found < 0 ? 0 : found];
-        if (found < 0) return FUSEKIT_INVALID_ARGUMENT;
-        at = record->arguments[found].tensor;
+        int which = fk_argument_of(kernel, given->name, 1, error);
+        const fusekit_argument *argument = &kernel->arguments[which < 0 ? 0 : which];
+        if (which < 0) return FUSEKIT_INVALID_ARGUMENT;
+        at = record->arguments[which].tensor;
         if (values->taken[at])
             return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is given twice; give it once", record->name,
                            given->name);
@@ -109,14 +109,14 @@ static fusekit_status fk_take_scalars(const fusekit_kernel *kernel, const fuseki
     for (index = 0; index < record->argument_count; ++index) {
         const fusekit_argument *argument = &kernel->arguments[index];
         double value = argument->default_value;
-        int found = argument->has_default;
+        int has_value = argument->has_default;
         if (argument->rank >= 0) continue;
         for (given = 0; given < arguments->scalar_count; ++given)
             if (strcmp(arguments->scalars[given].name, argument->name) == 0) {
                 value = arguments->scalars[given].value;
-                found = 1;
+                has_value = 1;
             }
-        if (!found)
+        if (!has_value)
             return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s must be set", record->name, argument->name);
         if (!fk_fits(argument->dtype, value))
             return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is %g; it must be an %s", record->name,

@@ -1,4 +1,4 @@
-/* ---- Device memory that a kernel needs beside its arguments, for each stream: launches that may overlap in time must not
+/* ---- Device memory that a kernel needs next to its arguments, for each stream: launches that may overlap in time must not
  * share it. A launch leaves its workspace (a scheduler's counters) as the next one needs it. Workspaces are made in stocks,
  * the first at load: a launch in a stream not seen before takes one from it, and only where it is used up asks the driver.
  * Scratch (partial sums) is of any content, and grows with the largest launch there was in the stream. What a thread's
@@ -11,8 +11,8 @@ enum { FK_WORKSPACE_ALIGNMENT = 256, FK_STOCK_BYTES = 1 << 16, FK_MOST_STOCK = 6
 
 typedef struct {
     uintptr_t stream;
-    pthread_t thread; /* of a per-thread default stream, of which every thread has one behind the same handle */
-    uint64_t begun;   /* tells that thread from those that had the same pthread_self() before it, and ended */
+    pthread_t thread; /* of a per-thread default stream, of which every thread has one with the same handle */
+    uint64_t begun;   /* distinguishes that thread from those that had the same pthread_self() before it, and ended */
 } fk_owner;
 
 typedef struct fk_stock { /* memory for some workspaces; the stocks form a list, the newest first */
@@ -83,11 +83,11 @@ static int fk_apart(const fusekit_driver *driver, int kind, int *mode) {
     return driver->capture_mode(mode);
 }
 
-static fusekit_status fk_allocate(const fk_workspaces *own, size_t size, int zeroed, unsigned long long *address,
+static fusekit_status fk_allocate(const fk_workspaces *memory, size_t size, int zeroed, unsigned long long *address,
                                   fusekit_error *error) {
-    const fusekit_driver *driver = own->driver;
+    const fusekit_driver *driver = memory->driver;
     void *before;
-    int mode, result = driver->push(own->context);
+    int mode, result = driver->push(memory->context);
     if (result == 0) {
         result = fk_apart(driver, FK_RELAXED, &mode); /* the first launch in a stream may be one that is captured */
         if (result == 0) {
@@ -97,148 +97,148 @@ static fusekit_status fk_allocate(const fk_workspaces *own, size_t size, int zer
         }
         driver->pop(&before);
     }
-    return result == 0 ? FUSEKIT_OK : fk_cuda(driver, error, result, own->name, "allocating a workspace");
+    return result == 0 ? FUSEKIT_OK : fk_cuda(driver, error, result, memory->name, "allocating a workspace");
 }
 
-static fusekit_status fk_add_stock(fk_workspaces *own, fusekit_error *error) {
+static fusekit_status fk_add_stock(fk_workspaces *memory, fusekit_error *error) {
     fk_stock *stock = (fk_stock *)calloc(1, sizeof *stock);
     fusekit_status status;
-    if (stock == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory for workspaces", own->name);
-    status = fk_allocate(own, own->size * (size_t)own->count, own->zeroed, &stock->base, error);
+    if (stock == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory for workspaces", memory->name);
+    status = fk_allocate(memory, memory->size * (size_t)memory->count, memory->zeroed, &stock->base, error);
     if (status != FUSEKIT_OK) {
         free(stock);
         return status;
     }
-    stock->next = own->stocks;
-    __atomic_store_n(&own->stocks, stock, __ATOMIC_RELEASE);
+    stock->next = memory->stocks;
+    __atomic_store_n(&memory->stocks, stock, __ATOMIC_RELEASE);
     return FUSEKIT_OK;
 }
 
 /* The workspace of a stream, or 0. A stock only ever grows, and says so last. */
-static unsigned long long fk_find_workspace(const fk_workspaces *own, const fk_owner *owner) {
-    const fk_stock *stock = __atomic_load_n(&own->stocks, __ATOMIC_ACQUIRE);
+static unsigned long long fk_find_workspace(const fk_workspaces *memory, const fk_owner *owner) {
+    const fk_stock *stock = __atomic_load_n(&memory->stocks, __ATOMIC_ACQUIRE);
     for (; stock != NULL; stock = stock->next) {
         int used = __atomic_load_n(&stock->used, __ATOMIC_ACQUIRE), index;
         for (index = 0; index < used; ++index)
-            if (fk_owns(&stock->owners[index], owner)) return stock->base + (size_t)index * own->size;
+            if (fk_owns(&stock->owners[index], owner)) return stock->base + (size_t)index * memory->size;
     }
     return 0;
 }
 
 /* The workspace for launches in a stream. */
-static fusekit_status fk_workspace(fk_workspaces *own, void *stream, unsigned long long *address, fusekit_error *error) {
+static fusekit_status fk_workspace(fk_workspaces *memory, void *stream, unsigned long long *address, fusekit_error *error) {
     fk_owner owner = fk_owner_of(stream);
     fusekit_status status = FUSEKIT_OK;
-    *address = fk_find_workspace(own, &owner);
+    *address = fk_find_workspace(memory, &owner);
     if (*address != 0) return FUSEKIT_OK;
-    pthread_mutex_lock(&own->lock);
-    *address = fk_find_workspace(own, &owner);
-    if (*address == 0 && own->stocks->used == own->count) status = fk_add_stock(own, error);
+    pthread_mutex_lock(&memory->lock);
+    *address = fk_find_workspace(memory, &owner);
+    if (*address == 0 && memory->stocks->used == memory->count) status = fk_add_stock(memory, error);
     if (*address == 0 && status == FUSEKIT_OK) {
-        fk_stock *stock = own->stocks;
+        fk_stock *stock = memory->stocks;
         stock->owners[stock->used] = owner;
-        *address = stock->base + (size_t)stock->used * own->size;
+        *address = stock->base + (size_t)stock->used * memory->size;
         __atomic_store_n(&stock->used, stock->used + 1, __ATOMIC_RELEASE);
     }
-    pthread_mutex_unlock(&own->lock);
+    pthread_mutex_unlock(&memory->lock);
     return status;
 }
 
 /* The newest piece of a stream, which is its largest; NULL where it has none. */
-static const fk_piece *fk_find_piece(const fk_workspaces *own, const fk_owner *owner) {
-    const fk_piece *piece = __atomic_load_n(&own->pieces, __ATOMIC_ACQUIRE);
+static const fk_piece *fk_find_piece(const fk_workspaces *memory, const fk_owner *owner) {
+    const fk_piece *piece = __atomic_load_n(&memory->pieces, __ATOMIC_ACQUIRE);
     while (piece != NULL && !fk_owns(&piece->owner, owner)) piece = piece->next;
     return piece;
 }
 
 /* Half as much again as before: a slowly growing batch takes few allocations, three times its size at most. */
-static fusekit_status fk_add_piece(fk_workspaces *own, const fk_owner *owner, const fk_piece *before, int64_t size,
+static fusekit_status fk_add_piece(fk_workspaces *memory, const fk_owner *owner, const fk_piece *before, int64_t size,
                                    fusekit_error *error) {
     const int64_t granule = 1 << 21; /* what the driver allocates at least */
     fk_piece *piece = (fk_piece *)calloc(1, sizeof *piece);
     fusekit_status status;
-    if (piece == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory for scratch", own->name);
+    if (piece == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory for scratch", memory->name);
     if (before != NULL && before->size / 2 * 3 > size) size = before->size / 2 * 3;
     piece->owner = *owner;
     piece->size = (size + granule - 1) / granule * granule;
-    status = fk_allocate(own, (size_t)piece->size, 0, &piece->address, error);
+    status = fk_allocate(memory, (size_t)piece->size, 0, &piece->address, error);
     if (status != FUSEKIT_OK) {
         free(piece);
         return status;
     }
-    piece->next = own->pieces;
-    __atomic_store_n(&own->pieces, piece, __ATOMIC_RELEASE);
+    piece->next = memory->pieces;
+    __atomic_store_n(&memory->pieces, piece, __ATOMIC_RELEASE);
     return FUSEKIT_OK;
 }
 
 /* `size` bytes at least for a launch in a stream. */
-static fusekit_status fk_scratch(fk_workspaces *own, void *stream, int64_t size, unsigned long long *address,
+static fusekit_status fk_scratch(fk_workspaces *memory, void *stream, int64_t size, unsigned long long *address,
                                  fusekit_error *error) {
     fk_owner owner = fk_owner_of(stream);
-    const fk_piece *piece = fk_find_piece(own, &owner);
+    const fk_piece *piece = fk_find_piece(memory, &owner);
     fusekit_status status = FUSEKIT_OK;
     if (size > 0 && (piece == NULL || piece->size < size)) {
-        pthread_mutex_lock(&own->lock);
-        piece = fk_find_piece(own, &owner);
-        if (piece == NULL || piece->size < size) status = fk_add_piece(own, &owner, piece, size, error);
-        piece = fk_find_piece(own, &owner);
-        pthread_mutex_unlock(&own->lock);
+        pthread_mutex_lock(&memory->lock);
+        piece = fk_find_piece(memory, &owner);
+        if (piece == NULL || piece->size < size) status = fk_add_piece(memory, &owner, piece, size, error);
+        piece = fk_find_piece(memory, &owner);
+        pthread_mutex_unlock(&memory->lock);
     }
     *address = piece == NULL ? 0 : piece->address;
     return status;
 }
 
 /* Gives the memory back; no launch that uses it may be pending. */
-static int fk_free_workspaces(fk_workspaces *own) {
-    const fusekit_driver *driver = own->driver;
+static int fk_free_workspaces(fk_workspaces *memory) {
+    const fusekit_driver *driver = memory->driver;
     void *before;
     int result = 0, other, mode;
-    if ((own->stocks != NULL || own->pieces != NULL) && (result = driver->push(own->context)) == 0) {
+    if ((memory->stocks != NULL || memory->pieces != NULL) && (result = driver->push(memory->context)) == 0) {
         result = fk_apart(driver, FK_THREAD_LOCAL, &mode);
-        while (own->stocks != NULL) {
-            fk_stock *stock = own->stocks;
-            own->stocks = stock->next;
+        while (memory->stocks != NULL) {
+            fk_stock *stock = memory->stocks;
+            memory->stocks = stock->next;
             if ((other = driver->free_memory(stock->base)) != 0) result = other;
             free(stock);
         }
-        while (own->pieces != NULL) {
-            fk_piece *piece = own->pieces;
-            own->pieces = piece->next;
+        while (memory->pieces != NULL) {
+            fk_piece *piece = memory->pieces;
+            memory->pieces = piece->next;
             if ((other = driver->free_memory(piece->address)) != 0) result = other;
             free(piece);
         }
         driver->capture_mode(&mode);
         driver->pop(&before);
     }
-    pthread_mutex_destroy(&own->lock);
-    pthread_mutex_destroy(&own->together);
-    free(own);
+    pthread_mutex_destroy(&memory->lock);
+    pthread_mutex_destroy(&memory->together);
+    free(memory);
     return result;
 }
 
 /* bytes: of each workspace; 0 where the kernel has none. */
 static fusekit_status fk_make_workspaces(const fusekit_driver *driver, const char *name, void *context, int64_t bytes,
-                                         int zeroed, fk_workspaces **made, fusekit_error *error) {
-    fk_workspaces *own = (fk_workspaces *)calloc(1, sizeof *own);
+                                         int zeroed, fk_workspaces **out, fusekit_error *error) {
+    fk_workspaces *created = (fk_workspaces *)calloc(1, sizeof *created);
     fusekit_status status;
-    *made = NULL;
-    if (own == NULL || bytes > INT64_MAX / FK_MOST_STOCK - FK_WORKSPACE_ALIGNMENT ||
-        pthread_mutex_init(&own->lock, NULL) != 0 || pthread_mutex_init(&own->together, NULL) != 0) {
-        free(own);
+    *out = NULL;
+    if (created == NULL || bytes > INT64_MAX / FK_MOST_STOCK - FK_WORKSPACE_ALIGNMENT ||
+        pthread_mutex_init(&created->lock, NULL) != 0 || pthread_mutex_init(&created->together, NULL) != 0) {
+        free(created);
         return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory for a workspace of %lld bytes", name,
                        (long long)bytes);
     }
-    own->driver = driver;
-    own->name = name;
-    own->context = context;
-    own->zeroed = zeroed;
-    own->size = ((size_t)bytes + FK_WORKSPACE_ALIGNMENT - 1) / FK_WORKSPACE_ALIGNMENT * FK_WORKSPACE_ALIGNMENT;
-    own->count = own->size > FK_STOCK_BYTES / FK_MOST_STOCK ? (int)(FK_STOCK_BYTES / own->size) : FK_MOST_STOCK;
-    if (own->count == 0) own->count = 1;
-    status = bytes > 0 ? fk_add_stock(own, error) : FUSEKIT_OK;
+    created->driver = driver;
+    created->name = name;
+    created->context = context;
+    created->zeroed = zeroed;
+    created->size = ((size_t)bytes + FK_WORKSPACE_ALIGNMENT - 1) / FK_WORKSPACE_ALIGNMENT * FK_WORKSPACE_ALIGNMENT;
+    created->count = created->size > FK_STOCK_BYTES / FK_MOST_STOCK ? (int)(FK_STOCK_BYTES / created->size) : FK_MOST_STOCK;
+    if (created->count == 0) created->count = 1;
+    status = bytes > 0 ? fk_add_stock(created, error) : FUSEKIT_OK;
     if (status == FUSEKIT_OK)
-        *made = own;
+        *out = created;
     else
-        fk_free_workspaces(own);
+        fk_free_workspaces(created);
     return status;
 }

@@ -1,4 +1,4 @@
-"""The typed face of one kernel: its structure of arguments and the functions that take it."""
+"""The typed interface of one kernel: its structure of arguments and the functions that take it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ FUNCTIONS = """\
 
 BODIES = """\
 {p}_status {p}_{k}_load(const {p}_driver *driver, int device, {p}_{k} **kernel, {p}_error *error) {{
-    fk_kernel *made;
-    {p}_status status = fk_load(driver, &fk_source_{i}, fk_name_{i}, device, &made, error);
-    *kernel = ({p}_{k} *)made;
+    fk_kernel *loaded;
+    {p}_status status = fk_load(driver, &fk_source_{i}, fk_name_{i}, device, &loaded, error);
+    *kernel = ({p}_{k} *)loaded;
     return status;
 }}
 
@@ -209,7 +209,7 @@ def _limits(dim: Dim) -> str:
 
 def _renamed(text: str, record: LaunchRecord, member: Mapping[str, str]) -> str:
     names = {dim.name: member[f"dim {dim.name}"] for dim in record.dims}
-    return re.sub(r"[A-Za-z_]\w*", lambda found: names.get(found[0], found[0]), text)
+    return re.sub(r"[A-Za-z_]\w*", lambda match: names.get(match[0], match[0]), text)
 
 
 def _float(value: float | int | None) -> str:

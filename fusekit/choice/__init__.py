@@ -1,4 +1,4 @@
-"""Which variant of a kernel is taken for a problem; data in, data out."""
+"""Chooses the variant of a kernel for a problem; data in, data out."""
 
 from fusekit.choice.model import cost, rank
 

@@ -1,4 +1,4 @@
-"""A model of the time of a GEMM variant, from its spec alone: which of several is taken where nothing was measured.
+"""A model of the time of a GEMM variant, from its spec alone: which of several is chosen where nothing was measured.
 
 The least time wins. One tile of a GEMM, as a CTA works on it, costs, for each element of the reduction (K; of
 a weight gradient a group's rows),
@@ -37,19 +37,19 @@ from fusekit.plan.activations import is_backward
 from fusekit.plan.arch import ARCHITECTURES, DEFAULT, Architecture
 from fusekit.plan.operations import OPERATIONS, Operation
 
-SIZES = 16  # group sizes that stand for all
+SIZES = 16  # group sizes that represent all
 FETCH = 5.0  # products, for each element that a tile fetches into shared memory, and again for each that it has from L2
 EPILOGUE = 90.0  # elements of the reduction that take as long as a cooperative main loop's epilogue
-CODES_EPILOGUE = 500.0  # the same where factors have 8 bits
-SAVED = 90.0  # as many more where it stores the pre-activation, of 16-bit factors
+CODES_EPILOGUE = 500.0  # the same with FP8 operands
+SAVED = 90.0  # as many more where it stores the pre-activation, with 16-bit operands
 BACKWARD = 300.0  # as many more where it takes a gradient through an activation
-DEPTH = 4096  # the reduction of a problem that does not say
+DEPTH = 4096  # the reduction of a problem that does not give it
 PADDING = 0.25  # what a padded column costs, of one that is not
 STATIC = 1.05
 
 
 def group_sizes(rows: int, groups: int) -> list[float]:
-    """Sizes that stand for those of `groups` groups of `rows` rows in all: 16, spread evenly from half to one and a
+    """Sizes that represent those of `groups` groups of `rows` rows in all: 16, spread evenly from half to one and a
     half times the mean.
     """
     mean = rows / max(groups, 1)
@@ -122,10 +122,10 @@ def _epilogue(spec: Mapping[str, Any]) -> float:
     """What the epilogue adds to a tile's time, in elements of the reduction."""
     if spec.get("mainloop") != "cooperative":
         return 0.0
-    own = CODES_EPILOGUE
+    cost = CODES_EPILOGUE
     if spec.get("quant", "none") == "none":
-        own = EPILOGUE + (SAVED if spec.get("save_preactivation") else 0.0)
-    return own + (BACKWARD if is_backward(spec.get("activation", {}).get("kind")) else 0.0)
+        cost = EPILOGUE + (SAVED if spec.get("save_preactivation") else 0.0)
+    return cost + (BACKWARD if is_backward(spec.get("activation", {}).get("kind")) else 0.0)
 
 
 def _groups(spec: Mapping[str, Any], problem: Mapping[str, int], operation: Operation) -> int:

@@ -15,7 +15,7 @@ is computed, and nothing of how: kernels of two models that compute the same sha
 for (false, "none") is left out, so that a new key leaves the rows of kernels without it as they are.
 
 A row speaks for a problem when the features are equal, N and K (the width H of kernels that move rows) are equal, and
-the rest is near. Measured points stand for their neighbourhood; nobody has to make up ranges. The distance is
+the rest is near. Measured points represent their neighbourhood; ranges are not needed. The distance is
 
     |log2 of rows a group| + |log2 of groups| / 2       of a GEMM: M / E and E
     |log2 of tokens|                                    of a kernel that works token by token
@@ -25,7 +25,7 @@ one that was measured on a device of the same name comes before all others. Of w
 is there is taken. No row near enough: the heuristic of fusekit.choice.variants.
 
 Where tables lie: `tuning/<arch>.json` in each root of the store, because what is fastest belongs to the kernels that
-were built and to the machines that share them, and must be writable; then `tuning-<arch>.json` beside this module,
+were built and to the machines that share them, and must be writable; then `tuning-<arch>.json` next to this module,
 which comes with fusekit and names packaged variants only. A table decides how fast a launch is and never what is
 launched under a name's variant, so it is not part of any key, has no digest, and may be edited. Where only signed
 kernels are loaded, only signed tables are: `fusekit key sign` signs one that was edited. A table that cannot be read,
@@ -62,11 +62,11 @@ _NEAR = frozenset({"E", "M", "T"})  # dims of which a neighbour will do
 
 def features(spec: Mapping[str, Any]) -> dict[str, Any]:
     """What the spec (canonical form) computes, in JSON types: no names, shapes, tiles, or run-time scalars."""
-    found = {key: value for key, value in sorted(spec.items()) if key not in _APART and value not in _OFF}
-    activation = found.get("activation")
+    fields = {key: value for key, value in sorted(spec.items()) if key not in _APART and value not in _OFF}
+    activation = fields.get("activation")
     if isinstance(activation, Mapping):  # its other members are run-time scalars
-        found["activation"] = {key: activation[key] for key in ("approximate", "kind") if key in activation}
-    return found
+        fields["activation"] = {key: activation[key] for key in ("approximate", "kind") if key in activation}
+    return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Row:
             return math.inf
         if any(problem[name] != value for name, value in self.problem.items() if name not in _NEAR):
             return math.inf
-        if any(each[name] < 1 for each in (problem, self.problem) for name in _NEAR & problem.keys()):
+        if any(sizes[name] < 1 for sizes in (problem, self.problem) for name in _NEAR & problem.keys()):
             return 0.0 if problem == self.problem else math.inf
         if "T" in problem:
             return abs(math.log2(problem["T"] / self.problem["T"]))
@@ -99,7 +99,7 @@ class Row:
             "device": self.device,
             "features": self.features,
             "problem": dict(self.problem),
-            "variants": [list(each) for each in self.variants],
+            "variants": [list(variant) for variant in self.variants],
         }
 
 
@@ -159,7 +159,7 @@ class Tuning:
                 raise ValueError(
                     f"schema {document['schema']} and arch {document['arch']!r}, not {SCHEMA} and {arch!r}"
                 )
-            return cls(arch, tuple(_row(each) for each in document["rows"]))
+            return cls(arch, tuple(_row(row) for row in document["rows"]))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise IntegrityError(
                 f"{path} is no tuning table of {arch}: {type(error).__name__}: {str(error)[:200]}; remove it, or"

@@ -36,8 +36,8 @@ def check_alike(variants: Sequence[NameRecord]) -> None:
         return  # those of a foreign kernel's sweep are kernels of their own
     _check(variants)
     first, *others = map(_computed, variants)
-    for record, found in zip(variants[1:], others, strict=True):
-        keys = sorted(key for key in first.keys() | found.keys() if first.get(key) != found.get(key))
+    for record, other in zip(variants[1:], others, strict=True):
+        keys = sorted(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
         if keys:
             raise UsageError(
                 f"{variants[0].name} and {record.name} for {record.arch} differ in {', '.join(keys)}; variants of one"
@@ -66,13 +66,13 @@ def _operation(record: NameRecord) -> Operation:
             " again",
             key=record.key,
         )
-    found = operation(op)
-    if found is None:
+    row = operation(op)
+    if row is None:
         raise UsageError(
             f"{record.name} has variants, and op {op!r}, which chooses among them, is of no package that is installed "
             f"here; give the full name, such as {record.name}, or install the package of {op}"
         )
-    return found
+    return row
 
 
 def warps(spec: Mapping[str, Any], problem: Mapping[str, int]) -> int:
@@ -108,13 +108,13 @@ def check_layer(record: NameRecord) -> None:
 
     One of other keys passes: it is of another version of fusekit, whose kernels can be launched one by one.
     """
-    said = record.spec.get("layer")
-    if not isinstance(said, Mapping):
+    table = record.spec.get("layer")
+    if not isinstance(table, Mapping):
         return
     from fusekit.plan.layer import check_table
 
     try:
-        check_table(said)
+        check_table(table)
     except TypeError:
         return
     except ValueError as error:

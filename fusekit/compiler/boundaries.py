@@ -1,4 +1,4 @@
-"""Where a record's own expressions change their course: argument sets that stand on both sides of each such place.
+"""Where a record's own expressions change their course: argument sets on both sides of each such place.
 
 Random sets seldom meet a multiple of a tile, or the count at which a minimum takes its other operand. Here every
 quotient and remainder gives sets at a multiple of its divisor and one step either side, and every minimum, maximum,
@@ -72,7 +72,7 @@ def directed(record: LaunchRecord, axes: Sequence[Axis], bases: Sequence[Base]) 
 
 
 def _boundaries(record: LaunchRecord) -> Iterator[_Boundary]:
-    """Those of everything that a launch evaluates."""
+    """The boundaries of everything that a launch evaluates."""
     exprs: list[Expr] = [*record.values.values(), *(constraint.expr for constraint in record.constraints)]
     for step in record.launches:
         exprs += step.grid

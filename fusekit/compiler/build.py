@@ -46,7 +46,7 @@ Arches = str | Sequence[str] | None
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One key and the specs that stand for it: names that differ in run-time scalars alone share a kernel.
+    """One key and the specs that have it: names that differ in run-time scalars alone share a kernel.
 
     sources: what the key was made from. summary: of the store's entry (see `Entry.summary`), if it has it whole. named:
     the store has every name too.
@@ -106,7 +106,7 @@ class Failed:
 @dataclass(slots=True)
 class BuildReport:
     """built: compiled now. hits: found in the store. failed: the rest. seconds: of the whole call. moved: names that
-    stood for something else before. left: names that the store has, and the spec files no longer. pruned: those of
+    now point to new builds. left: names that the store has, and the spec files no longer. pruned: those of
     `left` that were removed, if that was asked for. untrusted: names of foreign kernels that were left out.
     """
 
@@ -150,22 +150,53 @@ def build(
     prune: bool = False,
     allow_extern: bool = False,
 ) -> BuildReport:
-    """Builds what the store lacks of `targets`; needs the `build` extra, but no GPU.
+    """Builds what the store lacks of `targets`. Needs the `build` extra, but no GPU.
 
-    targets: spec files (also with a kernel, `moe.toml/fc1`), folders of them, packaged names, or globs over either; see
-    `fusekit.spec.catalog.targets`; None: every packaged spec. namespace: begins every name, instead of the files' own.
-    prune: names in the writable store that the targets mean and their files no longer have are removed, once all is
-    built. arch: only these architectures. jobs: compile processes, fewer where the memory holds fewer; default: one for
-    each processor this process may use. config: names the store; default: from the environment. progress: called with a
-    `Progress` at the start and after every kernel. executor: compiles on its processes instead, of which each needs the
-    same fusekit and the same toolchain, but not the store; `jobs` is then how many kernels it is given at a time. It is
-    left open. allow_extern: lets the build run the Python that specs with op = "extern" name, as the configuration may;
-    without it such a target is a UsageError, and no target leaves them out.
+    Each kernel is published as it comes. One that fails, whose process dies, or that cannot replace what is in the
+    store, does not stop the others: see `BuildReport.failed`.
 
-    Each kernel is published as it comes. One that fails, whose process dies, or in whose place in the store lies what
-    cannot be replaced, does not stop the others: look at the report's `failed`. Raises UsageError and SpecError for bad
-    targets, ArgumentError for values of other types, ToolchainError without the DSL, StoreError when the store cannot
-    be written, SignatureError when it would not trust what is built.
+    Parameters
+    ----------
+    targets : str, os.PathLike or a list of them, optional
+        Spec files (also with a kernel, `moe.toml/fc1`), folders of them, packaged names, or globs over either; see
+        `fusekit.spec.catalog.targets`. Default: every packaged spec.
+    arch : str or a collection of them, optional
+        Only these architectures. Default: those of the specs.
+    jobs : int, optional
+        Compile processes, fewer where the memory holds fewer; with `executor`, kernels in flight. Default: one per
+        processor that this process may use.
+    config : Config, optional
+        Names the store. Default: from the environment.
+    progress : callable, optional
+        Called with a `Progress` at the start and after every kernel.
+    executor : concurrent.futures.Executor, optional
+        Compiles on its processes instead. Each needs the same fusekit and toolchain, but not the store. It is left
+        open.
+    namespace : str, optional
+        Begins every name, instead of the files' own.
+    prune : bool
+        Removes names in the writable store that the targets mean and their files no longer have, once all is built.
+    allow_extern : bool
+        Lets the build run the Python that specs with op = "extern" name, as the configuration may. Without it such a
+        target is a UsageError, and no target leaves them out.
+
+    Returns
+    -------
+    BuildReport
+        What was built, found in the store, failed and renamed.
+
+    Raises
+    ------
+    UsageError, SpecError
+        The targets are not valid.
+    ArgumentError
+        An argument has another type.
+    ToolchainError
+        The DSL is not installed.
+    StoreError
+        The store cannot be written.
+    SignatureError
+        The store would not trust what is built.
     """
     start = time.perf_counter()
     ArgumentError.unless(Callable | None, "progress", progress, "a function of one argument")  # type: ignore[arg-type]
@@ -180,11 +211,11 @@ def build(
     config = Config.given(config)
     store = Store.open(config)
     several = () if targets is None else _several("targets", targets)
-    found = look_up(several, namespace, arch) if several or targets is None else ()  # an empty list names nothing
-    trusted = trust(specs_of(found), allow_extern or config.allow_extern, named=bool(several))
+    chosen = look_up(several, namespace, arch) if several or targets is None else ()  # an empty list names nothing
+    trusted = trust(specs_of(chosen), allow_extern or config.allow_extern, named=bool(several))
     report = execute(plan_build(of_arch(trusted.specs, arch), store), store, jobs, progress, executor=executor)
     report.untrusted = list(trusted.left_out)
-    tidy(report, store, found, arch, prune=prune)
+    tidy(report, store, chosen, arch, prune=prune)
     report.seconds = round(time.perf_counter() - start, 3)
     return report
 
@@ -198,10 +229,10 @@ def look_up(targets: Targets = (), namespace: str | None = None, arch: Arches = 
 def _several(argument: str, given: Any) -> list[Any]:
     """One name or several as a list. Raises ArgumentError for what are no names."""
     alone = isinstance(given, str | bytes | os.PathLike) or not isinstance(given, Iterable)
-    found = [given] if alone else [*given]
-    for each in found:
-        ArgumentError.unless(str | os.PathLike, argument, each, "a name, or a list of names")
-    return found
+    names = [given] if alone else [*given]
+    for name in names:
+        ArgumentError.unless(str | os.PathLike, argument, name, "a name, or a list of names")
+    return names
 
 
 def select(targets: Targets = (), arch: Arches = None, namespace: str | None = None) -> tuple[Spec, ...]:
@@ -236,7 +267,7 @@ def trust(specs: tuple[Spec, ...], allow_extern: bool, *, named: bool) -> Truste
 
 
 def of_arch(specs: tuple[Spec, ...], arch: Arches) -> tuple[Spec, ...]:
-    """Those of `specs` for the architectures `arch` (None: all); UsageError when one of these has none."""
+    """The specs for the architectures `arch` (None: all). Raises UsageError where one of them has none."""
     if arch is None:
         return specs
     wanted = set(_several("arch", arch))
@@ -246,11 +277,11 @@ def of_arch(specs: tuple[Spec, ...], arch: Arches) -> tuple[Spec, ...]:
     return tuple(spec for spec in specs if spec.arch in wanted)
 
 
-def tidy(report: BuildReport, store: Store, found: Sequence[Found], arch: Arches = None, *, prune: bool) -> None:
-    """Says in `report` which names are left behind, and removes them with `prune`, unless a kernel has failed."""
-    report.left = left_behind(store, found, {arch} if isinstance(arch, str) else arch)
+def tidy(report: BuildReport, store: Store, chosen: Sequence[Found], arch: Arches = None, *, prune: bool) -> None:
+    """Lists in `report` the names that are left behind, and removes them with `prune`, unless a kernel has failed."""
+    report.left = left_behind(store, chosen, {arch} if isinstance(arch, str) else arch)
     if prune and report.ok:
-        report.pruned = store.discard([(each.name, each.arch) for each in report.left if each.root == store.root])
+        report.pruned = store.discard([(left.name, left.arch) for left in report.left if left.root == store.root])
 
 
 def plan_build(specs: Sequence[Spec], store: Store, identity: Identity | None = None) -> BuildPlan:
@@ -354,9 +385,9 @@ def _build(
             if isinstance(outcome, Exception):
                 _fail(report, task, outcome)
             else:
-                entry, made, moved = outcome
+                entry, compiled, moved = outcome
                 report.moved += moved
-                (report.built if made else report.hits).extend(_rows(task, entry.summary()))
+                (report.built if compiled else report.hits).extend(_rows(task, entry.summary()))
             notify(Progress(done, total, task.name, str(outcome) if isinstance(outcome, Exception) else ""))
 
 
@@ -385,11 +416,11 @@ def _make(
         )
         return entry, done.compiled.cubin
 
-    found = store.ensure_unless_held(task.key, compiled) if waits else store.ensure(task.key, compiled, patience=0)
-    if found is None:
+    outcome = store.ensure_unless_held(task.key, compiled) if waits else store.ensure(task.key, compiled, patience=0)
+    if outcome is None:
         raise PostponedError
-    entry, made = found
-    return entry, made, give_names(store, task.key, task.specs, entry)
+    entry, is_new = outcome
+    return entry, is_new, give_names(store, task.key, task.specs, entry)
 
 
 def _home(spec: Spec) -> tuple[str, ...] | None:

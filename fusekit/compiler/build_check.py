@@ -42,11 +42,26 @@ def check_build(
     namespace: str | None = None,
     allow_extern: bool = False,
 ) -> Checked:
-    """Builds the kernels of `manifest` that `targets` name (none: all) from nothing, and compares the cubins. targets,
-    namespace, allow_extern: as for `fusekit.build`.
+    """Builds kernels of `manifest` from nothing and compares the cubins. No store is read or written.
 
-    No store is read or written. Raises ToolchainError when the manifest is of another toolchain than the one installed
-    here: other compilers make other bytes.
+    Parameters
+    ----------
+    manifest : Manifest
+        The cache manifest to compare with.
+    targets : sequence of str
+        Its kernels to build, as for `fusekit.build`; none: all.
+    jobs, progress, executor, namespace, allow_extern
+        As for `fusekit.build`.
+
+    Returns
+    -------
+    Checked
+        The report of the rebuild, and which cubins differ.
+
+    Raises
+    ------
+    ToolchainError
+        The manifest is of another toolchain than the one installed here: other compilers make other bytes.
     """
     identity = Identity()
     same_toolchain(manifest, identity.toolchain)
@@ -72,7 +87,7 @@ def locked_in(store: Store, specs: Iterable[Spec], identity: Identity) -> tuple[
     """Full name -> what `store` has whole of `specs`, under the keys that they have now; and -> what is wrong with that
     which it has not whole.
     """
-    found: dict[str, Locked] = {}
+    locked: dict[str, Locked] = {}
     wrong: dict[str, str] = {}
     planned = plan_build([*specs], store, identity)
     for task in (*planned.hits, *planned.misses):
@@ -80,13 +95,13 @@ def locked_in(store: Store, specs: Iterable[Spec], identity: Identity) -> tuple[
             if (entry := store.find_entry(task.key)) is None:
                 continue
             if task in planned.hits:
-                found |= dict.fromkeys((spec.full_name for spec in task.specs), Locked.of(entry))
+                locked |= dict.fromkeys((spec.full_name for spec in task.specs), Locked.of(entry))
             else:
                 store.read_cubin(entry)
                 check_usable(entry)
         except (IntegrityError, StoreError) as error:
             wrong |= dict.fromkeys((spec.full_name for spec in task.specs), str(error))
-    return found, wrong
+    return locked, wrong
 
 
 def same_toolchain(manifest: Manifest, installed: dict[str, str]) -> None:

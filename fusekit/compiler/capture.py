@@ -69,8 +69,8 @@ def captured(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], op
     if arch not in FOREIGN:
         raise BuildError(f"arch {arch}: a spec is for one of {', '.join(FOREIGN)}; compile with --gpu-arch")
     call = fakes.write(function, args, kwargs, _options(options))
-    made, given, named = fakes.read(call.source, call.params)
-    if held := values.reached((made, *given, *named.values()), _foreign()):
+    arguments, given, named = fakes.read(call.source, call.params)
+    if held := values.reached((arguments, *given, *named.values()), _foreign()):
         call.params[values.VALUES] = held
     return Captured(_name(call.source), arch, call.source, call.params, _arguments(call), _distributions(call))
 
@@ -111,7 +111,8 @@ class Capture:
         notes = [f"# not captured: {line}" for line in self.problems]
         head = ["# Written by fusekit.capture. Every tensor is \"inout\": say \"input\" or \"output\" where you know.",
                 *notes, "schema = 1", 'summary = "Kernels found by fusekit.capture"']  # fmt: skip
-        return "\n\n".join(["\n".join(head) + "\n", *(each.toml() for each in self.kernels)]).replace("\n\n\n", "\n\n")
+        tables = (kernel.toml() for kernel in self.kernels)
+        return "\n\n".join(["\n".join(head) + "\n", *tables]).replace("\n\n\n", "\n\n")
 
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Writes `toml()` to the file `path` and returns it; `fusekit build FILE --allow-extern` builds it. Raises
@@ -126,39 +127,52 @@ class Capture:
         return file
 
     def _hear(self, compiler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None] | None:
-        told = _describe(compiler, args, kwargs)
-        return None if told is None else lambda: self._add(told)
+        kernel = _describe(compiler, args, kwargs)
+        return None if kernel is None else lambda: self._add(kernel)
 
-    def _add(self, found: Captured | str) -> None:
+    def _add(self, kernel: Captured | str) -> None:
         with self._guard:
-            if isinstance(found, str):
-                self.problems += [] if found in self.problems else [found]
+            if isinstance(kernel, str):
+                self.problems += [] if kernel in self.problems else [kernel]
                 return
-            same = (found.arch, found.source, found.params)
-            if any((each.arch, each.source, each.params) == same for each in self.kernels):
+            same = (kernel.arch, kernel.source, kernel.params)
+            if any((other.arch, other.source, other.params) == same for other in self.kernels):
                 return
-            taken = {each.name for each in self.kernels}
-            names = itertools.chain([found.name], (f"{found.name}-{count}" for count in itertools.count(2)))
-            self.kernels.append(replace(found, name=next(name for name in names if name not in taken)))
+            taken = {other.name for other in self.kernels}
+            names = itertools.chain([kernel.name], (f"{kernel.name}-{count}" for count in itertools.count(2)))
+            self.kernels.append(replace(kernel, name=next(name for name in names if name not in taken)))
 
 
 def capture() -> Capture:
-    """Collects what the CuTe DSL compiles in the `with` block, in this process, by any of its threads.
+    """Collects what the CuTe DSL compiles in the `with` block, in this process, on any of its threads.
 
-        with fusekit.capture() as found:
-            train_one_step()
-        found.write("found.toml")          # fusekit build found.toml --allow-extern
-
-    Found are calls of `cute.compile`, however it was imported, also `cute.compile[options]`, host functions that are
+    Captured are calls of `cute.compile`, however it was imported, also `cute.compile[options]`, host functions that are
     called without it, and calls by packages such as QuACK; not kernels that come out of a package's own cache. The
-    calls do what they always do. A call inside the block is compiled once; one that a spec cannot repeat (a
-    function of `__main__`, a class made as it runs, an object of the framework as argument) is a line of
-    `found.problems`, which says what to do. Not captured are the DSL's environment variables, but for the
-    architecture. What the call reaches of its modules' values is recorded where their sources do not say it; a build
-    that finds other values after a fresh import is refused.
+    calls do what they always do. A call inside the block is compiled once. One that a spec cannot repeat (a function
+    of `__main__`, a class made as it runs, an object of the framework as argument) is a line of `Capture.problems`,
+    with what to do. The DSL's environment variables are not captured, but for the architecture. What the call reaches
+    of its modules' values is recorded where their sources do not give it; a build that finds other values after a
+    fresh import is refused.
 
-    Blocks may be nested, and be open in several threads at once: each collects everything. Entering imports the DSL;
-    raises ToolchainError where it is not installed.
+    Blocks may be nested, and be open in several threads at once: each collects everything.
+
+    Returns
+    -------
+    Capture
+        A context manager; `kernels` and `problems` are filled in the block.
+
+    Raises
+    ------
+    ToolchainError
+        On entering, where the DSL is not installed.
+
+    Examples
+    --------
+    ::
+
+        with fusekit.capture() as captured:
+            train_one_step()
+        captured.write("captured.toml")          # fusekit build captured.toml --allow-extern
     """
     return Capture()
 
@@ -226,16 +240,16 @@ def _options(options: Any) -> str:
 def _arguments(call: fakes.Call) -> dict[str, dict[str, Any]]:
     """The spec's `arguments`: each tensor's role and the names of its extents."""
     function, args, kwargs = fakes.read(call.source, call.params)
-    told: dict[str, dict[str, Any]] = {}
-    found = leaves(function, args, kwargs)
-    names = {leaf.name for leaf in found}
-    for leaf in found:
+    tables: dict[str, dict[str, Any]] = {}
+    traced = leaves(function, args, kwargs)
+    names = {leaf.name for leaf in traced}
+    for leaf in traced:
         if leaf.kind == TENSOR:
             shape = [extent if isinstance(extent, int) else extent._symbol for extent in leaf.shape]
-            told[leaf.name] = {"role": "inout", "shape": shape}
+            tables[leaf.name] = {"role": "inout", "shape": shape}
         elif leaf.kind == POINTER:
-            told[leaf.name] = {"role": "inout", "shape": [_free(f"{leaf.name}_elements", names)]}
-    return told
+            tables[leaf.name] = {"role": "inout", "shape": [_free(f"{leaf.name}_elements", names)]}
+    return tables
 
 
 def _free(name: str, taken: set[str]) -> str:
@@ -245,18 +259,18 @@ def _free(name: str, taken: set[str]) -> str:
 
 def _distributions(call: fakes.Call) -> tuple[str, ...]:
     """The installed distributions of the modules that the call names, but for the DSL's."""
-    known, found = _foreign(), set[str]()
+    known, names = _foreign(), set[str]()
     for module in sorted(call.modules):
         if module.partition(".")[0] in _KNOWN_MODULES:
             continue
-        owners = known.behind(call.source.partition(":")[0], module)
+        owners = known.path_to(call.source.partition(":")[0], module)
         if owners is None:
             raise BuildError(
                 f"it is given an object of the module {module}, which the module of {call.source} does not import: no"
                 f" key would know its source; import {module} there"
             )
-        found |= set(owners)
-    return tuple(sorted(found))
+        names |= set(owners)
+    return tuple(sorted(names))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""A function that is made inside a function, as data: where its code stands, and the values of its free variables."""
+"""A function that is made inside a function, as data: where its code is, and the values of its free variables."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def is_jit(function: Any) -> bool:
 
 def attributes_of(function: Any) -> dict[str, Any]:
     """What a program has set on a function; the DSL's own begin with one underscore."""
-    own = {"__wrapped__", "set_name_prefix"}
+    internal = {"__wrapped__", "set_name_prefix"}
     return {
         name: value
         for name, value in vars(function).items()
-        if name not in own and (name.startswith("__") or not name.startswith("_"))
+        if name not in internal and (name.startswith("__") or not name.startswith("_"))
     }
 
 
@@ -52,14 +52,14 @@ def free_of(inner: FunctionType) -> dict[str, Any] | None:
 
 
 def place_of(inner: FunctionType, outer: Any) -> str | None:
-    """Where its code is in that of `outer`, the function of the module around it: names, and #2 for the second of
-    a name. None where it does not stand there, as in a module that was changed.
+    """Where its code is in the code of `outer`, the function of the module around it: names, and #2 for the second of
+    a name. None where it is not there, as in a module that was changed.
     """
     names = inner.__qualname__.split(f".{_LOCALS}", 1)[1].replace(f".{_LOCALS}", "").strip(".").split(".")
     return next((path for path, code in _below(code_of(outer), names) if code is code_of(inner)), None)
 
 
-def made(outer: Any, place: str, free: Mapping[str, Any], names: dict[str, Any], jit: bool) -> Callable[..., Any]:
+def rebuilt(outer: Any, place: str, free: Mapping[str, Any], names: dict[str, Any], jit: bool) -> Callable[..., Any]:
     """The function at `place` in `outer`. names: of its module. Raises ValueError where there is none with such free
     variables.
     """
@@ -86,10 +86,14 @@ def _below(code: Any, names: list[str]) -> list[tuple[str, CodeType]]:
     """(place, code) of everything below `code` that these names lead to."""
     if code is None or not names:
         return []
-    alike = [each for each in code.co_consts if isinstance(each, CodeType) and each.co_name == names[0]]
-    found = []
-    for number, each in enumerate(alike, 1):
+    alike = [
+        inner_code
+        for inner_code in code.co_consts
+        if isinstance(inner_code, CodeType) and inner_code.co_name == names[0]
+    ]
+    codes = []
+    for number, inner_code in enumerate(alike, 1):
         place = names[0] if number == 1 else f"{names[0]}#{number}"
-        rest = _below(each, names[1:])
-        found += [(place, each)] if len(names) == 1 else [(f"{place}.{path}", inner) for path, inner in rest]
-    return found
+        rest = _below(inner_code, names[1:])
+        codes += [(place, inner_code)] if len(names) == 1 else [(f"{place}.{path}", inner) for path, inner in rest]
+    return codes

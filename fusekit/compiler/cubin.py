@@ -1,6 +1,6 @@
-"""What a cubin says of its kernel: the parameter layout, and the resources that it takes.
+"""The facts of a kernel in its cubin: the parameter layout, and the resources that it takes.
 
-The facts stand in the ``.nv.info`` sections, lists of attributes. Each has a 4-byte head: format, attribute and a
+The facts are in the ``.nv.info`` sections, lists of attributes. Each has a 4-byte head: format, attribute and a
 16-bit value, which for the sized format is the length of the payload after it. CUDA's cuobjdump prints the same
 (tests/compiler/test_cubin.py compares).
 """
@@ -93,9 +93,9 @@ def _read(data: bytes, symbol: str) -> Cubin:
     known = _entry_points(file)
     if symbol not in known:
         raise BuildError(f"cubin: no kernel {symbol!r}; it has {', '.join(known) or 'none'}")
-    own = file.section(f".nv.info.{symbol}")
+    info = file.section(f".nv.info.{symbol}")
     common = file.section(".nv.info")
-    if own is None or common is None:
+    if info is None or common is None:
         raise BuildError(
             f"cubin: no .nv.info of {symbol!r}; its parameters are unknown; compile with another toolchain"
         )
@@ -109,7 +109,7 @@ def _read(data: bytes, symbol: str) -> Cubin:
     facts = {_PARAMETER_BYTES: 0, _BARRIERS: 0}
     threads = 0
     ordinals: dict[int, KernelParameter] = {}
-    for attribute, value, payload in elf.attributes(own.data):
+    for attribute, value, payload in elf.attributes(info.data):
         if attribute == elf.KERNEL_PARAMETER:
             _, ordinal, offset, packed = struct.unpack("<IHHI", payload)
             ordinals[ordinal] = KernelParameter(offset, packed >> 18)

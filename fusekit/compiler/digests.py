@@ -69,11 +69,11 @@ def _load(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        found = json.loads(path.read_bytes())
+        table = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    sound = isinstance(found, dict) and all(isinstance(row, list) and len(row) == 2 for row in found.values())
-    return found if sound else {}
+    sound = isinstance(table, dict) and all(isinstance(row, list) and len(row) == 2 for row in table.values())
+    return table if sound else {}
 
 
 def _save(path: Path, rows: dict[str, list[Any]]) -> None:

@@ -104,12 +104,12 @@ class Remote:
 def compile_here(job: Job) -> Done | FusekitError:
     """Runs in an executor's process: compiles `job` there, in a child that sees no GPU. Any number of threads may."""
     try:
-        with _own() as own:
-            with own.guard:  # several threads of CPython 3.11 cannot parse at once
+        with _processes() as processes:
+            with processes.guard:  # several threads of CPython 3.11 cannot parse at once
                 _same_identity(job)
-            with own.borrow() as worker:
+            with processes.borrow() as worker:
                 done = worker.compile(job)
-        if _stamp() != own.stamp:
+        if _stamp() != processes.stamp:
             raise BuildError(
                 f"the sources or the toolchain of the executor's process changed while {job.name} was compiled; run the"
                 " build again",
@@ -126,7 +126,7 @@ def connect(
 ) -> Iterator[Executor]:
     """The executor that `url` names: `dask://host:port` is a Dask scheduler's.
 
-    note: told when the cluster has had no worker for some seconds. worker_seconds: for how long kernels wait for a
+    note: called when the cluster has had no worker for some seconds. worker_seconds: for how long kernels wait for a
     worker, at the start or later; then they fail with a ToolchainError, which ends a build.
     """
     if not url.startswith(_DASK) or not url.removeprefix(_DASK):
@@ -156,13 +156,13 @@ def connect(
 
 @contextlib.contextmanager
 def _silenced(logger: str) -> Iterator[None]:
-    """Meanwhile `logger` says nothing: what a build has to say of a scheduler that is gone is one message."""
-    found = logging.getLogger(logger)
-    before, found.disabled = found.disabled, True
+    """Silences `logger` in the block: a build reports a lost scheduler in one message."""
+    log = logging.getLogger(logger)
+    before, log.disabled = log.disabled, True
     try:
         yield
     finally:
-        found.disabled = before
+        log.disabled = before
 
 
 class _Attended(Executor):
@@ -192,7 +192,7 @@ class _Attended(Executor):
         threading.Thread(target=self._attend, args=(seconds, say, error), daemon=True).start()
 
     def _attend(self, seconds: float, say: Callable[[], None], error: Exception) -> None:
-        since, said = time.monotonic(), False
+        since, warned = time.monotonic(), False
         while not self._over.wait(min(_LOOK_SECONDS, seconds)):
             try:
                 alone = bool(self._waiting) and not self._workers()
@@ -200,8 +200,8 @@ class _Attended(Executor):
                 return
             now = time.monotonic()
             since = since if alone else now
-            if now - since >= min(SILENT_SECONDS, seconds) and not said:
-                said = True
+            if now - since >= min(SILENT_SECONDS, seconds) and not warned:
+                warned = True
                 say()
             if now - since >= seconds:
                 for future in [*self._waiting]:
@@ -253,12 +253,12 @@ _CHANGE = threading.Lock()
 
 @functools.cache
 def _kept() -> list[_Processes]:
-    """Those of this process: one at most."""
+    """The compile processes of this process: one set at most."""
     return []
 
 
 @contextlib.contextmanager
-def _own() -> Iterator[_Processes]:
+def _processes() -> Iterator[_Processes]:
     """The compile processes of this process, kept from job to job, as the import of the compiler costs more than a
     kernel. They end with this process, or when what they have imported is no longer what is installed.
     """
@@ -271,23 +271,23 @@ def _own() -> Iterator[_Processes]:
             _close_old(kept.pop())
         if not kept:
             kept.append(_Processes(stamp))
-        own = kept[0]
-        own.users += 1
+        processes = kept[0]
+        processes.users += 1
     try:
-        yield own
+        yield processes
     finally:
         with _CHANGE:
-            own.users -= 1
-            _close_old(own)
+            processes.users -= 1
+            _close_old(processes)
 
 
-def _close_old(own: _Processes) -> None:
-    if own.old and not own.users:
-        own.close()
+def _close_old(processes: _Processes) -> None:
+    if processes.old and not processes.users:
+        processes.close()
 
 
 def _stamp() -> str:
-    """Of every source of fusekit and of the toolchain, as they are installed now: no time of a file is trusted."""
+    """A digest of every source of fusekit and of the toolchain, as installed now: no time of a file is trusted."""
     digest = hashlib.sha256(json.dumps(distributions(), sort_keys=True).encode())
     package = Path(__file__).parents[1]
     for path in sorted(package.rglob("*.py")):

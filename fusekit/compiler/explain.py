@@ -73,8 +73,8 @@ def _met(
 ) -> tuple[str, str, tuple[Difference, ...]]:
     """Status, reason, and what differs: of the entry of `key`, or of the one that has the spec's name."""
     try:
-        if key is not None and (found := store.load(key, mark=False)) is not None:
-            check_usable(found[0])
+        if key is not None and (stored := store.load(key, mark=False)) is not None:
+            check_usable(stored[0])
             return "hit", f"the store has entry {key}", ()
         record = store.find_name(spec.full_name, spec.arch)
         entry = None if record is None else store.find_entry(record.key)
@@ -93,6 +93,6 @@ def _met(
         for label in sorted({*entry.fields, *fields})
         if entry.fields.get(label) != fields.get(label) and (key is not None or not label.startswith("toolchain."))
     )
-    fields_that_differ = ", ".join(each.field for each in differs)
+    fields_that_differ = ", ".join(field.field for field in differs)
     what = f"what differs: {fields_that_differ}" if differs else "all but the toolchain is the same"
     return "miss", f"the store has this name{'' if key is None else ' under another key'}; {what}", differs

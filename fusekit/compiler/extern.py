@@ -1,6 +1,6 @@
 """Kernels that are not fusekit's: a Python function gives the host function and its fake arguments.
 
-What the host code computes is read out of it, as for every kernel. The spec says the rest: roles, names of dims, sizes
+What the host code computes is read out of it, as for every kernel. The spec gives the rest: roles, names of dims, sizes
 of workspaces. Divisors and alignments are those of the fakes.
 """
 
@@ -71,15 +71,15 @@ def plan(spec: ExternSpec) -> TracePlan:
 
 def _plan(spec: ExternSpec, lifted: Mapping[str, int]) -> TracePlan:
     function, arguments, keywords = call_lifted(spec, lifted)
-    found = leaves(function, arguments, keywords)
+    traced = leaves(function, arguments, keywords)
     # By place where that can be: an argument may have the name of one of cute.compile's own.
     bound = inspect.signature(host_callable(function)).bind(*arguments, **keywords)
     arguments, keywords = bound.args, bound.kwargs
-    reading = _Reading(spec, found)
+    reading = _Reading(spec, traced)
     hosts, signature = reading.signature()
     options = spec.params.get("options", "") if fakes.FAKES in spec.params else ""
     return TracePlan(
-        function, arguments, hosts, signature, keywords, tuple(leaf.fake for leaf in found), options=options,
+        function, arguments, hosts, signature, keywords, tuple(leaf.fake for leaf in traced), options=options,
         traced=reading.traced,
     )  # fmt: skip
 
@@ -87,8 +87,8 @@ def _plan(spec: ExternSpec, lifted: Mapping[str, int]) -> TracePlan:
 class _Reading:
     """From the fakes and the spec to a signature."""
 
-    def __init__(self, spec: ExternSpec, found: Sequence[Leaf]) -> None:
-        self._spec, self._leaves = spec, found
+    def __init__(self, spec: ExternSpec, traced: Sequence[Leaf]) -> None:
+        self._spec, self._leaves = spec, traced
         self._constants = {name: value for name, value in spec.params.items() if type(value) is int}
         self._symbols: dict[int, tuple[Expr, str]] = {}  # a symbolic extent -> its expression, where that is said
         self._keep: list[Any] = []
@@ -96,24 +96,24 @@ class _Reading:
         self._strides: dict[int, str] = {}
         self._constraints: list[Constraint] = []
         self._memory: dict[str, Expr] = {"workspace": 0, "scratch": 0}
-        self._said: list[tuple[str, Expr]] = []  # expressions of the spec that read the other arguments
+        self._expressions: list[tuple[str, Expr]] = []  # expressions of the spec that read the other arguments
         self.traced: dict[str, int] = {}
 
     def signature(self) -> tuple[tuple[HostArgument, ...], Signature]:
         self._check()
         hosts: list[HostArgument] = []
         arguments: list[Argument] = []
-        made: dict[int, tuple[HostArgument, Argument | None]] = {}
+        pairs: dict[int, tuple[HostArgument, Argument | None]] = {}
         for place in sorted(range(len(self._leaves)), key=lambda place: self._leaves[place].kind == INTEGER):
-            made[place] = self._argument(self._leaves[place])  # integers last: an extent of a tensor may be one
-        for _, (host, argument) in sorted(made.items()):
+            pairs[place] = self._argument(self._leaves[place])  # integers last: an extent of a tensor may be one
+        for _, (host, argument) in sorted(pairs.items()):
             hosts.append(host)
             if argument is not None:
                 arguments.append(argument)
         scalars = {argument.name for argument in arguments if isinstance(argument, ScalarArgument)}
         tensors = [argument for argument in arguments if isinstance(argument, TensorArgument)]
         strides = {tensor.stride_variable(index) for tensor in tensors for index in range(tensor.rank)}
-        for where, expr in self._said:
+        for where, expr in self._expressions:
             validate(expr, where, _OF_THE_DEVICE.union(strides, scalars, self._divisors))
         both = sorted(scalars & self._divisors.keys())
         if both:  # the launch would take the one for the other
@@ -124,7 +124,7 @@ class _Reading:
         dims = tuple(self._dim(name) for name in self._divisors)
         for dim in dims:
             dim.check(f"dims.{dim.name}")
-        for place, (_, argument) in made.items():  # a record's own checks, by the spec's names
+        for place, (_, argument) in pairs.items():  # a record's own checks, by the spec's names
             where = f"arguments.{self._leaves[place].name}"
             if isinstance(argument, TensorArgument):
                 argument.check(where, frozenset(self._divisors))
@@ -134,7 +134,7 @@ class _Reading:
             if name not in self._divisors:
                 known = ", ".join(self._divisors) or "none"
                 raise BuildError(f"dims.{name}: no shape has this dim; the dims are {known}")
-        skip = tuple(name for name, told in self._spec.dims.items() if told.get("skip_if_zero"))
+        skip = tuple(name for name, table in self._spec.dims.items() if table.get("skip_if_zero"))
         return tuple(hosts), Signature(
             self._spec.arch,
             tuple(arguments),
@@ -147,18 +147,18 @@ class _Reading:
         )
 
     def _check(self) -> None:
-        """Raises BuildError for what the spec says of no argument, and for what it does not say."""
+        """Raises BuildError for a table without an argument, and for facts that are missing."""
         names = {leaf.name for leaf in self._leaves if leaf.kind != STREAM}
         has = ", ".join(str(leaf) for leaf in self._leaves if leaf.kind != STREAM)
-        for name, said in self._spec.arguments.items():
-            if name not in names and not said.get("optional"):
+        for name, field in self._spec.arguments.items():
+            if name not in names and not field.get("optional"):
                 raise BuildError(f"arguments.{name}: the trace has no such argument; it has {has}")
         missing = []
         for leaf in self._leaves:
-            told = self._told(leaf)
+            table = self._table(leaf)
             if leaf.kind in (TENSOR, POINTER):
-                needs = ("role",) if told.get("role") == "workspace" else ("role", "shape")
-                lacks = [key for key in needs if key not in told]
+                needs = ("role",) if table.get("role") == "workspace" else ("role", "shape")
+                lacks = [key for key in needs if key not in table]
                 if lacks:
                     missing.append(f"{leaf} lacks {' and '.join(lacks)}")
         if missing:
@@ -167,75 +167,75 @@ class _Reading:
                 ' arguments.x = { role = "input", shape = ["M", "N"] }'
             )
 
-    def _told(self, leaf: Leaf) -> Mapping[str, Any]:
+    def _table(self, leaf: Leaf) -> Mapping[str, Any]:
         return self._spec.arguments.get(leaf.name, {})
 
     def _name(self, leaf: Leaf) -> str:
-        renamed: str = self._told(leaf).get("rename", leaf.name)
+        renamed: str = self._table(leaf).get("rename", leaf.name)
         name = argument_name(renamed)
-        if name != renamed and "rename" in self._told(leaf):
+        if name != renamed and "rename" in self._table(leaf):
             raise BuildError(f"arguments.{leaf.name}.rename: {renamed!r} is reserved; take another name")
         return name
 
     def _argument(self, leaf: Leaf) -> tuple[HostArgument, Argument | None]:
-        told, name = self._told(leaf), self._name(leaf)
+        table, name = self._table(leaf), self._name(leaf)
         if leaf.kind == STREAM:
             return HostStream(), None
-        if told.get("role") == "workspace":
-            return self._workspace(leaf, told), None
+        if table.get("role") == "workspace":
+            return self._workspace(leaf, table), None
         if leaf.kind == TENSOR:
-            return self._tensor(leaf, name, told)
+            return self._tensor(leaf, name, table)
         if leaf.kind == POINTER:
-            return self._pointer(leaf, name, told)
-        if "value" in told:
+            return self._pointer(leaf, name, table)
+        if "value" in table:
             if leaf.kind == FLOAT:
                 raise BuildError(f"arguments.{leaf.name}.value: only integers are computed; leave it out")
-            return HostInteger(self._read(told["value"], f"arguments.{leaf.name}.value"), leaf.dtype), None
+            return HostInteger(self._read(table["value"], f"arguments.{leaf.name}.value"), leaf.dtype), None
         if leaf.kind == INTEGER and id(leaf.fake) in self._symbols:
             return HostInteger(self._symbols[id(leaf.fake)][0], leaf.dtype), None
         bounds: dict[str, int] = {"minimum": 0, "maximum": 1} if leaf.dtype == BIT else {}
-        bounds |= {key: told[key] for key in ("minimum", "maximum", "divisor") if key in told}
+        bounds |= {key: table[key] for key in ("minimum", "maximum", "divisor") if key in table}
         dtype = "f32" if leaf.kind == FLOAT else "i32"
         value = getattr(leaf.fake, "value", leaf.fake)
         # An integer of a source that somebody wrote may stand for any; a captured call has those of a launch.
         meant = leaf.dtype == BIT or fakes.FAKES in self._spec.params
-        if isinstance(value, int) and meant and not told.keys() & OF_CALLERS:
+        if isinstance(value, int) and meant and not table.keys() & OF_CALLERS:
             self.traced[name] = int(value)
         host = HostInteger(name, leaf.dtype) if leaf.dtype == "i64" else HostScalar(name)  # of which 32 bits are used
-        return host, ScalarArgument(name, dtype, told.get("default"), **bounds)
+        return host, ScalarArgument(name, dtype, table.get("default"), **bounds)
 
-    def _workspace(self, leaf: Leaf, told: Mapping[str, Any]) -> HostArgument:
+    def _workspace(self, leaf: Leaf, table: Mapping[str, Any]) -> HostArgument:
         if leaf.kind not in (TENSOR, POINTER):
             raise BuildError(f"arguments.{leaf.name}: {leaf} is no memory; a workspace is a pointer or a tensor")
-        if leaf.kind == TENSOR and not all(isinstance(each, int) for each in (*leaf.fake.shape, *leaf.fake.stride)):
+        if leaf.kind == TENSOR and not all(isinstance(extent, int) for extent in (*leaf.fake.shape, *leaf.fake.stride)):
             raise BuildError(
                 f"arguments.{leaf.name}: a workspace's extents are fixed in the trace, those of {leaf} not"
             )
-        size = self._expr(told["bytes"])
+        size = self._expr(table["bytes"])
         least = _bytes_of(leaf)
         if isinstance(size, int) and size < least:
             raise BuildError(f"arguments.{leaf.name}.bytes is {size}; {leaf} takes {least}; say {least} or more")
-        memory = "workspace" if told.get("zeroed") else "scratch"
+        memory = "workspace" if table.get("zeroed") else "scratch"
         if self._memory[memory] != 0:
-            words = "that begins as zeros" if told.get("zeroed") else "that does not begin as zeros"
+            words = "that begins as zeros" if table.get("zeroed") else "that does not begin as zeros"
             raise BuildError(f"arguments.{leaf.name}: a launch record has one workspace {words}; this is the second")
         self._memory[memory] = size
         return HostPointer(memory)
 
-    def _tensor(self, leaf: Leaf, name: str, told: Mapping[str, Any]) -> tuple[HostTensor, TensorArgument]:
-        shape, fake = told["shape"], leaf.fake
+    def _tensor(self, leaf: Leaf, name: str, table: Mapping[str, Any]) -> tuple[HostTensor, TensorArgument]:
+        shape, fake = table["shape"], leaf.fake
         if len(shape) != leaf.rank:
             raise BuildError(f"arguments.{leaf.name}.shape has {len(shape)} dims; {leaf}")
-        rules = told.get("strides", [FREE] * leaf.rank)
+        rules = table.get("strides", [FREE] * leaf.rank)
         if len(rules) != leaf.rank:
             raise BuildError(f"arguments.{leaf.name}.strides has {len(rules)} entries; {leaf}")
         contiguous = leaf.contiguous
         extents: list[Expr] = []
         hosts: list[Expr] = []
-        for mode, (said, symbol) in enumerate(zip(shape, fake.shape, strict=True)):
+        for mode, (written, symbol) in enumerate(zip(shape, fake.shape, strict=True)):
             where = f"arguments.{leaf.name}.shape[{mode}]"
             factor = leaf.packed if mode == contiguous else 1
-            extent = self._extent(self._expr(said), symbol, factor, where)
+            extent = self._extent(self._expr(written), symbol, factor, where)
             extents.append(extent)
             hosts.append(_times(extent, factor))
         strides: list[Expr] = []
@@ -247,40 +247,40 @@ class _Reading:
             host_strides.append(host)
             divisor = math.lcm(divisor, step)
         tensor = TensorArgument(
-            name, told["role"], leaf.dtype, tuple(extents), tuple(strides), divisor, max(fake._assumed_align, 1)
+            name, table["role"], leaf.dtype, tuple(extents), tuple(strides), divisor, max(fake._assumed_align, 1)
         )
         shape_, strides_ = tuple(map(freeze, hosts)), tuple(map(freeze, host_strides))
-        return HostTensor(name, shape_, strides_, large=told.get("large", False)), tensor
+        return HostTensor(name, shape_, strides_, large=table.get("large", False)), tensor
 
-    def _extent(self, said: Expr, symbol: Any, factor: int, where: str) -> Expr:
+    def _extent(self, written: Expr, symbol: Any, factor: int, where: str) -> Expr:
         """The record's extent of a mode whose extent in the trace is `symbol`, a number or symbolic."""
         if isinstance(symbol, int):
             count = symbol // factor
-            if said == "*":
+            if written == "*":
                 return count
-            if said != count:
+            if written != count:
                 rule = f'the trace fixes this extent at {count}; say {count}, a param of that value, or "*"'
-                raise BuildError(f"{where} is {_shown(said)}; {rule}")
+                raise BuildError(f"{where} is {_shown(written)}; {rule}")
             return count
-        if isinstance(said, int):
-            raise BuildError(f"{where} is {said}, but the trace leaves this extent open; name it")
-        if said == "*":
+        if isinstance(written, int):
+            raise BuildError(f"{where} is {written}, but the trace leaves this extent open; name it")
+        if written == "*":
             raise BuildError(f'{where} is "*", but the trace leaves this extent open; name it')
         known = self._symbols.get(id(symbol))
-        whole = _times(said, factor)
+        whole = _times(written, factor)
         if known is not None and known[0] != whole:
             raise BuildError(
-                f"{where} is {_shown(said)}; the trace has one extent for it and for {known[1]}, which is"
+                f"{where} is {_shown(written)}; the trace has one extent for it and for {known[1]}, which is"
                 f" {_shown(known[0])}; call both the same"
             )
         self._symbols[id(symbol)] = whole, where
         self._keep.append(symbol)
-        for each in variables(said):
-            self._divisors.setdefault(each, 1)
-        if isinstance(said, str):
+        for variable in variables(written):
+            self._divisors.setdefault(variable, 1)
+        if isinstance(written, str):
             step = symbol.divisibility // math.gcd(symbol.divisibility, factor)
-            self._divisors[said] = math.lcm(self._divisors[said], step)
-        return said
+            self._divisors[written] = math.lcm(self._divisors[written], step)
+        return written
 
     def _stride(
         self, leaf: Leaf, name: str, mode: int, rule: Any, symbol: Any, contiguous: int
@@ -307,11 +307,11 @@ class _Reading:
             )
         return variable, _times(variable, factor), symbol.divisibility // math.gcd(symbol.divisibility, factor)
 
-    def _pointer(self, leaf: Leaf, name: str, told: Mapping[str, Any]) -> tuple[HostArgument, Argument]:
+    def _pointer(self, leaf: Leaf, name: str, table: Mapping[str, Any]) -> tuple[HostArgument, Argument]:
         """A pointer is a tensor whose rows follow upon one another."""
-        shape = [self._expr(said) for said in told["shape"]]
-        for each in shape:
-            for dim in variables(each):
+        shape = [self._expr(written) for written in table["shape"]]
+        for size in shape:
+            for dim in variables(size):
                 self._divisors.setdefault(dim, 1)
         strides: list[Expr] = []
         span: Expr = 1
@@ -320,32 +320,32 @@ class _Reading:
             span = extent if span == 1 else ("mul", extent, span)
         align = max(getattr(leaf.fake, "_assumed_align", 0) or 0, DTYPES[leaf.dtype].bytes)
         return HostPointer(name), TensorArgument(
-            name, told["role"], leaf.dtype, tuple(shape), tuple(strides), alignment=align
+            name, table["role"], leaf.dtype, tuple(shape), tuple(strides), alignment=align
         )
 
-    def _read(self, said: Any, where: str) -> Expr:
+    def _read(self, written: Any, where: str) -> Expr:
         """`_expr` of what may read any other argument."""
-        self._said.append((where, made := self._expr(said)))
-        return made
+        self._expressions.append((where, expr := self._expr(written)))
+        return expr
 
-    def _expr(self, said: Any) -> Expr:
+    def _expr(self, written: Any) -> Expr:
         """The expression with params for their values; worked out where nothing else is left."""
-        if isinstance(said, str):
-            return self._constants.get(said, said)
-        if isinstance(said, int):
-            return said
-        made = (said[0], *(self._expr(item) for item in said[1:]))
-        validate(made, "the spec's expression")
-        operator, *_, divisor = made
+        if isinstance(written, str):
+            return self._constants.get(written, written)
+        if isinstance(written, int):
+            return written
+        expr = (written[0], *(self._expr(item) for item in written[1:]))
+        validate(expr, "the spec's expression")
+        operator, *_, divisor = expr
         if operator in _DIVIDING and isinstance(divisor, int) and divisor < 1:
-            raise BuildError(f"the spec's expression {_shown(made)} divides by {divisor}; a divisor is 1 or more")
-        return evaluate(made, {}) if not variables(made) else made
+            raise BuildError(f"the spec's expression {_shown(expr)} divides by {divisor}; a divisor is 1 or more")
+        return evaluate(expr, {}) if not variables(expr) else expr
 
     def _dim(self, name: str) -> Dim:
-        told = self._spec.dims.get(name, {})
-        divisor = math.lcm(self._divisors[name], told.get("divisor", 1))
-        least = 0 if told.get("skip_if_zero") else divisor
-        return Dim(name, divisor, told.get("minimum", least), told.get("maximum", 2**31 - 1))
+        table = self._spec.dims.get(name, {})
+        divisor = math.lcm(self._divisors[name], table.get("divisor", 1))
+        least = 0 if table.get("skip_if_zero") else divisor
+        return Dim(name, divisor, table.get("minimum", least), table.get("maximum", 2**31 - 1))
 
 
 def _bytes_of(leaf: Leaf) -> int:

@@ -73,8 +73,8 @@ class CallWriter:
         if isinstance(value, dict):
             return {"dict": [[self.value(key, where), self.value(value[key], f"{where}[{key!r}]")] for key in value]}
         if isinstance(value, type) or inspect.isfunction(value) or isinstance(_owner(value), ModuleType):
-            found = self._lambda(value, where) or self._closure(value, where)
-            return found or {"name": self._importable(value, where)}
+            written = self._lambda(value, where) or self._closure(value, where)
+            return written or {"name": self._importable(value, where)}
         return self._of_the_dsl(value, where) or self.object(value, where)
 
     def object(self, value: Any, where: str) -> dict[str, Any]:
@@ -85,8 +85,8 @@ class CallWriter:
             return {"object": name, "items": [self.value(item, f"{where}.{at}") for at, item in _fields(value)]}
         if not _is_its_attributes(value):
             raise BuildError(
-                f"{where} is {_said(value)}, which is more than attributes that a file could hold; make it inside a"
-                " function of a module, and name that as the source"
+                f"{where} is {_described(value)}, which is more than attributes that a file could hold; make it inside"
+                " a function of a module, and name that as the source"
             )
         if any(value is outer for outer in self._inside):
             raise BuildError(
@@ -124,13 +124,13 @@ class CallWriter:
             raise BuildError(f"{where} is inside itself, which a file cannot hold; make it a function of a module")
         self.modules.add(inner.__module__)
         self._inside.append(inner)
-        made: dict[str, Any] = {"closure": name, "place": place}
+        written: dict[str, Any] = {"closure": name, "place": place}
         tables = {"free": free, "state": closures.attributes_of(value)}
         for key, table in tables.items():
             if table or key == "free":
-                made[key] = {at: self.value(item, f"{where}.{at}") for at, item in table.items()}
+                written[key] = {at: self.value(item, f"{where}.{at}") for at, item in table.items()}
         self._inside.pop()
-        return made if inner is value else {**made, "jit": True}
+        return written if inner is value else {**written, "jit": True}
 
     def _of_the_dsl(self, value: Any, where: str) -> dict[str, Any] | None:
         import cutlass
@@ -148,7 +148,9 @@ class CallWriter:
             return {"symbol": self._symbol(value)}
         if isinstance(value, cutlass.Numeric):
             if not isinstance(value.value, bool | int | float):
-                raise BuildError(f"{where} is {_said(value)}: a value of a trace that runs; compile it from outside")
+                raise BuildError(
+                    f"{where} is {_described(value)}: a value of a trace that runs; compile it from outside"
+                )
             return {"number": type(value).__name__, "value": self.value(value.value, where)}
         if kind == "_Pointer":
             return {"pointer": value.dtype.__name__, "align": value._assumed_align, "memory": value.memspace.name}
@@ -168,10 +170,10 @@ class CallWriter:
         tensor.__c_pointers__()  # only with the descriptor does the DSL make the divisors of the strides
         with ir.Context(), ir.Location.unknown():
             text = str(tensor.mlir_type)
-        found = re.search(r'"\(([^()]*)\):\(([^()]*)\)"', text)
-        if found is None:
+        match = re.search(r'"\(([^()]*)\):\(([^()]*)\)"', text)
+        if match is None:
             raise BuildError(f"{where} has the layout {text}, which is nested; compile it with a fake tensor")
-        shape, stride = ([_extent(item) for item in _EXTENT.finditer(each)] for each in found.groups())
+        shape, stride = ([_extent(item) for item in _EXTENT.finditer(part)] for part in match.groups())
         align = tensor._assumed_align or max(1, tensor.element_type.width // 8)
         return self._tensor(tensor.element_type, tensor.memspace, align, shape, stride, self._fresh)
 
@@ -193,7 +195,7 @@ class CallWriter:
         return name
 
     def _fresh(self, facts: tuple[int, int]) -> str:
-        name = next(each for number in count() if (each := f"s{number}") not in {*self.symbols, *self.taken})
+        name = next(name for number in count() if (name := f"s{number}") not in {*self.symbols, *self.taken})
         divisor, bits = facts
         self.symbols[name] = {"divisor": divisor, "bits": bits}
         return name
@@ -221,7 +223,9 @@ class CallReader:
         return cls(known)
 
     def value(self, data: Any) -> Any:
-        """Raises BuildError for a table that this version does not know, or a name that cannot be imported."""
+        """The value of a table. Raises BuildError for one that this version does not know, or a name that cannot be
+        imported.
+        """
         if not isinstance(data, Mapping):
             return data
         kind = next((kind for kind in _MAKERS if kind in data), None)
@@ -246,25 +250,25 @@ class CallReader:
         return make_ptr(_dtype(data["pointer"]), 0, _memory(data), assumed_align=data["align"])
 
     def object(self, data: Mapping[str, Any]) -> Any:
-        made = resolve(data["object"])
+        type_ = resolve(data["object"])
         if "items" in data:
-            return made(*self.values(data["items"]))
-        instance = object.__new__(made)
+            return type_(*self.values(data["items"]))
+        instance = object.__new__(type_)
         for name, item in data["state"].items():
             object.__setattr__(instance, name, self.value(item))
         return instance
 
     def function(self, data: Mapping[str, Any]) -> Any:
-        return lambdas.made(data["lambda"], vars(_module(data["module"])))
+        return lambdas.rebuilt(data["lambda"], vars(_module(data["module"])))
 
     def closure(self, data: Mapping[str, Any]) -> Any:
         module = data["closure"].partition(":")[0]
         free = {name: self.value(item) for name, item in data["free"].items()}
         names = vars(_module(module))
-        made = closures.made(resolve(data["closure"]), data["place"], free, names, data.get("jit", False))
+        function = closures.rebuilt(resolve(data["closure"]), data["place"], free, names, data.get("jit", False))
         for name, item in data.get("state", {}).items():
-            setattr(made, name, self.value(item))
-        return made
+            setattr(function, name, self.value(item))
+        return function
 
     def stream(self, data: Mapping[str, Any]) -> Any:
         from cuda.bindings.driver import CUstream
@@ -362,23 +366,23 @@ def _read(source: str, params: Mapping[str, Any]) -> Traced:
 def importable(value: Any, where: str) -> str:
     """`module:name` of a class or function that another process can import. Raises BuildError with what to do."""
     module, name = value.__module__, value.__qualname__
-    said = f"{where} is {module}.{name}"
+    text = f"{where} is {module}.{name}"
     if module == "__main__":
         raise BuildError(
-            f"{said}, of the script that runs: another process cannot import it; move it to a module of its own and"
+            f"{text}, of the script that runs: another process cannot import it; move it to a module of its own and"
             " import it from there"
         )
     try:
-        found = resolve(f"{module}:{name}")
+        imported = resolve(f"{module}:{name}")
     except BuildError:
         raise BuildError(
-            f"{said}, which its module has not under that name, as nothing that is made inside a function: another"
+            f"{text}, which its module has not under that name, as nothing that is made inside a function: another"
             " process cannot import it; write a function of a module that makes it from plain values and returns"
             " (callable, fakes), and name that as the source"
         ) from None
-    if found is not value and inspect.unwrap(found) is not inspect.unwrap(value):
+    if imported is not value and inspect.unwrap(imported) is not inspect.unwrap(value):
         raise BuildError(
-            f"{said}, but that name gives something else there; give it a name of its own in its module, and use that"
+            f"{text}, but that name gives something else there; give it a name of its own in its module, and use that"
         )
     return f"{module}:{name}"
 
@@ -386,13 +390,13 @@ def importable(value: Any, where: str) -> str:
 def resolve(name: str) -> Any:
     """The object called `module:name`. Raises BuildError where there is none."""
     module, _, path = name.partition(":")
-    found = _module(module)
+    value = _module(module)
     try:
         for part in path.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except AttributeError as error:
         raise BuildError(f"{name} cannot be imported ({error}); put its module on Python's path") from error
-    return found
+    return value
 
 
 def _module(name: str) -> Any:
@@ -419,11 +423,11 @@ def _fields(value: Any) -> list[tuple[str, Any]]:
     return list(zip(value._fields, value, strict=True))
 
 
-def _extent(found: re.Match[str]) -> Any:
+def _extent(match: re.Match[str]) -> Any:
     """An extent in the text of a layout: a number, or (divisor, bits) of a dynamic one."""
-    if not found[0].startswith("?"):
-        return int(found[0])
-    facts = found[1] or ""
+    if not match[0].startswith("?"):
+        return int(match[0])
+    facts = match[1] or ""
     divisor = _DIVISOR.search(facts)
     return int(divisor[1]) if divisor else 1, 64 if "i64" in facts else 32
 
@@ -431,10 +435,10 @@ def _extent(found: re.Match[str]) -> Any:
 def _dtype(name: str) -> Any:
     import cutlass
 
-    found = getattr(cutlass, name, None)
-    if not isinstance(found, type):
+    type_ = getattr(cutlass, name, None)
+    if not isinstance(type_, type):
         raise BuildError(f"fakes: {name!r} is no type of the CuTe DSL")
-    return found
+    return type_
 
 
 def _memory(data: Mapping[str, Any]) -> Any:
@@ -448,6 +452,6 @@ def _owner(value: Any) -> Any:
     return value.__self__ if inspect.isbuiltin(value) else None
 
 
-def _said(value: Any) -> str:
+def _described(value: Any) -> str:
     text = repr(value)
     return f"{type(value).__module__}.{type(value).__qualname__} {text if len(text) <= 60 else text[:57] + '...'}"

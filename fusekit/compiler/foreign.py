@@ -35,7 +35,9 @@ from fusekit.spec import ExternSpec
 
 _EXTRAS = {"quack-kernels": "quack", "nvidia-cudnn-frontend": "cudnn"}
 _DSL = "nvidia-cutlass-dsl"
-OWN = frozenset({"cutlass", "iket", "nvidia_cutlass_dsl", "cuda", "fusekit"})  # whose versions and sources a key has
+KEYED_BY_VERSION = frozenset(
+    {"cutlass", "iket", "nvidia_cutlass_dsl", "cuda", "fusekit"}
+)  # whose versions and sources a key has
 _ENDS = machinery.all_suffixes()
 _ABSENT = "absent"
 _FROM = re.compile(
@@ -63,7 +65,7 @@ class _Package:
     @property
     def digest(self) -> str:
         return hashlib.sha256(
-            "".join(f"{each}\0{self.files[each]}\n" for each in sorted(self.files)).encode()
+            "".join(f"{file}\0{self.files[file]}\n" for file in sorted(self.files)).encode()
         ).hexdigest()
 
     @property
@@ -83,7 +85,7 @@ class Foreign:
 
     def fields(self, spec: ExternSpec) -> dict[str, str]:
         """The labelled key fields. Raises BuildError for a distribution or a module that is not installed."""
-        found: dict[str, str] = {}
+        entries: dict[str, str] = {}
         listed = {normal(name) for name in spec.distributions}
         for name in sorted(listed):
             distribution(name)  # which says what to install
@@ -92,31 +94,35 @@ class Foreign:
         first = listed | set(owners)
         imported: set[str] = set()
         if not owners:
-            found |= self._own_modules(module)
-            for top in sorted(self._modules[module][1] - OWN):
+            entries |= self._modules_of(module)
+            for top in sorted(self._modules[module][1] - KEYED_BY_VERSION):
                 imported |= set(self.owned(top))
                 if not self.owned(top):
-                    found[f"foreign.version.{top}"] = _ABSENT
+                    entries[f"foreign.version.{top}"] = _ABSENT
         whole, versions = self._reached(first, imported)
         for name in sorted(whole | first):
             package = self._package(name, first)
             assert package is not None
-            found[f"foreign.files.{name}"] = package.digest
-            tops = package.imports - OWN - sys.stdlib_module_names if self._leads(name, first) else frozenset[str]()
-            for top in sorted(tops.union(each for each, names in self._all_owners().items() if name in names)):
+            entries[f"foreign.files.{name}"] = package.digest
+            tops = (
+                package.imports - KEYED_BY_VERSION - sys.stdlib_module_names
+                if self._leads(name, first)
+                else frozenset[str]()
+            )
+            for top in sorted(tops.union(other for other, names in self._all_owners().items() if name in names)):
                 if not self.owned(top) and _root(top) is not None:  # as of an editable installation
-                    found |= self._own_modules(top, whole=True)
+                    entries |= self._modules_of(top, whole=True)
         for file in spec.files:
             path = folder_of(module) / file
-            found[f"foreign.file.{file}"] = digest(str(path)) if path.is_file() else _ABSENT
+            entries[f"foreign.file.{file}"] = digest(str(path)) if path.is_file() else _ABSENT
         given = variables(spec.env)
-        found |= {f"foreign.env.{name}": json.dumps(given.get(name)) for name in spec.env}
+        entries |= {f"foreign.env.{name}": json.dumps(given.get(name)) for name in spec.env}
         for name in sorted(versions):
             package = self._package(name, first)
-            found[f"foreign.version.{name}"] = _ABSENT if package is None else package.version
-        return dict(sorted(found.items()))
+            entries[f"foreign.version.{name}"] = _ABSENT if package is None else package.version
+        return dict(sorted(entries.items()))
 
-    def _own_modules(self, module: str, *, whole: bool = False) -> dict[str, str]:
+    def _modules_of(self, module: str, *, whole: bool = False) -> dict[str, str]:
         if module not in self._modules or whole:
             self._modules[module] = _followed(module, self.owned, whole=whole)
         return {f"foreign.module.{name}": digest for name, digest in self._modules[module][0].items()}
@@ -134,7 +140,9 @@ class Foreign:
                 edges[name] = set(), set()
                 continue
             tops = package.imports if self._leads(name, first) else package.kernels
-            uses = {owner for top in tops - OWN - sys.stdlib_module_names for owner in self.owned(top)} - {name}
+            uses = {owner for top in tops - KEYED_BY_VERSION - sys.stdlib_module_names for owner in self.owned(top)} - {
+                name
+            }
             edges[name] = set(package.requires), uses - set(package.requires)
             pending += [*edges[name][0], *edges[name][1]]
         whole = {name for name in edges if (package := self._package(name, first)) is not None and package.builds}
@@ -165,7 +173,7 @@ class Foreign:
                 self._packages[key] = _read(name, installed, name in first, self.cache)
         return self._packages[key]
 
-    def behind(self, start: str, module: str) -> list[str] | None:
+    def path_to(self, start: str, module: str) -> list[str] | None:
         """The distributions that have `module`; none of them where its file counts for a source in the module `start`;
         None where it is in no key.
         """
@@ -182,7 +190,7 @@ class Foreign:
         """The installed distributions that have the top-level package, fusekit's own not. Of those that list other
         files than an import would load, such as editable ones, none: their sources count.
         """
-        if top in OWN:
+        if top in KEYED_BY_VERSION:
             return []
         names = self._all_owners().get(top, [])
         if top not in self._loaded:
@@ -203,31 +211,35 @@ class Foreign:
     def _all_owners(self) -> dict[str, list[str]]:
         """Top-level name -> the distributions that have it, the DSL's apart."""
         if self._owners is None:
-            found: dict[str, set[str]] = {}
+            owners: dict[str, set[str]] = {}
             for installed in metadata.distributions():
-                # The folder's name tells as much as the metadata in it, which take a millisecond to read.
+                # The folder's name gives as much as the metadata in it, which take a millisecond to read.
                 folder = getattr(getattr(installed, "_path", None), "name", None)
                 name = normal(folder.partition("-")[0] if folder else installed.metadata["Name"] or "")
                 for top in () if name.startswith(_DSL) else _tops(installed):
-                    found.setdefault(top, set()).add(name)
-            self._owners = {top: sorted(names) for top, names in found.items()}
+                    owners.setdefault(top, set()).add(name)
+            self._owners = {top: sorted(names) for top, names in owners.items()}
         return self._owners
 
 
 def describe(fields: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Of each distribution whose files are in a key: version and licence, as its metadata has them."""
+    """Version and licence of each distribution whose files are in a key, from its metadata."""
     names = [label.removeprefix("foreign.files.") for label in fields if label.startswith("foreign.files.")]
     return {name: {"version": distribution(name).version, "licence": licence(name)} for name in names}
 
 
 def licence(name: str) -> str:
-    """What the metadata of a distribution says of its licence, in a line."""
-    told: Any = distribution(name).metadata
-    stated = told.get("License-Expression") or ""
+    """The licence in a distribution's metadata, in one line."""
+    facts: Any = distribution(name).metadata
+    stated = facts.get("License-Expression") or ""
     if not stated:
-        classifiers = [each for each in told.get_all("Classifier") or () if each.startswith("License ::")]
+        classifiers = [
+            classifier for classifier in facts.get_all("Classifier") or () if classifier.startswith("License ::")
+        ]
         stated = (
-            ", ".join(each.rpartition(" :: ")[2] for each in classifiers) or told.get("License") or _licence_file(name)
+            ", ".join(classifier.rpartition(" :: ")[2] for classifier in classifiers)
+            or facts.get("License")
+            or _licence_file(name)
         )
     return str(stated).strip().splitlines()[0][:100]
 
@@ -272,7 +284,7 @@ def _read(name: str, installed: metadata.Distribution, whole: bool, cache: Path 
         {paths[path]: row[0] for path, row in rows.items()},
         frozenset[str]().union(*imports),
         kernels,
-        tuple(sorted({each for each in required if not each.startswith(_DSL)} - {name})),
+        tuple(sorted({requirement for requirement in required if not requirement.startswith(_DSL)} - {name})),
         on_dsl,
     )
 
@@ -302,9 +314,9 @@ def _listed(installed: metadata.Distribution) -> list[str]:
     base = os.path.realpath(str(installed.locate_file("")))
     for top in sorted({file.partition("/")[0] for file in files if file.count("/") == 1 and "/__init__.py" in file}):
         for folder, folders, names in os.walk(f"{base}/{top}"):
-            folders[:] = [each for each in folders if each != "__pycache__"]
+            folders[:] = [name for name in folders if name != "__pycache__"]
             inside = folder.removeprefix(f"{base}/")
-            files |= {f"{inside}/{each}" for each in names if each.endswith(IMPORTED)}
+            files |= {f"{inside}/{name}" for name in names if name.endswith(IMPORTED)}
     return sorted(files)
 
 
@@ -315,7 +327,7 @@ def facts(path: str) -> list[Any]:
     data = Path(path).read_bytes()
     tops = {name.decode().partition(".")[0] for pair in _FROM.findall(data) for name in pair if name}
     for names in _IMPORT.findall(data):
-        tops |= {word[0].decode().partition(".")[0] for each in names.split(b",") if (word := each.split())}
+        tops |= {word[0].decode().partition(".")[0] for part in names.split(b",") if (word := part.split())}
     return [hashlib.sha256(data).hexdigest(), sorted(tops)]
 
 
@@ -347,18 +359,18 @@ def _followed(
             digests[label] = hashlib.sha256(data).hexdigest()
             if path.suffix != ".py":
                 continue
-            for found in _imports(data, path, root):
-                first = found.partition(".")[0]
-                if first != top and (first in OWN or first in sys.stdlib_module_names or owners(first)):
+            for imported in _imports(data, path, root):
+                first = imported.partition(".")[0]
+                if first != top and (first in KEYED_BY_VERSION or first in sys.stdlib_module_names or owners(first)):
                     others |= {first} - sys.stdlib_module_names
                     continue
                 if first not in roots:
                     roots[first] = _root(first)
                 if roots[first] is None:
                     others.add(first)
-                elif first not in OWN or found.startswith("fusekit.providers"):
+                elif first not in KEYED_BY_VERSION or imported.startswith("fusekit.providers"):
                     # Of fusekit the providers alone: its compiler is in every key.
-                    pending.append(found)
+                    pending.append(imported)
     if not digests:
         raise BuildError(f"source {module}: there is no such module below {roots[top]}; fix the source")
     return digests, frozenset(others)
@@ -376,25 +388,25 @@ def folder_of(module: str) -> Path:
     return root
 
 
-def _lists(found: metadata.Distribution, top: str, root: Path) -> bool:
+def _lists(distribution: metadata.Distribution, top: str, root: Path) -> bool:
     """Whether a distribution lists files of the top-level package that lies in `root`."""
-    if Path(str(found.locate_file(""))).resolve() != root.resolve():
+    if Path(str(distribution.locate_file(""))).resolve() != root.resolve():
         return False
-    record = found.read_text("RECORD")
+    record = distribution.read_text("RECORD")
     if record is None:
-        return any(str(file).partition("/")[0].partition(".")[0] == top for file in found.files or ())
+        return any(str(file).partition("/")[0].partition(".")[0] == top for file in distribution.files or ())
     return any(name.partition(".")[0] == top for name in _FIRST.findall(record))
 
 
 def _root(top: str) -> Path | None:
     """The folder that the top-level package or module lies in; None where there is none."""
-    found = machinery.PathFinder.find_spec(top, search_path())
-    if found is None:
-        found = importlib.util.find_spec(top)  # of an editable installation; runs nothing of a top-level package
-    if found is not None and found.submodule_search_locations:
-        return Path(next(iter(found.submodule_search_locations))).parent
-    if found is not None and found.origin is not None and Path(found.origin).is_file():
-        return Path(found.origin).parent
+    spec = machinery.PathFinder.find_spec(top, search_path())
+    if spec is None:
+        spec = importlib.util.find_spec(top)  # of an editable installation; runs nothing of a top-level package
+    if spec is not None and spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations))).parent
+    if spec is not None and spec.origin is not None and Path(spec.origin).is_file():
+        return Path(spec.origin).parent
     return None
 
 

@@ -69,9 +69,9 @@ def code_of(loader: Any, folder: str) -> CodeType:
     kept = f"{folder}/{hashlib.sha256(MAGIC_NUMBER + where).hexdigest()[:32]}.code"
     try:
         with open(kept, "rb") as file:  # noqa: PTH123
-            found = file.read()
-        body = found[2 * _DIGEST :]
-        if found[:_DIGEST] == mark and found[_DIGEST : 2 * _DIGEST] == hashlib.sha256(body).digest():
+            content = file.read()
+        body = content[2 * _DIGEST :]
+        if content[:_DIGEST] == mark and content[_DIGEST : 2 * _DIGEST] == hashlib.sha256(body).digest():
             return marshal.loads(body)  # type: ignore[no-any-return]
     except OSError:
         pass

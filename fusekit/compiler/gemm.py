@@ -30,14 +30,14 @@ def plan(spec: KernelSpec) -> TracePlan:
     import cutlass
     from cuda.bindings.driver import CUstream
 
-    made = signature(spec)
-    fakes = {argument.name: _fake(argument, made) for argument in made.arguments}
+    interface = signature(spec)
+    fakes = {argument.name: _fake(argument, interface) for argument in interface.arguments}
     hosts: list[HostArgument] = [
         HostTensor(argument.name) if isinstance(argument, TensorArgument) else HostScalar(argument.name)
-        for argument in made.arguments
+        for argument in interface.arguments
     ]
     for name in MEMORY:
-        if getattr(made, name) != 0:
+        if getattr(interface, name) != 0:
             fakes[name] = _memory()
             hosts.append(HostPointer(name))
     arguments = namedtuple("Arguments", fakes)(**fakes)
@@ -46,48 +46,48 @@ def plan(spec: KernelSpec) -> TracePlan:
         function=_function(spec.plan),
         arguments=(arguments, *numbers),
         host_arguments=(*hosts, HostInteger("sm_count"), HostInteger("cluster_margin"), HostStream()),
-        signature=made,
+        signature=interface,
         leaves=(*arguments, *numbers),
     )
 
 
 def signature(spec: KernelSpec) -> Signature:
     """What the callers of `spec` pass, and the memory that it needs."""
-    made = spec.plan
+    gemm = spec.plan
     return Signature(
         arch=spec.arch,
-        arguments=made.arguments,
-        dims=made.dims,
-        workspace=made.workspace,
-        workspace_zeroed=made.workspace > 0,
-        scratch=made.scratch,
-        skip_if_zero=made.skip_if_zero,
-        constraints=made.constraints,
+        arguments=gemm.arguments,
+        dims=gemm.dims,
+        workspace=gemm.workspace,
+        workspace_zeroed=gemm.workspace > 0,
+        scratch=gemm.scratch,
+        skip_if_zero=gemm.skip_if_zero,
+        constraints=gemm.constraints,
     )
 
 
-def _function(made: GemmPlan) -> Any:
+def _function(gemm: GemmPlan) -> Any:
     """The kernel, from the device halves of its operands."""
-    kit = import_module(made.kit)
+    kit = import_module(gemm.kit)
     halves = {
-        operand.name: getattr(import_module(operand.device), type(operand).__name__)(made, operand, kit)
-        for operand in made.operands
+        operand.name: getattr(import_module(operand.device), type(operand).__name__)(gemm, operand, kit)
+        for operand in gemm.operands
         if operand.on_device
     }
     for half in halves.values():
         half.bind(halves)
-    return import_module(made.driver).kernel(made, halves)
+    return import_module(gemm.driver).kernel(gemm, halves)
 
 
-def _fake(argument: Any, made: Signature) -> Any:
-    """What stands for an argument while the kernel is traced."""
+def _fake(argument: Any, launch: Signature) -> Any:
+    """The fake argument that the kernel is traced with."""
     import cutlass
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_tensor
 
     if isinstance(argument, ScalarArgument):
         return cutlass.Float32(1.0)
-    divisors = {dim.name: dim.divisor for dim in made.dims}
+    divisors = {dim.name: dim.divisor for dim in launch.dims}
     shape = tuple(
         extent if isinstance(extent, int) else cute.sym_int(divisibility=_divisor(extent, divisors))
         for extent in argument.shape
@@ -104,7 +104,7 @@ def _fake(argument: Any, made: Signature) -> Any:
 
 
 def _divisor(extent: Any, divisors: Mapping[str, int]) -> int:
-    """What the extent is a multiple of, as far as the kernel is told."""
+    """What the extent is a multiple of, as far as the kernel knows."""
     if isinstance(extent, str):
         return divisors[extent]
     kind, factor, of = extent

@@ -21,8 +21,8 @@ CLUSTERS: Expr = ("max", 1, ("sub", "active_clusters", "cluster_margin"))
 
 @contextmanager
 def target(arch: str) -> Iterator[None]:
-    """Meanwhile the DSL takes `arch` for the device's architecture, and the shared memory of a multiprocessor from it.
-    Imports the DSL.
+    """In the block the DSL takes `arch` for the device's architecture, and the shared memory of a multiprocessor from
+    it. Imports the DSL.
     """
     from cuda.bindings.driver import CUdevice_attribute
     from cutlass.base_dsl.runtime import cuda
@@ -45,7 +45,7 @@ def target(arch: str) -> Iterator[None]:
 
 @contextmanager
 def answering(value: int, before: Mapping[Expr, int] | None = None) -> Iterator[dict[Expr, int]]:
-    """Meanwhile the DSL's `HardwareInfo` answers `value`. What was asked for, now or `before`, is in the table, with
+    """In the block the DSL's `HardwareInfo` answers `value`. What was asked for, now or `before`, is in the table, with
     the size of the cluster. Imports the DSL.
     """
     from cutlass.utils import HardwareInfo

@@ -128,11 +128,11 @@ def layout(tensor: TensorArgument, host: HostTensor) -> tuple[tuple[Expr, ...], 
 
 def tensor_of(signature: Signature, name: str) -> TensorArgument:
     """The tensor argument called `name`; BuildError where there is none."""
-    found = next((tensor for tensor in signature.tensors if tensor.name == name), None)
-    if found is None:
+    argument = next((tensor for tensor in signature.tensors if tensor.name == name), None)
+    if argument is None:
         known = ", ".join(tensor.name for tensor in signature.tensors)
         raise BuildError(f"trace plan: a host tensor names {name!r}; the signature's tensors are {known}")
-    return found
+    return argument
 
 
 def _buffer(data: bytes) -> ctypes.Array[Any]:

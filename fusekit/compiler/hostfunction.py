@@ -16,7 +16,7 @@ class HostTensor:
     """The host function takes a tensor, traced as a fake one.
 
     argument: the record's tensor whose address is passed. shape, strides: in the order of the fake tensor's modes and
-    in elements, expressions as in the record; None stands for the record argument's own. A mode that the fake tensor
+    in elements, expressions as in the record; None: those of the record's argument. A mode that the fake tensor
     fixes must evaluate to the fixed value. large: whether the kernel reaches 2**31 elements over modes whose strides
     are fixed or have 32 bits; else the record refuses such a tensor.
     """
@@ -81,7 +81,7 @@ class TracePlan:
 
     function: the host callable (`cute.jit`). arguments: what `cute.compile` is given, in the order of the parameters:
     fake tensors, numbers, a null stream; None for one that this kernel does without. host_arguments: what each that is
-    not None stands for at run time, in order. signature: what the kernel's callers pass. keywords: given to
+    not None is at run time, in order. signature: what the kernel's callers pass. keywords: given to
     `cute.compile` by name. leaves: the run-time arguments among both, in the host function's order, where they are
     others than those of `arguments` that are not None. options: of the DSL, that change the cubin. traced: what the
     trace was given for i32 scalars that are fixed at it where a launch record has a constant. again: makes this plan
@@ -171,6 +171,6 @@ def token_wise(function: Any, operands: Iterable[str], signature: Signature) -> 
     scalars = [getattr(cutlass, DTYPES[scalar.dtype].cutlass)(1) for scalar in signature.scalars]
     hosts += [*(HostScalar(scalar.name) for scalar in signature.scalars), HostStream()]
     arguments = (*map(given.get, operands), *scalars, CUstream(0))
-    leaves = [leaf for each in arguments for leaf in (each if isinstance(each, tuple) else (each,))]
+    leaves = [leaf for item in arguments for leaf in (item if isinstance(item, tuple) else (item,))]
     taken = tuple(leaf for leaf in leaves if leaf is not None)
     return TracePlan(function, arguments, tuple(hosts), signature, leaves=taken if signature.peers else None)

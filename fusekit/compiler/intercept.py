@@ -24,12 +24,12 @@ returns is called after.
 class _Caught(BaseException):
     """Ends a call of `cute.compile` that is not to compile."""
 
-    def __init__(self, found: Traced) -> None:
-        self.found = found
+    def __init__(self, traced: Traced) -> None:
+        self.traced = traced
 
 
 class _Ear:
-    """Stands for the method `name` of the class `owner` while anybody listens."""
+    """Replaces the method `name` of the class `owner` while anybody listens."""
 
     guard = threading.Lock()
 
@@ -40,10 +40,10 @@ class _Ear:
     @classmethod
     def add(cls, owner: Any, name: str, listener: Listener) -> _Ear:
         with cls.guard:
-            found = getattr(getattr(owner, name), "fusekit_ear", None)
-            ear = found if isinstance(found, cls) else cls(owner, name)
+            existing = getattr(getattr(owner, name), "fusekit_ear", None)
+            ear = existing if isinstance(existing, cls) else cls(owner, name)
             ear.listeners.append(listener)
-            if ear is not found:
+            if ear is not existing:
                 ear._install()
             return ear
 
@@ -57,13 +57,15 @@ class _Ear:
     def _install(self) -> None:
         original, listeners = self.original, self.listeners
 
-        def call(own: Any, *args: Any, **kwargs: Any) -> Any:
-            told = [listener(own, args, kwargs) for listener in list(listeners)]  # before: a trace changes objects
-            made = original(own, *args, **kwargs)
-            for after in told:
+        def call(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            callbacks = [
+                listener(instance, args, kwargs) for listener in list(listeners)
+            ]  # before: a trace changes objects
+            result = original(instance, *args, **kwargs)
+            for after in callbacks:
                 if after is not None:
                     after()
-            return made
+            return result
 
         call.fusekit_ear = self  # type: ignore[attr-defined]
         setattr(self.owner, self.name, call)
@@ -71,19 +73,19 @@ class _Ear:
 
 @contextmanager
 def listening(listener: Listener, *, direct: bool = False) -> Iterator[None]:
-    """`listener` is told of every call of `cute.compile` in the `with` block, by any thread. Imports the DSL.
+    """Calls `listener` for every call of `cute.compile` in the `with` block, by any thread. Imports the DSL.
 
     direct: also of every host function that is called without it, as of the call of `cute.compile` that would compile
     the same.
     """
     compiler, dsl = _classes()
 
-    def hear(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None] | None:
-        return None if kwargs.get("compile_only") or _tracing() else listener(own, _called(*args), kwargs)
+    def hear(instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None] | None:
+        return None if kwargs.get("compile_only") or _tracing() else listener(instance, _called(*args), kwargs)
 
     with ExitStack() as heard:
-        for owner, name, each in ((compiler, "__call__", listener), (dsl, "_func", hear))[: 1 + direct]:
-            heard.callback(_Ear.add(owner, name, each).remove, each)
+        for owner, name, hook in ((compiler, "__call__", listener), (dsl, "_func", hear))[: 1 + direct]:
+            heard.callback(_Ear.add(owner, name, hook).remove, hook)
         yield
 
 
@@ -117,12 +119,12 @@ def traced(compile_function: Callable[..., Any], *args: Any, **kwargs: Any) -> T
         with listening(catch):
             compile_function(*args, **kwargs)
     except _Caught as caught:
-        return caught.found
+        return caught.traced
     raise BuildError(f"{compile_function.__qualname__} compiled nothing: cute.compile was not called")
 
 
 def _classes() -> tuple[Any, Any]:
-    """That of `cute.compile`, and that of what traces host functions."""
+    """The class of `cute.compile`, and the class that traces host functions."""
     try:
         from cutlass.base_dsl.compiler import CompileCallable
         from cutlass.base_dsl.dsl import BaseDSL

@@ -24,7 +24,7 @@ def text_of(function: Any) -> str | None:
     return texts.pop() if len(texts) == 1 else None
 
 
-def made(text: str, names: dict[str, Any]) -> Callable[..., Any]:
+def rebuilt(text: str, names: dict[str, Any]) -> Callable[..., Any]:
     """The lambda of a text. names: of the module that it is in. Raises ValueError for a text that is none."""
     if not isinstance(ast.parse(text, mode="eval").body, ast.Lambda):
         raise ValueError(f"{text!r} is no lambda")
@@ -47,8 +47,8 @@ def _all(source: str) -> tuple[tuple[int, str], ...]:
 
 
 def _code(text: str) -> CodeType:
-    made = compile(text, "<lambda>", "eval")
-    return next(each for each in made.co_consts if isinstance(each, CodeType))
+    module_code = compile(text, "<lambda>", "eval")
+    return next(const for const in module_code.co_consts if isinstance(const, CodeType))
 
 
 def _same(a: CodeType, b: CodeType) -> bool:

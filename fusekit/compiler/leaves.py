@@ -49,12 +49,12 @@ class Leaf:
 
     @property
     def contiguous(self) -> int:
-        """Of a tensor the mode whose elements follow upon one another; -1: none."""
+        """The contiguous mode of a tensor; -1: none."""
         return next((mode for mode, stride in enumerate(self.fake.stride) if stride == 1), -1)
 
     @property
     def shape(self) -> list[Any]:
-        """Of a tensor the extents: those that the trace fixes as the record counts them, and the symbols of others."""
+        """The extents of a tensor: numbers, as the record counts them, where the trace fixes them, else symbols."""
         return [
             extent // (self.packed if mode == self.contiguous else 1) if isinstance(extent, int) else extent
             for mode, extent in enumerate(self.fake.shape)
@@ -62,7 +62,7 @@ class Leaf:
 
     def __str__(self) -> str:
         if self.kind == TENSOR:
-            extents = ", ".join(str(each) if isinstance(each, int) else "?" for each in self.fake.shape)
+            extents = ", ".join(str(extent) if isinstance(extent, int) else "?" for extent in self.fake.shape)
             return f"{self.name} ({self.dtype}, rank {self.rank}: [{extents}])"
         return f"{self.name} ({self.kind}{f' to {self.dtype}' if self.kind == POINTER else ''})"
 
@@ -77,18 +77,18 @@ def leaves(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: d
     except (TypeError, ValueError) as error:
         raise BuildError(f"the host function cannot be called with what the source returns: {error}") from None
     bound.apply_defaults()
-    found = [leaf for name, value in run_time(bound).items() for leaf in flat(name, value)]
-    twice = sorted({leaf.name for leaf in found if [each.name for each in found].count(leaf.name) > 1})
+    traced = [leaf for name, value in run_time(bound).items() for leaf in flat(name, value)]
+    twice = sorted({leaf.name for leaf in traced if [other.name for other in traced].count(leaf.name) > 1})
     if twice:
         raise BuildError(
             f"the host function has two arguments called {twice[0]}: members are named after their parameter, with an"
             " underscore between; call a parameter of it otherwise"
         )
-    return found
+    return traced
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """That of a host function. Annotations are what the DSL takes them for, also those that are written as text."""
+    """The signature of a host function. Annotations are resolved as the DSL does, also those written as text."""
     call = host_callable(function)
     try:
         return inspect.signature(call, eval_str=True)
@@ -103,13 +103,13 @@ def is_constant(annotation: Any) -> bool:
 
 def run_time(bound: inspect.BoundArguments) -> dict[str, Any]:
     """The arguments of a call that are not constants of the trace, those of `**` by their own names."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         parameter = bound.signature.parameters[name]
         if not is_constant(parameter.annotation):
             single = {name: _cast(value, parameter.annotation)}
-            found |= value if parameter.kind is parameter.VAR_KEYWORD else single
-    return found
+            values |= value if parameter.kind is parameter.VAR_KEYWORD else single
+    return values
 
 
 def _cast(value: Any, annotation: Any) -> Any:
@@ -179,14 +179,14 @@ def members(value: Any) -> Sequence[str | int] | None:
     if hasattr(value, "_fields"):
         names = value._fields
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [each.name for each in dataclasses.fields(value)]
+        names = [field.name for field in dataclasses.fields(value)]
     else:
         return None
     try:
-        told = get_type_hints(type(value))
+        hints = get_type_hints(type(value))
     except (NameError, AttributeError, SyntaxError, TypeError):  # a name that only type checkers see
-        told = getattr(type(value), "__annotations__", {})
-    return [name for name in names if not is_constant(told.get(name, ""))]
+        hints = getattr(type(value), "__annotations__", {})
+    return [name for name in names if not is_constant(hints.get(name, ""))]
 
 
 def member(value: Any, part: str | int) -> Any:
@@ -195,7 +195,7 @@ def member(value: Any, part: str | int) -> Any:
 
 
 def codes_in_one(tensor: Any) -> int:
-    """How many elements of a traced tensor one of the record's holds: two 4-bit values lie in a byte."""
+    """How many elements of a traced tensor one of the record's holds: a byte has two 4-bit values."""
     return 2 if tensor.element_type.width == 4 else 1
 
 

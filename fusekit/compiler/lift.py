@@ -26,13 +26,13 @@ _NUMBER = re.compile(r"\d+")
 def unify(records: tuple[LaunchRecord, LaunchRecord], values: tuple[int, int], expr: Expr) -> LaunchRecord:
     """The record that is `records[i]` where `expr` is `values[i]`. Raises BuildError where there is none."""
     first, second = (record.to_json() for record in records)
-    made = _Unifying(values, expr).whole(first, second, "record")
+    document = _Unifying(values, expr).whole(first, second, "record")
     if first == second:
         raise BuildError(f"lift: the launch does not depend on the lifted argument; leave lift out, or {render(expr)}")
     # An expression in a place of schema 1 may read a variable of schema 2.
-    made["schema"] = 2
+    document["schema"] = 2
     try:
-        return LaunchRecord.from_json(LaunchRecord.from_json(made).to_json())
+        return LaunchRecord.from_json(LaunchRecord.from_json(document).to_json())
     except RecordError as error:
         raise BuildError(f"lift: no launch record depends on it as this one would: {error}") from error
 
@@ -52,8 +52,8 @@ class _Unifying:
             return [self.whole(x, y, f"{where}[{index}]") for index, (x, y) in enumerate(zip(a, b, strict=True))]
         if where.endswith(".message") and _NUMBER.sub("#", a) == _NUMBER.sub("#", b):
             numbers = zip(_NUMBER.findall(a), _NUMBER.findall(b), strict=True)
-            said = iter([render(self.whole(int(x), int(y), where)) for x, y in numbers])
-            return _NUMBER.sub(lambda _: next(said), a)
+            expressions = iter([render(self.whole(int(x), int(y), where)) for x, y in numbers])
+            return _NUMBER.sub(lambda _: next(expressions), a)
         raise BuildError(f"lift: {where} has another form for another value: {str(a)[:80]} and {str(b)[:80]}")
 
     def _number(self, a: int, b: int, where: str) -> Any:

@@ -31,7 +31,7 @@ def bound(jobs: int, available: int | None = None) -> Bound:
 
 def available_bytes(root: Path = Path("/")) -> int:
     """Bytes that can be taken without swapping: of the machine, or of the control group if that has fewer."""
-    found = [_mem_available(root)]
+    limits = [_mem_available(root)]
     version_2 = root / "sys/fs/cgroup"
     version_1 = root / "sys/fs/cgroup/memory"
     for folder, limit, usage in (
@@ -39,8 +39,8 @@ def available_bytes(root: Path = Path("/")) -> int:
         (version_1, "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
-            found.append(int((folder / limit).read_text()) - int((folder / usage).read_text()))
-    return max(0, min(found))
+            limits.append(int((folder / limit).read_text()) - int((folder / usage).read_text()))
+    return max(0, min(limits))
 
 
 def _mem_available(root: Path) -> int:

@@ -1,4 +1,4 @@
-"""What a build does to names: which ones lead elsewhere from now on, and which ones the spec files no longer have."""
+"""What a build does to names: which now point to new builds, and which the spec files no longer have."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TEXT = frozenset({"summary", "problem", "layer"})
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A name that stands for another kernel now, or for the same with other defaults.
+    """A name that now points to another kernel, or to the same with other defaults.
 
     before, now: keys. differs: the keys of the spec that have another value; empty where only sources, toolchain or
     format of the key changed: then it computes the same.
@@ -51,7 +51,7 @@ def record_of(key: str, spec: Spec) -> NameRecord:
 
 
 def give_names(store: Store, key: str, specs: Sequence[Spec], entry: Entry | None = None) -> list[Moved]:
-    """Publishes a name for each of `specs`; those that stood for something else."""
+    """Publishes a name for each of `specs`; returns those that pointed to another build."""
     moved = []
     for spec in specs:
         record, before = record_of(key, spec), None
@@ -63,16 +63,16 @@ def give_names(store: Store, key: str, specs: Sequence[Spec], entry: Entry | Non
     return moved
 
 
-def left_behind(store: Store, found: Sequence[Found], archs: Collection[str] | None = None) -> list[Left]:
+def left_behind(store: Store, chosen: Sequence[Found], archs: Collection[str] | None = None) -> list[Left]:
     """The names in `store`, of `archs` (None: of all), that the targets mean and their files no longer have."""
-    there = {(spec.full_name, spec.arch) for each in found for spec in each.every}
+    there = {(spec.full_name, spec.arch) for file in chosen for spec in file.every}
     left: dict[tuple[str, str], Left] = {}
-    for each in found:
-        archs_of_file = {spec.arch for spec in each.every}
-        for (name, arch), root in store.recorded(each.file).items():
-            if each.packaged and arch not in archs_of_file:  # built for another than the file names
+    for file in chosen:
+        archs_of_file = {spec.arch for spec in file.every}
+        for (name, arch), root in store.recorded(file.file).items():
+            if file.packaged and arch not in archs_of_file:  # built for another than the file names
                 continue
-            if (name, arch) not in there and each.means(name) and (archs is None or arch in archs):
+            if (name, arch) not in there and file.means(name) and (archs is None or arch in archs):
                 left[name, arch] = Left(name, arch, root)
     return [left[where] for where in sorted(left)]
 

@@ -58,23 +58,26 @@ def main(request: str) -> None:
     wanted = json.loads(request)
     try:
         with answering(LIFT_VALUES[0]):
-            found = leaves(*call_source(wanted["source"], wanted["params"], wanted["arch"]))
+            traced = leaves(*call_source(wanted["source"], wanted["params"], wanted["arch"]))
     except FusekitError as error:
         answer: dict[str, Any] = {"error": str(with_places(error))}
     else:
         symbols: dict[int, str] = {}
-        answer = {"leaves": [_leaf(leaf, symbols) for leaf in found if leaf.kind != STREAM]}
+        answer = {"leaves": [_leaf(leaf, symbols) for leaf in traced if leaf.kind != STREAM]}
     sys.stdout.write("\n" + json.dumps(answer) + "\n")
 
 
 def _leaf(leaf: Any, symbols: dict[int, str]) -> dict[str, Any]:
     """One argument; open extents are named D0, D1, ... as they come, the same extent the same."""
-    told = {"name": leaf.name, "kind": leaf.kind, "dtype": leaf.dtype}
+    facts = {"name": leaf.name, "kind": leaf.kind, "dtype": leaf.dtype}
     if leaf.kind != "tensor":
-        return told
-    shape = [each if isinstance(each, int) else symbols.setdefault(id(each), f"D{len(symbols)}") for each in leaf.shape]
-    steps = [None if isinstance(each, int) else each.divisibility for each in leaf.fake.stride]
-    return {**told, "shape": shape, "steps": steps, "align": leaf.fake._assumed_align}
+        return facts
+    shape = [
+        extent if isinstance(extent, int) else symbols.setdefault(id(extent), f"D{len(symbols)}")
+        for extent in leaf.shape
+    ]
+    steps = [None if isinstance(extent, int) else extent.divisibility for extent in leaf.fake.stride]
+    return {**facts, "shape": shape, "steps": steps, "align": leaf.fake._assumed_align}
 
 
 def _text(name: str, source: str, arch: str, params: Mapping[str, Any], leaves: list[dict[str, Any]]) -> str:

@@ -20,7 +20,7 @@ OPT_LEVEL = 3
 
 def compile_options(arch: str) -> str:
     """The DSL's option string, with every option of the cubin that has a default. What it dumps goes into the current
-    folder: no path stands among the options.
+    folder: no path is among the options.
     """
     return f"--gpu-arch={arch} --opt-level={OPT_LEVEL} --keep-cubin --dump-dir=."
 
@@ -35,7 +35,7 @@ def environment(folder: Path, arch: str | None = None) -> dict[str, str]:
 
 
 def variables(names: Iterable[str]) -> dict[str, str]:
-    """Those of the environment variables `names` that are set in this process, as a spec lists them."""
+    """The environment variables among `names` that are set in this process, as a spec lists them."""
     return {name: os.environ[name] for name in names if name in os.environ}
 
 

@@ -27,7 +27,7 @@ def with_places(error: FusekitError) -> FusekitError:
     """The error, in whose text the line of a decorator is that of the `def` after it; and where a kernel's source was
     when Python raised its cause. The DSL's own errors say that themselves.
     """
-    args = [_PLACE.sub(_of_def, each) if isinstance(each, str) else each for each in error.args]
+    args = [_PLACE.sub(_of_def, arg) if isinstance(arg, str) else arg for arg in error.args]
     cause = error.__cause__
     if args and cause is not None and not type(cause).__module__.startswith("cutlass"):
         args[0] = f"{args[0]}{_raised_at(cause)}"
@@ -40,7 +40,7 @@ def with_keys(error: FusekitError, spec: Any) -> FusekitError:
     if isinstance(error, RecordError) and isinstance(spec, ExternSpec) and (field := _FIELD.match(str(error))):
         key, remedy = f"{field[1]}: ", ""
         if memory := field[2]:
-            sized = {said.get("zeroed", False): name for name, said in spec.arguments.items() if "bytes" in said}
+            sized = {table.get("zeroed", False): name for name, table in spec.arguments.items() if "bytes" in table}
             key = f"arguments.{sized[memory == 'workspace']}.bytes"
         elif field[1] == "arguments":
             remedy = '; say arguments.NAME.rename = "TEXT" of one'
@@ -51,8 +51,11 @@ def with_keys(error: FusekitError, spec: Any) -> FusekitError:
 def _raised_at(cause: BaseException) -> str:
     """The innermost line that is not the DSL's, fusekit's or the importer's, in brackets; nothing without one."""
     of_dsl = getattr(sys.modules.get("cutlass"), "__path__", ())
-    own = ("<", *(f"{folder}/" for folder in (Path(__file__).parents[1], Path(importlib.__file__).parent, *of_dsl)))
-    frames = [each for each in traceback.extract_tb(cause.__traceback__) if not each.filename.startswith(own)]
+    internal = (
+        "<",
+        *(f"{folder}/" for folder in (Path(__file__).parents[1], Path(importlib.__file__).parent, *of_dsl)),
+    )
+    frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if not frame.filename.startswith(internal)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
@@ -64,7 +67,7 @@ def _of_def(place: re.Match[str]) -> str:
         return place[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
-            for each in node.decorator_list:
-                if each.lineno <= line <= (each.end_lineno or each.lineno):
+            for decorator in node.decorator_list:
+                if decorator.lineno <= line <= (decorator.end_lineno or decorator.lineno):
                     return f"({path}, line {node.lineno})"
     return place[0]

@@ -143,7 +143,7 @@ class ForkServer:
             self._homes.pop(home)[1].close()
 
     def crash(self) -> BuildError | ToolchainError | None:
-        """The error for a server that ended by itself, which it can only have done while it imported."""
+        """The error for a server that ended by itself, which can only happen while it imports."""
         code = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = None if self._process is None else self._process.wait(_FAREWELL)
@@ -170,7 +170,7 @@ class ForkServer:
             raise ToolchainError("this Python does not know its own executable; a build starts processes; use another")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arch = None if self._home is None else self._home[1]
-        variables = dict(each.split("=", 1) for each in (self._home or ())[2:])
+        variables = dict(variable.split("=", 1) for variable in (self._home or ())[2:])
         paths = [str(Path(entry).absolute()) for entry in (sys.path if arch is None else search_path())]
         with theirs, self._log.open("ab") as log:
             kept = private(compiler_cache())
@@ -240,8 +240,8 @@ class Worker:
         # It hung up, so it is about to end by itself; its own exit code says more than that of a kill.
         code = None
         if self._status is not None and not server.closed and select.select([self._status], [], [], _PATIENCE)[0]:
-            told = self._status.read(16)
-            code = int(told) if told else None
+            status = self._status.read(16)
+            code = int(status) if status else None
         self.hang_up()
         if server.closed:
             return BuildError(f"{job.name}: the build was stopped", name=job.name)
@@ -315,8 +315,8 @@ def run(
 
 
 def _last_words(log: Path) -> str:
-    said = log.read_bytes()[-_LOG_TAIL:].decode(errors="replace").strip() if log.exists() else ""
-    return f"; its last words: {said}" if said else ""
+    text = log.read_bytes()[-_LOG_TAIL:].decode(errors="replace").strip() if log.exists() else ""
+    return f"; its last words: {text}" if text else ""
 
 
 def _cause(code: int | None) -> str:

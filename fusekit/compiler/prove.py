@@ -50,7 +50,9 @@ def prove(
     digest = hashlib.sha256()
     sets = argument_sets(record, seed, launches)
     if not any(isinstance(host_argument, HostStream) for host_argument in plan.host_arguments):
-        sets = [replace(each, stream=0) for each in sets]  # the default one, in whose place a launcher's takes
+        sets = [
+            replace(sample, stream=0) for sample in sets
+        ]  # the default one, which a launcher replaces with its stream
     steps = record.launches
     for arguments in sets:
         recorded = host.call(pack(plan, arguments), arguments.values["sm_count"])
@@ -166,11 +168,11 @@ class _Comparison:
             raise ProofError(
                 f"{parameter.name}: {error}. Argument set {self._arguments}", parameter=parameter.name
             ) from error
-        expected, found = recorded.fields(), launched.fields()
-        for field in expected | found:
-            self.same(parameter.name, field, expected.get(field, "absent"), found.get(field, "absent"))
+        expected, actual = recorded.fields(), launched.fields()
+        for field in expected | actual:
+            self.same(parameter.name, field, expected.get(field, "absent"), actual.get(field, "absent"))
         masked = bytearray(data[:DEFINED_BYTES])
         word = int.from_bytes(masked[8:12], "little") & ~ENCODER_BITS
         masked[8:12] = word.to_bytes(4, "little")
-        made = encode_raw(recorded) if raw else encode(recorded)
-        self.same(parameter.name, "descriptor bytes", made[:DEFINED_BYTES].hex(), masked.hex())
+        encoded = encode_raw(recorded) if raw else encode(recorded)
+        self.same(parameter.name, "descriptor bytes", encoded[:DEFINED_BYTES].hex(), masked.hex())

@@ -22,13 +22,13 @@ def plan(spec: QuantiseSpec) -> TracePlan:
     from fusekit.kernels.quantise.rows import QuantiseRows
     from fusekit.kernels.quantise.tiles import QuantiseTiles
 
-    made = signature(spec)
+    interface = signature(spec)
     if spec.out == ROW:
-        return token_wise(QuantiseRows(spec.scales), ("x", "x_q", "x_s"), made)
+        return token_wise(QuantiseRows(spec.scales), ("x", "x_q", "x_s"), interface)
     if spec.out == AMAX:
-        return token_wise(Amax(spec.rht_amax), ("x", "offsets", "x_amax", "x_rht_amax"), made)
+        return token_wise(Amax(spec.rht_amax), ("x", "offsets", "x_amax", "x_rht_amax"), interface)
     if spec.out == MXFP8:
-        return token_wise(MxTiles(spec.transpose, spec.scale_layout), OPERANDS, made)
+        return token_wise(MxTiles(spec.transpose, spec.scale_layout), OPERANDS, interface)
     names = OPERANDS
     if spec.blocks == SQUARE:
         names = ("w", "index", "offsets", "w_q", "w_s", "w_t", "w_ts")
@@ -45,7 +45,7 @@ def plan(spec: QuantiseSpec) -> TracePlan:
         spec.gather,
         spec.topk,
     )
-    return token_wise(QuantiseTiles(*keys), names, made)
+    return token_wise(QuantiseTiles(*keys), names, interface)
 
 
 def signature(spec: QuantiseSpec) -> Signature:
@@ -72,66 +72,68 @@ def signature(spec: QuantiseSpec) -> Signature:
 
 def _rows(spec: QuantiseSpec) -> list[TensorArgument]:
     blocks: Expr = ["ceildiv", "K", SIDE]
-    found = [_matrix("x", "input", spec.dtype, ("T" if spec.gather or spec.topk else "M", "K"), _divisor(spec))]
+    arguments = [_matrix("x", "input", spec.dtype, ("T" if spec.gather or spec.topk else "M", "K"), _divisor(spec))]
     if spec.gather:
-        found.append(TensorArgument("index", "input", "i32", ("M",), (1,), alignment=4))
+        arguments.append(TensorArgument("index", "input", "i32", ("M",), (1,), alignment=4))
     if spec.topk:
-        found.append(TensorArgument("inverse", "input", "i32", ("T", spec.topk), (spec.topk, 1), alignment=4))
+        arguments.append(TensorArgument("inverse", "input", "i32", ("T", spec.topk), (spec.topk, 1), alignment=4))
     if spec.transpose and spec.groups:
-        found.append(TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4))
+        arguments.append(TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4))
     if spec.rows:
-        found.append(_matrix("x_q", "output", "e4m3", ("M", "K"), VECTOR))
+        arguments.append(_matrix("x_q", "output", "e4m3", ("M", "K"), VECTOR))
     if spec.out == ROW:
-        found.append(TensorArgument("x_s", "output", "f32", ("M",), (1,), alignment=4))
+        arguments.append(TensorArgument("x_s", "output", "f32", ("M",), (1,), alignment=4))
     elif spec.rows:
-        found.append(TensorArgument("x_s", "output", "f32", (blocks, "M"), ("x_s.stride0", 1), alignment=4))
+        arguments.append(TensorArgument("x_s", "output", "f32", (blocks, "M"), ("x_s.stride0", 1), alignment=4))
     if spec.transpose:
         token_blocks: Expr = ["floordiv", "P", SIDE] if spec.groups else ["max", 1, ["ceildiv", "M", SIDE]]
         padded: Expr = "P" if spec.groups else ["mul", SIDE, token_blocks]
-        found.append(_matrix("x_t", "output", "e4m3", ("K", padded), VECTOR))
+        arguments.append(_matrix("x_t", "output", "e4m3", ("K", padded), VECTOR))
         scaled: Expr = blocks if spec.transpose_blocks == SQUARE else "K"
         alignment = 4 if spec.transpose_blocks == SQUARE else 16
-        found.append(TensorArgument("x_ts", "output", "f32", (token_blocks, scaled), (scaled, 1), alignment=alignment))
-    return found
+        arguments.append(
+            TensorArgument("x_ts", "output", "f32", (token_blocks, scaled), (scaled, 1), alignment=alignment)
+        )
+    return arguments
 
 
 def _mx(spec: QuantiseSpec) -> list[TensorArgument]:
     """FP8 values as x lies; scales of whole tiles of 128 x 128."""
     tall, wide = (["mul", ["ceildiv", name, SIDE], SIDE] for name in ("M", "K"))
-    found = [
+    arguments = [
         _matrix("x", "input", "bf16", ("M", "K"), 8),
         _matrix("x_q", "output", "e4m3", ("M", "K"), VECTOR),
         _bytes("x_s", tall, "K"),
     ]
     if spec.transpose:
-        found.append(_matrix("x_t", "output", "e4m3", ("M", "K"), VECTOR))
+        arguments.append(_matrix("x_t", "output", "e4m3", ("M", "K"), VECTOR))
         swizzled = _bytes("x_ts", wide, "M")
-        found.append(swizzled if spec.scale_layout == SWIZZLED else _bytes("x_ts", _blocks("M"), wide))
-    return found
+        arguments.append(swizzled if spec.scale_layout == SWIZZLED else _bytes("x_ts", _blocks("M"), wide))
+    return arguments
 
 
 def _largest(spec: QuantiseSpec) -> list[TensorArgument]:
     names = ["x_amax", *(["x_rht_amax"] if spec.rht_amax else [])]
     offsets = TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4)
-    found = [TensorArgument(name, "output", "f32", ("E",), (1,), alignment=4) for name in names]
-    return [_matrix("x", "input", "bf16", ("M", "K"), 8), offsets, *found]
+    arguments = [TensorArgument(name, "output", "f32", ("E",), (1,), alignment=4) for name in names]
+    return [_matrix("x", "input", "bf16", ("M", "K"), 8), offsets, *arguments]
 
 
 def _squares(spec: QuantiseSpec) -> Signature:
     down, across = (["ceildiv", name, SIDE] for name in ("N", "K"))
     groups: tuple[Expr, ...] = ("E",) if spec.groups else ()
-    found = [
+    arguments = [
         _matrix("w", "input", spec.dtype, (*groups, "N", "K"), _divisor(spec)),
         _matrix("w_q", "output", "e4m3", (*groups, "N", "K"), VECTOR),
         _compact("w_s", groups, down, across),
     ]
     if spec.transpose:
-        found.append(_matrix("w_t", "output", "e4m3", (*groups, "K", "N"), VECTOR))
-        found.append(_compact("w_ts", groups, across, down))
+        arguments.append(_matrix("w_t", "output", "e4m3", (*groups, "K", "N"), VECTOR))
+        arguments.append(_compact("w_ts", groups, across, down))
     step = VECTOR if spec.transpose else 1
     rows, columns = Dim("N", step, step, MOST_COLUMNS), Dim("K", VECTOR, VECTOR, MOST_COLUMNS)
     return Signature(
-        spec.arch, tuple(found), (*(Dim("E", minimum=1, maximum=MOST_GROUPS) for _ in groups), rows, columns)
+        spec.arch, tuple(arguments), (*(Dim("E", minimum=1, maximum=MOST_GROUPS) for _ in groups), rows, columns)
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fusekit.compiler.foreign import OWN, Foreign, folder_of
+from fusekit.compiler.foreign import KEYED_BY_VERSION, Foreign, folder_of
 from fusekit.compiler.fresh import standard
 from fusekit.compiler.toolchain import normal
 from fusekit.errors import BuildError
@@ -31,8 +31,8 @@ _MAPPING = frozenset({"<frozen os>", "<frozen _collections_abc>", os.__file__, s
 
 @dataclass(slots=True)
 class Watch:
-    """What was read by whom: (name, a file of the code that did it). modules: loaded before the source was. given: the
-    environment variables that this process began with.
+    """Reads and their readers: (name, a file of the code that did it). modules: loaded before the source was. given:
+    the environment variables that this process began with.
     """
 
     files: set[tuple[str, str]] = field(default_factory=set)
@@ -118,7 +118,9 @@ def check(watch: Watch, spec: ExternSpec, fields: dict[str, str], foreign: Forei
                 f"{_short(reader, folder)} reads the environment variable {name} while it is built, which is in no key;"
                 f' list it in the spec: env = ["{name}"]'
             )
-    modules = {os.path.realpath(file) for each in [*sys.modules.values()] if (file := getattr(each, "__file__", None))}
+    modules = {
+        os.path.realpath(file) for loaded in [*sys.modules.values()] if (file := getattr(loaded, "__file__", None))
+    }
     listed = {os.path.realpath(folder / file) for file in spec.files}
     searched = {os.path.realpath(entry) for entry in sys.path}
     scratch = os.path.realpath(os.getcwd())  # noqa: PTH109
@@ -132,10 +134,10 @@ def check(watch: Watch, spec: ExternSpec, fields: dict[str, str], foreign: Forei
         path_entry = real in searched  # looked into by importlib.metadata
         if known or written or path_entry or keyed(real) or real == os.devnull or (_installed(reader) and absent):
             continue
-        said = f"{_short(reader, folder)} reads {path} while it is built, which is in no key"
-        raise BuildError(f"{said}; {_remedy(path, folder)}")
-    for name, each in sorted(sys.modules.items()):
-        file = getattr(each, "__file__", None)
+        problem = f"{_short(reader, folder)} reads {path} while it is built, which is in no key"
+        raise BuildError(f"{problem}; {_remedy(path, folder)}")
+    for name, loaded in sorted(sys.modules.items()):
+        file = getattr(loaded, "__file__", None)
         if name not in watch.modules and file and os.path.isfile(file):  # noqa: PTH113
             _loaded(name, file, fields, foreign)
 
@@ -143,7 +145,7 @@ def check(watch: Watch, spec: ExternSpec, fields: dict[str, str], foreign: Forei
 def _loaded(name: str, file: str, fields: dict[str, str], foreign: Foreign) -> None:
     """Raises BuildError for a module that the key does not name and that may be one of kernels."""
     top = name.partition(".")[0]
-    if standard(file) or top in OWN:
+    if standard(file) or top in KEYED_BY_VERSION:
         return
     if owners := foreign.owned(top):
         odd = [owner for owner in owners if foreign.builds(owner) and f"foreign.files.{owner}" not in fields]

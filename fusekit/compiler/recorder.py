@@ -1,7 +1,7 @@
 """Runs the DSL's compiled host function on the CPU and records the launches that it asks for.
 
 The DSL compiles the host function to an object file that leaves CUDA entry points undefined. Here they are Python
-callbacks: the object is linked against them by LLVM's MCJIT, the host function is called with made-up addresses, and
+callbacks: the object is linked against them by LLVM's MCJIT, the host function is called with random addresses, and
 what it hands to the launch is copied out. No GPU, driver or C compiler takes part, and no address is ever read through.
 """
 
@@ -258,10 +258,10 @@ def _encode(out: int, dtype: int, rank: int, address: int, *rest: int) -> None:
             (ctypes.c_uint32, rank, steps),
         )
     ]  # fmt: skip
-    told: dict[str, Any] = dict(zip(("dims", "strides", "box", "element_strides"), arrays, strict=True))
-    told |= encoder_modes(*(mode & 0xFFFFFFFF for mode in (dtype, *modes)))
-    made = encode(TensorMap(address=address, **told))
-    ctypes.memmove(out, made, len(made))
+    fields: dict[str, Any] = dict(zip(("dims", "strides", "box", "element_strides"), arrays, strict=True))
+    fields |= encoder_modes(*(mode & 0xFFFFFFFF for mode in (dtype, *modes)))
+    encoded = encode(TensorMap(address=address, **fields))
+    ctypes.memmove(out, encoded, len(encoded))
 
 
 def _assert_success(error: int) -> None:

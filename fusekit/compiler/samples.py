@@ -30,7 +30,7 @@ _BASES = (0, 100)
 
 @dataclass(frozen=True, slots=True)
 class ArgumentSet:
-    """One made-up call. values: dims, strides, addresses, i32 scalars, sm_count, cluster_margin, active_clusters and
+    """One random call. values: dims, strides, addresses, i32 scalars, sm_count, cluster_margin, active_clusters and
     the record's own values, by the names that its expressions use; floats: the f32 scalars; stream: a handle; edge:
     chosen, not random.
     """
@@ -70,15 +70,15 @@ class _Sampler:
         dims, smallest = self._record.dims, self._smallest
         for label, steps in (("smallest", _TIGHT), ("next to smallest", _ONE_STEP)):
             fixed = {dim.name: min(smallest[dim.name] + steps * dim.divisor, _largest(dim)) for dim in dims}
-            made = self._attempt(label, fixed, steps)
-            if made is not None:
-                yield made
+            sample = self._attempt(label, fixed, steps)
+            if sample is not None:
+                yield sample
         for dim in dims:
             extent = _largest(dim)
             while extent > smallest[dim.name]:
-                made = self._attempt(f"largest {dim.name}", {**smallest, dim.name: extent}, _TIGHT)
-                if made is not None:
-                    yield made
+                sample = self._attempt(f"largest {dim.name}", {**smallest, dim.name: extent}, _TIGHT)
+                if sample is not None:
+                    yield sample
                     break
                 extent = max(extent // 2 // dim.divisor * dim.divisor, smallest[dim.name])
 
@@ -87,9 +87,9 @@ class _Sampler:
             padding = self._source.choice((_TIGHT, _RANDOM, _RANDOM))
             # Numbers of any size seldom fit together where many are multiplied.
             fixed = self._small() if attempt >= _ATTEMPTS // 2 else {}
-            made = self._attempt(label, fixed, padding)
-            if made is not None:
-                return replace(made, edge=False)
+            sample = self._attempt(label, fixed, padding)
+            if sample is not None:
+                return replace(sample, edge=False)
         rules = "; ".join(constraint.message for constraint in self._record.constraints) or "none"
         raise BuildError(
             f"launch record: no launchable arguments in {_ATTEMPTS} random tries (constraints: {rules}); widen the dims"
@@ -98,31 +98,31 @@ class _Sampler:
 
     def _small(self) -> dict[str, int]:
         """Small dims and scalars."""
-        found = {}
+        extents = {}
         for dim in self._record.dims:
             step = dim.divisor * _log_uniform(self._source, _SMALL // dim.divisor)
-            found[dim.name] = min(self._smallest[dim.name] + step, _largest(dim))
-        scalars = [each for each in self._record.scalars if each.dtype == "i32" and not each.bounded]
-        return found | {each.name: 1 + _log_uniform(self._source, _SMALL) for each in scalars}
+            extents[dim.name] = min(self._smallest[dim.name] + step, _largest(dim))
+        scalars = [scalar for scalar in self._record.scalars if scalar.dtype == "i32" and not scalar.bounded]
+        return extents | {scalar.name: 1 + _log_uniform(self._source, _SMALL) for scalar in scalars}
 
     def directed(self) -> Iterator[ArgumentSet]:
         """Both sides of every boundary of the record, as far as they can be launched."""
         dims, smallest = self._record.dims, self._smallest
         axes = [Axis(dim.name, smallest[dim.name], _largest(dim), dim.divisor) for dim in dims]
-        integers = [each for each in self._record.scalars if each.dtype == "i32"]
-        axes += [Axis(each.name, each.minimum, each.maximum, each.divisor) for each in integers]
+        integers = [scalar for scalar in self._record.scalars if scalar.dtype == "i32"]
+        axes += [Axis(scalar.name, scalar.minimum, scalar.maximum, scalar.divisor) for scalar in integers]
         axes += [Axis("sm_count", 1, _MOST_MULTIPROCESSORS, 1), Axis("cluster_margin", 0, _INT32 - 1, 1)]
         axes += [Axis("active_clusters", 1, _MOST_CLUSTERS, 1)]
         bases = []
         for steps in _BASES:
             fixed = {dim.name: min(smallest[dim.name] + steps * dim.divisor, _largest(dim)) for dim in dims}
-            made = self._attempt("base", {**fixed, "sm_count": _MOST_MULTIPROCESSORS, "cluster_margin": 0}, _TIGHT)
-            if made is not None:
-                bases.append(made.values)
+            sample = self._attempt("base", {**fixed, "sm_count": _MOST_MULTIPROCESSORS, "cluster_margin": 0}, _TIGHT)
+            if sample is not None:
+                bases.append(sample.values)
         for label, fixed in directed(self._record, axes, bases):
-            made = self._attempt(label, fixed, _RANDOM) or self._attempt(label, fixed, _TIGHT)
-            if made is not None:
-                yield made
+            sample = self._attempt(label, fixed, _RANDOM) or self._attempt(label, fixed, _TIGHT)
+            if sample is not None:
+                yield sample
 
     def _attempt(self, label: str, fixed: Mapping[str, int], padding: int) -> ArgumentSet | None:
         """A set with the values in `fixed`, or None when it cannot be launched. padding: between rows."""
@@ -153,8 +153,8 @@ class _Sampler:
             values = record.environment(values)
         except RecordError:
             return None
-        made = ArgumentSet(label, values, floats, stream=source.randrange(1, 2**47), edge=bool(fixed))
-        return made if all(_launchable(launch, values) for launch in self._launches) else None
+        sample = ArgumentSet(label, values, floats, stream=source.randrange(1, 2**47), edge=bool(fixed))
+        return sample if all(_launchable(launch, values) for launch in self._launches) else None
 
     def _extent(self, dim: Dim) -> int:
         low, high = self._smallest[dim.name], _largest(dim)

@@ -50,8 +50,8 @@ def remove_abandoned(folder: Path) -> None:
 def _remove_abandoned(path: Path) -> None:
     held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        found = os.fstat(held)
-        if found.st_uid != os.geteuid() or time.time() - found.st_mtime < ABANDONED_SECONDS:
+        status = os.fstat(held)
+        if status.st_uid != os.geteuid() or time.time() - status.st_mtime < ABANDONED_SECONDS:
             return
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path, ignore_errors=True)  # by descriptors: no link on the way or below is followed

@@ -29,7 +29,7 @@ def call_source(source: str, params: Mapping[str, Any], arch: str) -> tuple[Any,
             f"source {source}: there is no module {error.name!r}; install what has it, or fix the source"
         ) from None
     except BaseException as error:
-        raise BuildError(f"source {source}: importing {module_name} failed: {_told(error)}") from error
+        raise BuildError(f"source {source}: importing {module_name} failed: {_described(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise BuildError(f"source {source}: {module_name} has no function {name}; fix the source")
@@ -41,17 +41,17 @@ def call_source(source: str, params: Mapping[str, Any], arch: str) -> tuple[Any,
         known = ", ".join(takes) or "none"
         raise BuildError(f"source {source}: {error}; its arguments are {known}; fix params") from None
     try:
-        made = function(**given)
+        call = function(**given)
     except FusekitError:
         raise
     except BaseException as error:
-        raise BuildError(f"source {source} raised {_told(error)}") from error
-    if not _is_call(made):
+        raise BuildError(f"source {source} raised {_described(error)}") from error
+    if not _is_call(call):
         raise BuildError(
-            f"source {source} returned {type(made).__name__}; it must return (function, arguments) or (function,"
+            f"source {source} returned {type(call).__name__}; it must return (function, arguments) or (function,"
             " arguments, keywords), as cute.compile takes them"
         )
-    return made[0], tuple(made[1]), dict(made[2]) if len(made) == 3 else {}
+    return call[0], tuple(call[1]), dict(call[2]) if len(call) == 3 else {}
 
 
 def call_lifted(spec: ExternSpec, lifted: Mapping[str, int]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -61,9 +61,9 @@ def call_lifted(spec: ExternSpec, lifted: Mapping[str, int]) -> tuple[Any, tuple
     module_name, _, name = spec.source.partition(":")
     call_source(spec.source, spec.params, spec.arch)  # whose errors are told first
     takes = inspect.signature(getattr(sys.modules[module_name], name)).parameters
-    own = {key: value for key, value in lifted.items() if key in takes}
-    function, arguments, keywords = call_source(spec.source, {**spec.params, **own}, spec.arch)
-    rest = {key: value for key, value in lifted.items() if key not in own}
+    taken = {key: value for key, value in lifted.items() if key in takes}
+    function, arguments, keywords = call_source(spec.source, {**spec.params, **taken}, spec.arch)
+    rest = {key: value for key, value in lifted.items() if key not in taken}
     if not rest:
         return function, arguments, keywords
     bound = inspect.signature(host_callable(function)).bind(*arguments, **keywords)
@@ -77,17 +77,17 @@ def call_lifted(spec: ExternSpec, lifted: Mapping[str, int]) -> tuple[Any, tuple
     return function, bound.args, bound.kwargs
 
 
-def _is_call(made: Any) -> bool:
+def _is_call(call: Any) -> bool:
     """Whether it is (function, arguments), or (function, arguments, keywords)."""
-    if not isinstance(made, Sequence) or len(made) not in (2, 3) or not callable(made[0]):
+    if not isinstance(call, Sequence) or len(call) not in (2, 3) or not callable(call[0]):
         return False
     return (
-        isinstance(made[1], Sequence)
-        and not isinstance(made[1], str)
-        and all(isinstance(each, Mapping) for each in made[2:])
+        isinstance(call[1], Sequence)
+        and not isinstance(call[1], str)
+        and all(isinstance(item, Mapping) for item in call[2:])
     )
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

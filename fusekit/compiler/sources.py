@@ -93,10 +93,10 @@ class Sources:
         While none of them is, neither is the closure: imports stand in the files. So nothing is parsed again, which
         several threads of CPython 3.11 cannot do at once.
         """
-        found = {name: self._files.get(name) for name in digests}
+        files = {name: self._files.get(name) for name in digests}
         return [
             name
-            for name, file in found.items()
+            for name, file in files.items()
             if file is None or file.digest != digests[name] or file.raw != _raw(file.path)
         ]
 
@@ -133,17 +133,17 @@ def closure(root: str, package: Path | None = None, modules: Iterable[str] = ())
 def _whole_package(module: str) -> dict[str, _File]:
     """Every file of the package of an operation that is not fusekit's; they lead to what they import of fusekit."""
     top = module.partition(".")[0]
-    found = find_spec(top)
-    if found is None or not found.origin:
+    spec = find_spec(top)
+    if spec is None or not spec.origin:
         raise BuildError(f"the package {top} is not found; install it")
-    origin = Path(found.origin)
-    folder = origin.parent if found.submodule_search_locations else origin
+    origin = Path(spec.origin)
+    folder = origin.parent if spec.submodule_search_locations else origin
     files = {}
     for path in sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]:
         data = path.read_bytes()
         here = [top, *path.relative_to(folder).with_suffix("").parts]
-        found_here = stated(ast.walk(ast.parse(data, str(path))), here)
-        imports = [module for module in found_here if module.startswith("fusekit.")]
+        modules = stated(ast.walk(ast.parse(data, str(path))), here)
+        imports = [module for module in modules if module.startswith("fusekit.")]
         name = f"{top}/{path.relative_to(folder).as_posix()}" if folder.is_dir() else path.name
         files[name] = _File(path, _sha(data), _sha(data), tuple(imports))
     return files
@@ -191,8 +191,8 @@ def _what_counts(tree: ast.AST, name: str) -> tuple[list[str], list[ast.AST]]:
                 if isinstance(part, list):
                     if part:
                         words.append(field)
-                        for each in part:
-                            put(each)
+                        for item in part:
+                            put(item)
                         words.append("]")
                 elif part is not None and field != "ctx":
                     words.append(field)
@@ -211,22 +211,22 @@ def _is_for_people(node: ast.AST) -> bool:
     if isinstance(node, ast.FunctionDef):
         return node.name in _FOR_PEOPLE
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return bool(targets) and all(isinstance(each, ast.Name) and each.id in _FOR_PEOPLE for each in targets)
+    return bool(targets) and all(isinstance(target, ast.Name) and target.id in _FOR_PEOPLE for target in targets)
 
 
 def _imports(nodes: list[ast.AST], name: str) -> list[str]:
     """The modules to follow from one file; a name imported from a package may be a module of it, so both are given."""
     if any(isinstance(node, ast.Name) for node in nodes):
         raise _unidentified(name, "__import__")
-    found = list(stated(nodes, ["fusekit", *name.removesuffix(".py").split("/")]))
-    for module in found:
+    modules = list(stated(nodes, ["fusekit", *name.removesuffix(".py").split("/")]))
+    for module in modules:
         top = module.partition(".")[0]
         if name in _BY_NAME and top == "importlib":
             continue
         if top not in _KNOWN or top in _DYNAMIC:
             raise _unidentified(name, module)
-    own = [module for module in found if module.startswith("fusekit.")]
-    return [module for module in own if not {module, module.rpartition(".")[0]} & _APART]
+    internal = [module for module in modules if module.startswith("fusekit.")]
+    return [module for module in internal if not {module, module.rpartition(".")[0]} & _APART]
 
 
 def stated(nodes: Iterable[ast.AST], here: list[str]) -> Iterator[str]:

@@ -36,12 +36,12 @@ def plan(spec: Any) -> TracePlan:
 
     The kernel's class sees of the spec what the key holds.
     """
-    operation, made = TOKENS[spec.op], signature(spec)
+    operation, interface = TOKENS[spec.op], signature(spec)
     module, _, kernel = operation.kernel.partition(":")
-    scalars = {scalar.name for scalar in made.scalars}
+    scalars = {scalar.name for scalar in interface.scalars}
     names = dict.fromkeys(operand.name for operand in operation.operands if operand.name not in scalars)
-    own = SimpleNamespace(**spec.device_spec())
-    return token_wise(getattr(import_module(module), kernel).of(own), names, made)
+    device_spec = SimpleNamespace(**spec.device_spec())
+    return token_wise(getattr(import_module(module), kernel).of(device_spec), names, interface)
 
 
 def signature(spec: Any) -> Signature:
@@ -59,7 +59,7 @@ def signature(spec: Any) -> Signature:
             _argument(operation, operand, shape, keys) for operand, shape in zip(operands, shapes, strict=True)
         ),
         dims=tuple(dim for dim in _dims(operation, keys) if dim.name in named),
-        constraints=tuple(Constraint(*each) for each in operation.constraints(keys)) if operation.constraints else (),
+        constraints=tuple(Constraint(*row) for row in operation.constraints(keys)) if operation.constraints else (),
         skip_if_zero=("T",) if skips and operation.family != EXCHANGE else (),
     )
 

@@ -38,7 +38,7 @@ def distributions(cache: Path | None = None) -> dict[str, str]:
     loads one, and that one is named: the newest that the driver supports, or the newest of all where there is no
     driver. Raises ToolchainError when the DSL is not installed, or none of its libraries fits the driver.
     """
-    found: dict[str, metadata.Distribution] = {}
+    installed: dict[str, metadata.Distribution] = {}
     for distribution in metadata.distributions():
         # The folder's name tells as much as the metadata in it, which take a millisecond to read.
         folder = getattr(getattr(distribution, "_path", None), "name", None)
@@ -46,12 +46,12 @@ def distributions(cache: Path | None = None) -> dict[str, str]:
             continue
         name = normal(distribution.name or "")
         if name.startswith(_FAMILY):
-            found.setdefault(name, distribution)  # the first on the path is the one that is imported
-    if _FAMILY not in found:
+            installed.setdefault(name, distribution)  # the first on the path is the one that is imported
+    if _FAMILY not in installed:
         raise ToolchainError(f"{_FAMILY} is not installed; a build needs the CuTe DSL; {install('build')}")
-    used = found.keys() - _unused_libraries(found)
-    local = _local(found, used, compiler_cache() if cache is None else cache)
-    return {name: f"{found[name].version}{local.get(name, '')}" for name in sorted(used)}
+    used = installed.keys() - _unused_libraries(installed)
+    local = _local(installed, used, compiler_cache() if cache is None else cache)
+    return {name: f"{installed[name].version}{local.get(name, '')}" for name in sorted(used)}
 
 
 def check_loaded(versions: dict[str, str]) -> None:
@@ -79,20 +79,20 @@ def describe(versions: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _local(found: Mapping[str, metadata.Distribution], used: Set[str], cache: Path | None) -> dict[str, str]:
+def _local(installed: Mapping[str, metadata.Distribution], used: Set[str], cache: Path | None) -> dict[str, str]:
     """What is added to the versions of the distributions whose files are not those of their wheels."""
     recorded: dict[str, dict[str, str]] = {}  # distribution -> path -> SHA-256
     names: dict[str, str] = {}  # path -> what it is called wherever it is installed
     roots = {root for root in [_import_root()] if root}
-    for each, distribution in found.items():
+    for package, distribution in installed.items():
         base = os.path.realpath(str(distribution.locate_file("")))
-        recorded[each] = {}
+        recorded[package] = {}
         for name, value in _record(distribution):
             path = f"{base}/{name}"
-            recorded[each][path], names[path] = value, name
+            recorded[package][path], names[path] = value, name
             if "/" in name:
                 roots.add(f"{base}/{name.partition('/')[0]}")
-    wanted = {path: digest for each in used for path, digest in recorded[each].items()}
+    wanted = {path: digest for package in used for path, digest in recorded[package].items()}
     extra: dict[str, str] = {}
     for root in sorted(roots):
         for folder, folders, files in os.walk(root):
@@ -102,18 +102,18 @@ def _local(found: Mapping[str, metadata.Distribution], used: Set[str], cache: Pa
                 if path not in names and file.endswith(IMPORTED):
                     extra[path] = f"{Path(root).name}{path.removeprefix(root)}"
     here = read_all(_FAMILY, [*wanted, *extra], digest, private(cache))
-    odd: dict[str, list[str]] = {each: [] for each in used}
-    for each in used:
-        for path, value in recorded[each].items():
+    odd: dict[str, list[str]] = {package: [] for package in used}
+    for package in used:
+        for path, value in recorded[package].items():
             if here.get(path) != value:
-                odd[each].append(f"{names[path]} {here.get(path, 'missing')}")
+                odd[package].append(f"{names[path]} {here.get(path, 'missing')}")
     odd[_FAMILY] += [f"{extra[path]} {here[path]}" for path in extra if path in here]
-    found_local = {}
-    for each, lines in odd.items():
+    suffixes = {}
+    for package, lines in odd.items():
         if lines:
             text = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:32]
-            found_local[each] = f"{'.' if '+' in found[each].version else '+'}local.{text}"
-    return found_local
+            suffixes[package] = f"{'.' if '+' in installed[package].version else '+'}local.{text}"
+    return suffixes
 
 
 def _record(distribution: metadata.Distribution) -> Iterator[tuple[str, str]]:
@@ -133,9 +133,9 @@ def _import_root() -> str | None:
     return os.path.realpath(folders[0]) if folders else None
 
 
-def _unused_libraries(found: Iterable[str]) -> set[str]:
-    """The CUDA libraries of `found` that the DSL leaves aside."""
-    libraries = {int(match[1]): name for name in found if (match := _CUDA_LIBRARY.fullmatch(name))}
+def _unused_libraries(names: Iterable[str]) -> set[str]:
+    """The CUDA libraries of `names` that the DSL leaves aside."""
+    libraries = {int(match[1]): name for name in names if (match := _CUDA_LIBRARY.fullmatch(name))}
     if len(libraries) < 2:
         return set()
     driver = _driver_major()
@@ -151,12 +151,12 @@ def _unused_libraries(found: Iterable[str]) -> set[str]:
 
 def _driver_major() -> int | None:
     """The major version of CUDA that the driver supports, asked as the DSL does; None where there is no driver."""
-    found = ctypes.c_int()
+    version = ctypes.c_int()
     try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     except (OSError, AttributeError):
         return None
-    return None if failed else found.value // 1000
+    return None if failed else version.value // 1000
 
 
 def normal(name: str) -> str:
@@ -165,7 +165,7 @@ def normal(name: str) -> str:
 
 
 def version(name: str, absent: str = "") -> str:
-    """That of an installed distribution; `absent` where there is none."""
+    """The version of an installed distribution; `absent` where there is none."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

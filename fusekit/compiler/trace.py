@@ -53,7 +53,7 @@ def compile_plan(plan: TracePlan, scratch: Path) -> Compiled:
         traced, record, proof = _proved(plan, scratch)
     if plan.lifted is not None:
         record, proof = _lifted(plan.lifted, traced.cubin, record, proof, scratch)
-    taken = [cubins.read(traced.cubin, each.symbol).resources(each.dynamic_shared) for each in record.launches]
+    taken = [cubins.read(traced.cubin, launch.symbol).resources(launch.dynamic_shared) for launch in record.launches]
     most = max(taken, key=lambda resources: (resources["spill_bytes"], resources["registers"]))
     return Compiled(traced.cubin, record.to_json(), most, proof)
 

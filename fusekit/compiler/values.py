@@ -24,7 +24,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from fusekit.compiler.closures import code_of
-from fusekit.compiler.foreign import OWN, Foreign
+from fusekit.compiler.foreign import KEYED_BY_VERSION, Foreign
 from fusekit.errors import BuildError
 
 VALUES = "values"
@@ -43,9 +43,9 @@ def reached(called: tuple[Any, ...], foreign: Foreign, *, literals: bool = False
     while names != len(walk.names):  # an attribute counts where any code reads one of its name
         names = len(walk.names)
         walk.begin()
-        for each in called:
-            walk.inside(each)
-    return dict(sorted(walk.found.items()))
+        for value in called:
+            walk.inside(value)
+    return dict(sorted(walk.forms.items()))
 
 
 def check(called: tuple[Any, ...], there: Mapping[str, Any], foreign: Foreign) -> None:
@@ -53,7 +53,7 @@ def check(called: tuple[Any, ...], there: Mapping[str, Any], foreign: Foreign) -
     here, shown = reached(called, foreign), reached(called, foreign, literals=True)
     for label in sorted({*there, *here}):
         fresh = shown.get(label, _MISSING) if label in there else here[label]
-        given, imported = (_text(each) for each in (there.get(label, _MISSING), fresh))
+        given, imported = (_text(value) for value in (there.get(label, _MISSING), fresh))
         if given != imported:
             raise BuildError(
                 f"{label.replace(':', '.')} is {given} in the program that compiles, and {imported} after a fresh"
@@ -65,7 +65,7 @@ def check(called: tuple[Any, ...], there: Mapping[str, Any], foreign: Foreign) -
 class _Walk:
     def __init__(self, foreign: Foreign, literals: bool) -> None:
         self._foreign, self._literals = foreign, literals
-        self.found: dict[str, Any] = {}
+        self.forms: dict[str, Any] = {}
         self.names: set[str] = set()
         self._seen: set[int] = set()
         self._looked: set[str] = set()
@@ -73,7 +73,7 @@ class _Walk:
 
     def begin(self) -> None:
         """Forgets where it has been, but for the names that it met."""
-        self.found.clear()
+        self.forms.clear()
         self._seen.clear()
         self._looked.clear()
 
@@ -89,8 +89,8 @@ class _Walk:
         elif inspect.isfunction(inspect.unwrap(value) if callable(value) else value):
             self._function(inspect.unwrap(value))
         elif isinstance(value, tuple | list):
-            for each in value:
-                self.inside(each)
+            for item in value:
+                self.inside(item)
         else:
             self._class(type(value))
 
@@ -98,24 +98,24 @@ class _Walk:
         code = code_of(function)
         if code is None or not self._counts(function.__module__):
             return
-        for each in _codes(code):
-            self.names |= {*each.co_names}
-            for name in each.co_names:
+        for inner in _codes(code):
+            self.names |= {*inner.co_names}
+            for name in inner.co_names:
                 if name in function.__globals__ and not hasattr(builtins, name):
                     self._value(function.__module__, name, function.__globals__[name])
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._nested(value)
 
     def _class(self, kind: Any) -> None:
-        for each in kind.__mro__:
-            if not self._counts(each.__module__):
+        for base in kind.__mro__:
+            if not self._counts(base.__module__):
                 continue
-            for name, value in list(vars(each).items()):
+            for name, value in list(vars(base).items()):
                 member = getattr(value, "__func__", getattr(value, "fget", value))
                 if callable(member) and inspect.isfunction(inspect.unwrap(member)):
                     self.inside(member)
                 elif name in self.names and not name.startswith("__"):
-                    self._value(each.__module__, f"{each.__qualname__}.{name}", value)
+                    self._value(base.__module__, f"{base.__qualname__}.{name}", value)
 
     def _value(self, module: str, name: str, value: Any) -> None:
         label = f"{module}:{name}"
@@ -124,19 +124,19 @@ class _Walk:
         self._looked.add(label)
         if isinstance(value, ModuleType):
             if self._counts(value.__name__):
-                for each in sorted(self.names & vars(value).keys()):
-                    self._value(value.__name__, each, vars(value)[each])
+                for attribute in sorted(self.names & vars(value).keys()):
+                    self._value(value.__name__, attribute, vars(value)[attribute])
         else:
             self._nested(value)
         form = _form(value)
         if form is _MISSING or form == {"name": label} or (not self._literals and _is_as_bound(module, name, value)):
             return
-        self.found[label] = form
+        self.forms[label] = form
 
     def _nested(self, value: Any) -> None:
-        for each in value if isinstance(value, tuple | list) else (value,):
-            if callable(each) or self._counts(type(each).__module__):
-                self.inside(each)
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if callable(item) or self._counts(type(item).__module__):
+                self.inside(item)
 
     def _counts(self, module: str | None) -> bool:
         """Whether a module is one of kernels: of no distribution, or of one that requires the DSL, or using it."""
@@ -146,19 +146,19 @@ class _Walk:
 
     def _is_of_kernels(self, module: str) -> bool:
         top = module.partition(".")[0]
-        if top in OWN or top in sys.stdlib_module_names or module not in sys.modules:
+        if top in KEYED_BY_VERSION or top in sys.stdlib_module_names or module not in sys.modules:
             return False
         owners = self._foreign.owned(top)
         values = list(vars(sys.modules[module]).values())
-        uses = any(isinstance(each, ModuleType) and each.__name__.partition(".")[0] == "cutlass" for each in values)
+        uses = any(isinstance(value, ModuleType) and value.__name__.partition(".")[0] == "cutlass" for value in values)
         return uses or not owners or any(self._foreign.on_dsl(owner) for owner in owners)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
     yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _codes(each)
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _codes(const)
 
 
 def _form(value: Any, depth: int = 4) -> Any:
@@ -190,7 +190,7 @@ def _collection(value: Any, depth: int) -> Any:
         parts = [[_form(key, depth - 1), _form(item, depth - 1)] for key, item in value.items()]
         parts = [pair for pair in parts if _MISSING not in pair]
     else:
-        parts = [form for each in value if (form := _form(each, depth - 1)) is not _MISSING]
+        parts = [form for element in value if (form := _form(element, depth - 1)) is not _MISSING]
         parts = parts if isinstance(value, tuple | list) else sorted(parts, key=json.dumps)
     kind = next(kind.__name__ for kind in type(value).__mro__ if kind in (tuple, list, dict, set, frozenset, bytes))
     text = json.dumps(parts, sort_keys=True)
@@ -209,8 +209,10 @@ def _is_as_bound(module: str, name: str, value: Any) -> bool:
         return value.__name__ in (base, f"{base}.{original}", base.partition(".")[0] if not original else base)
     where = str(getattr(inspect.unwrap(value) if callable(value) else value, "__module__", None))
     top = base.partition(".")[0]
-    if top in OWN or top in sys.stdlib_module_names:
-        return where.partition(".")[0] in (OWN if top in OWN else {*sys.stdlib_module_names, "None"})
+    if top in KEYED_BY_VERSION or top in sys.stdlib_module_names:
+        return where.partition(".")[0] in (
+            KEYED_BY_VERSION if top in KEYED_BY_VERSION else {*sys.stdlib_module_names, "None"}
+        )
     return f"{where}.".startswith(f"{base}.") and getattr(value, "__name__", "") == original
 
 
@@ -226,7 +228,7 @@ def _bindings(module: str, file: str) -> tuple[dict[str, Any], dict[str, tuple[s
         if isinstance(node, ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Load):
             count[node.id if isinstance(node, ast.Name) else node.attr] += 1
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            count.update((each.asname or each.name).partition(".")[0] for each in node.names)
+            count.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             count[node.name] += 1
     literals: dict[str, Any] = {}
@@ -241,11 +243,11 @@ def _bindings(module: str, file: str) -> tuple[dict[str, Any], dict[str, tuple[s
                     if count[target.id] == 1:
                         literals[f"{prefix}{target.id}"] = ast.literal_eval(node.value)
             elif isinstance(node, ast.Import):
-                imports.update({each.asname or each.name.partition(".")[0]: (each.name, "") for each in node.names})
+                imports.update({alias.asname or alias.name.partition(".")[0]: (alias.name, "") for alias in node.names})
             elif isinstance(node, ast.ImportFrom):
                 around = package[: len(package) - node.level + 1] if node.level else []
                 base = ".".join([*around, *([node.module] if node.module else [])])
-                imports.update({each.asname or each.name: (base, each.name) for each in node.names})
+                imports.update({alias.asname or alias.name: (base, alias.name) for alias in node.names})
             elif isinstance(node, ast.ClassDef):
                 look(node.body, f"{prefix}{node.name}.")
 

@@ -93,13 +93,13 @@ def plan(spec: Any) -> TracePlan:
     row = operation(spec.op)
     if row is None:
         raise BuildError(f"op {spec.op!r} has no kernels; install the package that has it")
-    made: TracePlan = row.load("planner")(spec)
-    return made
+    launch: TracePlan = row.load("planner")(spec)
+    return launch
 
 
 def _work(job: Job, cache: Path | None, watch: Watch | None) -> Done | FusekitError:
     """The kernel, or what failed; first of all what its key does not name, of which anything else may come."""
-    done = _made(job, cache)
+    done = _compiled(job, cache)
     if watch is not None and job.fields is not None and isinstance(job.spec, ExternSpec):
         try:
             check(watch, job.spec, dict(job.fields), foreign.Foreign(cache))
@@ -108,26 +108,26 @@ def _work(job: Job, cache: Path | None, watch: Watch | None) -> Done | FusekitEr
     return done
 
 
-def _made(job: Job, cache: Path | None) -> Done | FusekitError:
+def _compiled(job: Job, cache: Path | None) -> Done | FusekitError:
     start = time.perf_counter()
     try:
         _same_spec(job)
         _import_compiler()
-        made = (job.planner or plan)(job.spec)
+        launch = (job.planner or plan)(job.spec)
         if isinstance(job.spec, ExternSpec) and FAKES in job.spec.params:
-            called = made.function, *made.arguments, *made.keywords.values()
+            called = launch.function, *launch.arguments, *launch.keywords.values()
             values.check(called, job.spec.params.get(values.VALUES, {}), foreign.Foreign(cache))
-        compiled = compile_plan(made, Path.cwd())
+        compiled = compile_plan(launch, Path.cwd())
         versions = distributions(cache)
         check_loaded(versions)
     except FusekitError as error:
         return with_keys(with_places(error), job.spec)
     except ImportError as error:  # what is imported for a kernel is the compiler, or made for one version of it
-        return unusable(_said(error))
+        return unusable(_described(error))
     except MemoryError:
         return BuildError(f"{job.name}: the compile process reached its limit of memory; use fewer --jobs")
     except Exception as error:
-        failure = BuildError(f"{_said(error)}; this is a defect of the kernel's planner")
+        failure = BuildError(f"{_described(error)}; this is a defect of the kernel's planner")
         failure.add_note(traceback.format_exc())
         return failure
     toolchain = describe(versions)
@@ -165,10 +165,10 @@ def _import_compiler() -> None:
         for module in COMPILER:
             import_module(module)
     except (Exception, SystemExit) as error:  # a broken installation fails in any way
-        raise unusable(_said(error)) from error
+        raise unusable(_described(error)) from error
 
 
-def _said(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 

@@ -1,10 +1,10 @@
-"""What one GEMM kernel is made of: stages, boxes, barriers, registers, memory, grid, arguments.
+"""The plan of one GEMM kernel: stages, boxes, barriers, registers, memory, grid, arguments.
 
 A CTA has a warpgroup that fetches tiles, consumer warpgroups that multiply and run the epilogue, and where an operand
 asks for it, as to gather rows, one more. How many there are and what they can hold is in the architecture's row. In the
 CTA's dynamic shared memory are
 
-    stages       the tiles of both factors in flight; a row of a tile is one row of the swizzle
+stages       the tiles of both operands in flight; a row of a tile is one row of the swizzle
     staging      for each consumer warp 2 boxes of 16 rows x 64 columns x 2 bytes; or of 32 columns, where that makes
                  room for one more stage; float32 boxes have half as many columns. A weight gradient of FP8 values has 3
                  boxes a warp. With a backward activation: 3 boxes of z, and 2 of y where it is recomputed, or for sums
@@ -51,7 +51,7 @@ class GemmPlan(Product):
 
     @cached_property
     def operands(self) -> tuple[Operand, ...]:
-        """Those that the kernel has, in the order of a launch's arguments."""
+        """The kernel's operands, in the order of a launch's arguments."""
         from fusekit.plan.operands import operands_of
 
         return tuple(operand for operand in operands_of(self.epilogue) if operand.present(self))
@@ -186,7 +186,7 @@ class GemmPlan(Product):
 
     @property
     def stage_arrivals(self) -> int:
-        """Arrivals that complete a stage, beside the bytes that come by TMA."""
+        """Arrivals that complete a stage, next to the bytes that come by TMA."""
         return 1 + self.filling_threads + (0 if not self.gathers else 1 if self.relays else self.gather_threads)
 
     @property
@@ -221,14 +221,14 @@ class GemmPlan(Product):
 
     @property
     def slot_bytes(self) -> int:
-        """What the scheduler says of a tile."""
+        """Bytes of a slot of the ring of tiles: what the scheduler writes of a tile."""
         return 32 if self.wgrad else 16
 
     # -- shared memory ------------------------------------------------------------------------------------------------
 
     @property
     def stage_bytes(self) -> int:
-        """A tile of each factor."""
+        """Bytes of a stage: a tile of each operand."""
         return (self.tile[0] + self.tile[1]) * self.arch.swizzle_bytes
 
     @property
@@ -272,7 +272,7 @@ class GemmPlan(Product):
 
     @property
     def warp_bytes(self) -> int:
-        """Staging boxes of a consumer warp."""
+        """Bytes of a consumer warp's staging boxes."""
         return self._warp_bytes(self.epilogue_box)
 
     def _warp_bytes(self, box: int) -> int:
@@ -294,7 +294,7 @@ class GemmPlan(Product):
 
     @property
     def codes_bytes(self) -> int:
-        """FP8 values of a warp's 16 rows: in the place of its boxes, or after those of a backward epilogue."""
+        """Bytes of the FP8 values of a warp's rows: they replace its boxes, or follow those of a backward epilogue."""
         columns = self.sides * self.tile[1] if self.backward else self.out_tile_n
         return columns * self.arch.warp_rows if self.quant.coded else 0
 
@@ -307,12 +307,12 @@ class GemmPlan(Product):
 
     @property
     def z_box_bytes(self) -> int:
-        """A box of z in a backward epilogue."""
+        """Bytes of a box of z in a backward epilogue."""
         return self.epilogue_box * self.sides * self.arch.warp_rows * 2
 
     @property
     def z_bytes(self) -> int:
-        """A warp's boxes of z; after them begin its boxes of outputs."""
+        """Bytes of a warp's boxes of z; its boxes of outputs follow."""
         return self.z_boxes * self.z_box_bytes
 
     @property
@@ -327,11 +327,11 @@ class GemmPlan(Product):
 
     @cached_property
     def shared(self) -> SharedMemory:
-        """Where everything is; the launch record's dynamic shared memory is its size."""
+        """The shared memory of a CTA; the launch record's dynamic shared memory is its size."""
         return self.layout(self.stages, self.warp_bytes)
 
     def layout(self, stages: int, warp_bytes: int) -> SharedMemory:
-        """Where everything is with a pipeline of `stages`, and staging boxes of `warp_bytes` a warp."""
+        """The shared memory with a pipeline of `stages`, and `warp_bytes` of staging boxes per warp."""
         tile_m, tile_n = self.tile
         stage, ring = stages * self.arch.swizzle_bytes, self.ring_slots
         counts = [count for operand in self.operands for count in operand.barriers(self)]
@@ -431,13 +431,13 @@ class GemmPlan(Product):
 
     @property
     def workspace(self) -> int:
-        """Bytes that are zero between launches."""
+        """Bytes of the workspace, which are zero between launches."""
         scheduler = SCHEDULE_BYTES if self.dynamic else 0
         return max([scheduler, *(operand.workspace(self) for operand in self.operands)])
 
     @property
     def scratch(self) -> Expr:
-        """Bytes of any content."""
+        """Bytes of scratch memory, of any content."""
         words = [word for operand in self.operands for word in operand.scratch(self)]
         return ["mul", 4, words[0] if len(words) == 1 else ["add", *words]] if words else 0
 

@@ -3,7 +3,7 @@
 A member is a reference, "module:attribute", imported when it is asked for: a list of what a store has imports none, and
 a launch neither the compiler nor the spec's fields. An operation of another package is an entry point of the group
 `fusekit.operations`: its name is the operation's, and it leads to an `Operation`. It may leave out every member but
-`schema` and `planner`; what then cannot be done says which member is missing.
+`schema` and `planner`; an error names the member that is missing.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Operation:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules that a key follows beside those of the spec's plan."""
+        """The modules that a key follows next to those of the spec's plan."""
         return tuple(function.partition(":")[0] for function in (self.planner, self.kernel) if function)
 
     @property

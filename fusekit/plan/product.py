@@ -1,4 +1,4 @@
-"""What a spec says of a GEMM before any operand is asked: types, sides of a tile, columns of the product."""
+"""The facts of a GEMM in its spec, before any operand is asked: types, sides of a tile, columns of the product."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Product:
         self.epilogue: str = spec.epilogue
         self.grouped: bool = spec.grouped
         self.quant: Quant = spec.quant
-        # 16-bit factors of a weight gradient have a row for each token, 8-bit ones a column.
+        # 16-bit operands of a weight gradient have a row for each token, FP8 operands a column.
         self.b_major: str = "n" if self.wgrad and not self.quant.coded_inputs else spec.b_major
         self.glu_layout: str = spec.glu_layout
         self.gather: str = spec.operands["gather"]

@@ -83,7 +83,7 @@ class Quant:
 
     @property
     def largest(self) -> bool:
-        """Whether the largest numbers of groups are stored beside it."""
+        """Whether the largest numbers of groups are stored next to it."""
         return self.out == AMAX
 
     @property

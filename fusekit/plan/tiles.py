@@ -32,7 +32,7 @@ class Refusal:
 
 
 def owners(mainloop: str, arch: Architecture = DEFAULT) -> int:
-    """Threads that own a tile: a warpgroup a ping-pong one, all consumers a cooperative one."""
+    """Threads that work on a tile: one warpgroup (ping-pong), or all consumers (cooperative)."""
     return arch.warpgroup * (1 if mainloop == "pingpong" else arch.consumer_warpgroups)
 
 

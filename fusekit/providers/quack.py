@@ -26,7 +26,7 @@ def rmsnorm(
     """y = norm(x + residual) . weight + bias over rows of n; rstd [B] and residual_out for the backward pass."""
     from quack.rmsnorm import _compile_rmsnorm_fwd
 
-    types = [_type(each) for each in (dtype, out, residual, weight, bias, residual_out)]
+    types = [_type(name) for name in (dtype, out, residual, weight, bias, residual_out)]
     return _traced(_compile_rmsnorm_fwd, *types, n, rstd, layernorm, layernorm, False)
 
 

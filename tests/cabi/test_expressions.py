@@ -8,7 +8,7 @@ import pytest
 
 from fusekit.abi import RecordError, evaluate, evaluate_address
 from fusekit.cabi import Exported, flat, generate
-from fusekit.cabi.layout import OWN_VARIABLES
+from fusekit.cabi.layout import LAUNCH_VARIABLES
 from tests.runtime.samples import record
 
 from .launcher import CUBIN, build, complete
@@ -49,7 +49,7 @@ def test_a_step_beyond_64_bits_has_no_value_anywhere(tmp_path, soak, wraps, valu
         env = {name: source.choice((source.randrange(100), source.randrange(2**31), *LARGE)) for name in DIMS}
         steps = writer._steps(expr)
         words = flat.words([item for step in steps for item in step])
-        variables = (ctypes.c_int64 * 64)(*([0] * len(OWN_VARIABLES)), *env.values())
+        variables = (ctypes.c_int64 * 64)(*([0] * len(LAUNCH_VARIABLES)), *env.values())
         found = ctypes.c_int64()
         known = library.tried(words, ctypes.c_int64(len(steps)), variables, wraps, ctypes.byref(found))
         try:

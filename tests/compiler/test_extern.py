@@ -449,7 +449,7 @@ def test_what_the_trace_does_not_have():
         'arguments.z = { role = "input", shape = ["M"], optional = true }': None,
         "dims.K = { divisor = 2 }": "dims.K: no shape has this dim; the dims are M, N",
         "params.rows = 1": "source foreignkernels:twice: got an unexpected keyword argument 'rows'; its arguments are"
-        " columns; mend params",
+        " columns; fix params",
     }
     from fusekit.compiler.worker import plan
 
@@ -471,7 +471,7 @@ def test_what_the_trace_does_not_have():
         ("no_arguments", "source foreignkernels:no_arguments returned tuple; it must return (function, arguments)"),
         ("leaving", "source foreignkernels:leaving raised SystemExit: 3"),
         ("interrupted", "source foreignkernels:interrupted raised KeyboardInterrupt"),
-        ("missing", "source foreignkernels:missing: foreignkernels has no function missing; mend the source"),
+        ("missing", "source foreignkernels:missing: foreignkernels has no function missing; fix the source"),
     ],
 )
 def test_sources_that_fail(function, words):

@@ -252,7 +252,7 @@ def test_modules_of_another_folder_on_the_path_count_too(folder, monkeypatch):
     assert set(before) == {f"foreign.module.{name}" for name in ("mine.py", "shared/__init__.py", "shared/deep.py")}
     (other / "shared" / "deep.py").write_text("# changed\n")
     assert differing(before, Foreign().fields(spec_of("mine:f"))) == ["foreign.module.shared/deep.py"]
-    assert Foreign().behind("mine", "shared.deep") == []
+    assert Foreign().path_to("mine", "shared.deep") == []
 
 
 def test_a_users_package_follows_relative_imports(folder):
@@ -277,7 +277,7 @@ def test_what_is_named_and_not_installed(folder):
     assert Foreign().fields(spec_of("mine:f"))["foreign.version.not_installed_anywhere"] == "absent"
     with pytest.raises(BuildError, match="there is no module nowhere_to_be_found on Python's path"):
         Foreign().fields(spec_of("nowhere_to_be_found.x:f"))
-    with pytest.raises(BuildError, match=r"mine.py: .*; mend it"):
+    with pytest.raises(BuildError, match=r"mine.py: .*; fix it"):
         (folder / "mine.py").write_text("def f(:\n")
         Foreign().fields(spec_of("mine:f"))
 

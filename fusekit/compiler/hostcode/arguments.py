@@ -52,13 +52,13 @@ class Arguments:
         for index, (fake, host, type_) in enumerate(zip(fakes, plan.host_arguments, types, strict=True)):
             laid_out = machine.layouts.of(type_)
             _check_width(index, host, laid_out.leaves[0].width)
-            told = self._words(plan.signature, fake, host, index)
-            if len(told) != len(laid_out.leaves):
+            words = self._words(plan.signature, fake, host, index)
+            if len(words) != len(laid_out.leaves):
                 raise BuildError(
-                    f"host code: argument {index} has {len(laid_out.leaves)} words, the trace tells of {len(told)};"
+                    f"host code: argument {index} has {len(laid_out.leaves)} words, the trace tells of {len(words)};"
                     " this fusekit does not know how the DSL passes it"
                 )
-            self.values.append(machine.filled(laid_out, self._taker(f"argument {index}", iter(told))))
+            self.values.append(machine.filled(laid_out, self._taker(f"argument {index}", iter(words))))
 
     def variables(self, nodes: Iterable[Bits]) -> set[str]:
         """The record's variables that `nodes` are made of."""
@@ -85,12 +85,12 @@ class Arguments:
         if isinstance(host, HostTensor):
             tensor = tensor_of(signature, host.argument)
             shape, strides = layout(tensor, host)
-            told: list[tuple[str, Expr | None]] = [(tensor.name, f"{tensor.name}.address")]
+            words: list[tuple[str, Expr | None]] = [(tensor.name, f"{tensor.name}.address")]
             for kind, declared, exprs in (("extent", fake.shape, shape), ("stride", fake.stride, strides)):
                 for mode, (symbol, expr) in enumerate(zip(declared, exprs, strict=True)):
                     if not isinstance(symbol, int):
-                        told.append((f"{kind} {mode} of {tensor.name}", expr))
-            return told
+                        words.append((f"{kind} {mode} of {tensor.name}", expr))
+            return words
         if isinstance(host, HostPointer):
             # Traced as a pointer or as a tensor of which only the address is dynamic.
             return [(host.argument, f"{host.argument}.address")]

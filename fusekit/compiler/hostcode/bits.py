@@ -13,7 +13,7 @@ from typing import Any
 from fusekit.errors import BuildError
 
 PREDICATES = ("eq", "ne", "slt", "sle", "sgt", "sge", "ult", "ule", "ugt", "uge")
-"""Of an icmp, in the order of their numbers."""
+"""The predicates of an icmp, by number."""
 FLOAT_OPERATIONS = {"fadd": "fadd", "fsub": "fsub", "fmul": "fmul", "fdiv": "fdiv"}
 
 
@@ -35,7 +35,7 @@ class Bits:
 
     @property
     def number(self) -> int:
-        """Of a constant, without a sign."""
+        """The value of a constant, without a sign."""
         value: int = self.args[0]
         return value
 
@@ -116,10 +116,10 @@ class Graph:
 
     def _node(self, op: str, width: int, args: tuple[Any, ...]) -> Bits:
         key = (op, width, *args)
-        found = self._nodes.get(key)
-        if found is None:
-            found = self._nodes[key] = Bits(op, width, args)
-        return found
+        node = self._nodes.get(key)
+        if node is None:
+            node = self._nodes[key] = Bits(op, width, args)
+        return node
 
 
 def words(nodes: Iterable[Bits]) -> set[str]:
@@ -157,8 +157,8 @@ def _fold(op: str, width: int, nodes: list[Bits]) -> int | None:
         "umin": lambda: min(a, b), "umax": lambda: max(a, b), "ctlz": lambda: nodes[0].width - a.bit_length(),
         "abs": lambda: abs(s),
     }  # fmt: skip
-    made = values.get(op)
-    return None if made is None else made()
+    value = values.get(op)
+    return None if value is None else value()
 
 
 def _compare(predicate: str, a: Bits, b: Bits) -> bool:

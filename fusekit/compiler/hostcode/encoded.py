@@ -1,4 +1,4 @@
-"""Tensor maps that host code has the driver encode: the call's arguments stand for the descriptor's words."""
+"""Tensor maps that host code has the driver encode: the call's arguments replace the descriptor's words."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def words(graph: Graph, call: Call, count: int) -> list[Bits]:
         named = encoder_modes(*(_constant(item, call) for item in (dtype, *modes)))
     except RecordError as error:
         raise BuildError(f"host code: {error}: {call.at.place}") from error
-    made = Encoded(
+    encoded = Encoded(
         address,
         _array(call, dims, number, 8),
         _array(call, strides, number - 1, 8),
@@ -52,15 +52,15 @@ def words(graph: Graph, call: Call, count: int) -> list[Bits]:
         tuple(_constant(item, call) for item in _array(call, steps, number, 4)),
         named,
     )
-    return [graph.make(WORD, 64, made, index) for index in range(count)]
+    return [graph.make(WORD, 64, encoded, index) for index in range(count)]
 
 
 def _array(call: Call, at: Any, count: int, size: int) -> tuple[Bits, ...]:
     cells = [call.cell(at, size * index) if isinstance(at, Pointer) else None for index in range(count)]
-    found = tuple(item for item in cells if isinstance(item, Bits))
-    if len(found) != count:
+    values = tuple(item for item in cells if isinstance(item, Bits))
+    if len(values) != count:
         raise BuildError(f"host code: a tensor map whose extents are not filled in: {call.at.place}")
-    return found
+    return values
 
 
 def _constant(bits: Any, call: Call) -> int:

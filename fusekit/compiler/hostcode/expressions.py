@@ -13,7 +13,7 @@ _SHARED = 4  # nodes of a part that is worth a name
 
 
 class ExpressionWriter:
-    """Writes terms as expressions. Where one of `roots` is large, parts that stand more than once are in `values`."""
+    """Writes terms as expressions. Where one of `roots` is large, parts that occur more than once are in `values`."""
 
     def __init__(self, roots: Iterable[Term]) -> None:
         self.values: dict[str, Expr] = {}
@@ -32,10 +32,10 @@ class ExpressionWriter:
 
     def write(self, term: Term) -> Expr:
         """`term` as an expression."""
-        found = self._written.get(term)
-        if found is None:
-            found = self._written[term] = self._write(term)
-        return found
+        expr = self._written.get(term)
+        if expr is None:
+            expr = self._written[term] = self._write(term)
+        return expr
 
     def _measure(self, term: Term, sizes: dict[Term, int], uses: dict[Term, int]) -> int:
         uses[term] = uses.get(term, 0) + 1
@@ -77,7 +77,7 @@ class ExpressionWriter:
         return ("mul", value, *(written[1:] if isinstance(written, tuple) and written[0] == "mul" else (written,)))
 
     def _quotient(self, a: Term, b: Term) -> Expr:
-        """Rounded up where that is what it comes to."""
+        """The quotient, rounded up where that is what it amounts to."""
         if a.op == "sum" and b.is_const and a.args[0] == b.value - 1:
             return ("ceildiv", self._sum(0, a.args[1]), b.value)
         if a.op == "sum" and not b.is_const:

@@ -45,10 +45,10 @@ class Layouts:
 
     def of(self, type_: Any) -> Layout:
         """The layout of an MLIR type; raises BuildError for one that host code is not known to have."""
-        found = self._known.get(type_)
-        if found is None:
-            found = self._known[type_] = self._make(type_)
-        return found
+        layout = self._known.get(type_)
+        if layout is None:
+            layout = self._known[type_] = self._make(type_)
+        return layout
 
     def _make(self, type_: Any) -> Layout:
         from cutlass._mlir import ir
@@ -65,8 +65,8 @@ class Layouts:
         if isinstance(type_, llvm.ArrayType):
             return _aggregate([self.of(type_.element_type)] * type_.num_elements)
         if isinstance(type_, ir.VectorType) and type_.has_static_shape and type_.rank == 1:
-            made = _aggregate([self.of(type_.element_type)] * type_.get_dim_size(0))
-            return Layout(made.size, max(made.size, 1), made.leaves, made.parts, is_aggregate=True)
+            layout = _aggregate([self.of(type_.element_type)] * type_.get_dim_size(0))
+            return Layout(layout.size, max(layout.size, 1), layout.leaves, layout.parts, is_aggregate=True)
         raise BuildError(f"host code: type {type_} is not known; this fusekit cannot read a launch out of it")
 
 

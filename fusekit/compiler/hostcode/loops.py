@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def leave(run: Run, number: int, way: int, memory: Memory) -> Ending:
     """Where execution goes on after the loop that block `number` leaves by target `way`, with what is known then.
 
-    The values of this round's variables stand in the run's slots.
+    The values of this round's variables are in the run's slots.
     """
     from fusekit.compiler.hostcode.machine import Ending
 
@@ -26,13 +26,13 @@ def leave(run: Run, number: int, way: int, memory: Memory) -> Ending:
     block, last = function.blocks[number], function.blocks[number].last
     loop = function.loops[number]
     target, passed = last.targets[way]
-    for instruction in (each for number in loop for each in function.blocks[number].instructions):
+    for instruction in (item for number in loop for item in function.blocks[number].instructions):
         if instruction.name == "call":
             raise BuildError(
                 f"host code: a loop on the arguments makes calls: {instruction.place}; a launch record launches always"
                 " the same"
             )
-    ways_out = {after for each in loop for after, _ in function.blocks[each].last.targets if after not in loop}
+    ways_out = {after for number in loop for after, _ in function.blocks[number].last.targets if after not in loop}
     if {after for after in ways_out if function.blocks[after].last.name != "unreachable"} != {target}:
         raise BuildError(f"host code: a loop on the arguments with several ways out: {last.place}")
     before = [run.slots[slot] for slot in block.arguments]
@@ -114,12 +114,12 @@ def _reads(node: Bits, variables: set[Bits]) -> bool:
     seen: set[Bits] = set()
     todo = [node]
     while todo:
-        each = todo.pop()
-        if each in variables:
+        bits = todo.pop()
+        if bits in variables:
             return True
-        if each not in seen:
-            seen.add(each)
-            todo += [item for item in each.args if isinstance(item, Bits)]
+        if bits not in seen:
+            seen.add(bits)
+            todo += [item for item in bits.args if isinstance(item, Bits)]
     return False
 
 
@@ -129,5 +129,5 @@ def _defined(run: Run, loop: frozenset[int]) -> list[int]:
     for number in loop:
         block = run.function.blocks[number]
         slots += block.arguments
-        slots += [each.result for each in block.instructions if each.result is not None]
+        slots += [instruction.result for instruction in block.instructions if instruction.result is not None]
     return slots

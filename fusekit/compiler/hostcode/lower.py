@@ -51,10 +51,10 @@ class _Needs:
         known[:] = [other for other in known if not path <= other] + [path]
 
     def add_all(self, needs: _Needs, path: Path) -> None:
-        """Those of a value that is met on `path`."""
+        """Adds the needs of a value that is met on `path`."""
         for what, paths in needs.paths.items():
-            for each in paths:
-                self.add(what, path | each)
+            for needed in paths:
+                self.add(what, path | needed)
 
 
 # Operations that are one of terms, by how the operands are read.
@@ -138,7 +138,7 @@ class Lowering:
 
     @property
     def guards(self) -> list[Guard]:
-        """Of everything lowered so far."""
+        """The guards of everything lowered so far."""
         one = self.algebra.const(1)
         return [
             Guard(*what, reduce(self.algebra.both, sorted(path, key=_number), one))
@@ -159,8 +159,8 @@ class Lowering:
         method = getattr(self, f"_{op}", None) or (self._compare if op.startswith("icmp_") else None)
         if method is None:
             raise BuildError(f"host code: {_words(bits)}; no launch can be made of it")
-        made: Term = method(bits, *args)
-        return made
+        term: Term = method(bits, *args)
+        return term
 
     def _argument(self, bits: Bits) -> Term:
         if bits.args[0] not in self._arguments:
@@ -323,7 +323,7 @@ def _runs(mask: int) -> list[tuple[int, int]]:
 
 
 def _words(bits: Bits) -> str:
-    """What stands after a value that cannot be lowered."""
+    """Words that describe a value that cannot be lowered."""
     if bits.op == "unknown":
         return str(bits.args[0])
     if bits.op == "undefined":

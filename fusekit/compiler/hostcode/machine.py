@@ -235,17 +235,17 @@ class Run:
         operands = [self.slots[slot] for slot in instruction.operands]
         method = _METHODS.get(name)
         if method is not None:
-            made = method(self, instruction, operands, memory)
+            result = method(self, instruction, operands, memory)
         elif name in _SAME:
-            made = operands[0]
+            result = operands[0]
         elif name in _ARITHMETIC or name in FLOAT_OPERATIONS or name in _FLOAT_CASTS:
-            made = self.arithmetic(instruction, operands)
+            result = self.arithmetic(instruction, operands)
         else:
             raise BuildError(
                 f"host code: {name} is an operation that a launch record is not read out of: {instruction.place}"
             )
         if instruction.result is not None:
-            self.slots[instruction.result] = made
+            self.slots[instruction.result] = result
 
     def arithmetic(self, instruction: Instruction, operands: list[Value]) -> Value:
         name, width = instruction.name.removeprefix("intr."), self.layout(instruction).leaves[0].width
@@ -392,9 +392,9 @@ def _answers(name: str) -> bool:
 
 
 def _inserted(aggregate: Value, path: list[int], value: Value) -> Value:
-    made = list(aggregate)
-    made[path[0]] = value if len(path) == 1 else _inserted(made[path[0]], path[1:], value)
-    return made
+    parts = list(aggregate)
+    parts[path[0]] = value if len(path) == 1 else _inserted(parts[path[0]], path[1:], value)
+    return parts
 
 
 _METHODS: dict[str, Callable[[Run, Instruction, list[Value], Memory], Value]] = {

@@ -68,15 +68,15 @@ def read(words: Sequence[Bits], lowering: Lowering) -> MapFields:
 
 def _encoded(words: Sequence[Bits], lowering: Lowering) -> MapFields:
     """The fields of a descriptor that the driver encodes."""
-    made: Encoded = words[0].args[0]
-    if any(word is not lowering.graph.make(WORD, 64, made, index) for index, word in enumerate(words)):
+    encoded: Encoded = words[0].args[0]
+    if any(word is not lowering.graph.make(WORD, 64, encoded, index) for index, word in enumerate(words)):
         raise BuildError("host code: it changes a tensor map that the driver encoded; encode one for each launch")
     modes = TensorMap(
-        0, dims=(1,) * len(made.dims), strides=(0,) * len(made.strides), box=made.box,
-        element_strides=made.element_strides, **made.modes,
+        0, dims=(1,) * len(encoded.dims), strides=(0,) * len(encoded.strides), box=encoded.box,
+        element_strides=encoded.element_strides, **encoded.modes,
     )  # fmt: skip
-    dims, strides = (tuple(map(lowering.unsigned, items)) for items in (made.dims, made.strides))
-    return MapFields(lowering.lower(made.address), dims, strides, modes, raw=False)
+    dims, strides = (tuple(map(lowering.unsigned, items)) for items in (encoded.dims, encoded.strides))
+    return MapFields(lowering.lower(encoded.address), dims, strides, modes, raw=False)
 
 
 def _without(word: Bits, mask: int, lowering: Lowering) -> Bits:

@@ -61,7 +61,7 @@ class Parameters:
         self.reaches: list[tuple[Term, str]] = []
 
     def of(self, call: Call, pointers: Pointer, kernel: Cubin) -> list[Draft]:
-        """Those of the launch `call`, whose addresses lie at `pointers`."""
+        """The parameters of the launch `call`, whose addresses lie at `pointers`."""
         drafts = []
         for index, place in enumerate(kernel.parameters):
             at = call.cell(pointers, 8 * index)
@@ -88,8 +88,8 @@ class Parameters:
 
         def draft(writer: ExpressionWriter, names: set[str]) -> Parameter:
             inside: set[str] = set()
-            made = tuple(field(writer, inside) for field in fields)
-            return StructParameter(_name("struct", names), layout.size, made, offset)
+            members = tuple(field(writer, inside) for field in fields)
+            return StructParameter(_name("struct", names), layout.size, members, offset)
 
         return draft
 
@@ -146,7 +146,7 @@ class Parameters:
             if part.op not in ("floordiv", "mod") or not part.args[1].is_const:
                 continue
             whole, divisor = part.args
-            names = [each for each, factor in algebra.linear(whole)[1].items() if factor == 1 and _is_address(each)]
+            names = [name for name, factor in algebra.linear(whole)[1].items() if factor == 1 and _is_address(name)]
             if len(names) == 1 and (part.op == "mod" or times == divisor.value):
                 argument = names[0].args[0].removesuffix(".address")
                 self.alignments[argument] = math.lcm(self.alignments.get(argument, 1), divisor.value)
@@ -205,9 +205,9 @@ class Parameters:
         _, parts = self._algebra.linear(term)
         names = [part for part in parts if _is_address(part)]
         if len(names) != 1 or parts[names[0]] != 1:
-            made = render(ExpressionWriter([term]).write(term))
+            text = render(ExpressionWriter([term]).write(term))
             raise BuildError(
-                f"host code: a pointer is {made}; a launch record knows an argument's address and an offset to it:"
+                f"host code: a pointer is {text}; a launch record knows an argument's address and an offset to it:"
                 f" {call.at.place}"
             )
         return names[0].args[0].removesuffix(".address"), self._algebra.sub(term, names[0])

@@ -33,7 +33,7 @@ class Instruction:
 
     @property
     def place(self) -> str:
-        """Where it stands: the source line where the DSL says it, else the operation itself."""
+        """Its place: the source line where the DSL gives it, else the operation itself."""
         lines = _LOCATION.findall(str(self.operation.location))
         text = str(self.operation).split(" loc(")[0].strip()
         text = text if len(text) <= 90 else text[:87] + "..."
@@ -66,12 +66,12 @@ class Function:
             self.blocks.append(Block(tuple(range(count, count + len(block.arguments)))))
             slots[block] = count
             count += len(block.arguments)
-            for each in block.operations:
-                if len(each.results):
-                    slots[each.operation] = count
+            for item in block.operations:
+                if len(item.results):
+                    slots[item.operation] = count
                     count += 1
-        for block, made in zip(regions, self.blocks, strict=True):
-            made.instructions += [_decode(each, slots, numbers) for each in block.operations]
+        for block, decoded in zip(regions, self.blocks, strict=True):
+            decoded.instructions += [_decode(item, slots, numbers) for item in block.operations]
         self.argument_types = [argument.type for argument in regions[0].arguments]
         self._successors = [[target for target, _ in block.last.targets] for block in self.blocks]
         self.joins = self._joins()
@@ -84,14 +84,14 @@ class Function:
             more = {
                 number
                 for number, after in enumerate(self._successors)
-                if number not in dead and after and all(each in dead for each in after)
+                if number not in dead and after and all(target in dead for target in after)
             }
             if not more:
                 break
             dead |= more
         after = {
-            number: [each for each in each_after if each not in dead] or [EXIT]
-            for number, each_after in enumerate(self._successors)
+            number: [target for target in targets if target not in dead] or [EXIT]
+            for number, targets in enumerate(self._successors)
             if number not in dead
         }
         everything = {*after, EXIT}
@@ -100,11 +100,11 @@ class Function:
         while changed:
             changed = False
             for number in reversed(after):
-                made = {number} | set.intersection(*(post[each] for each in after[number]))
-                if made != post[number]:
-                    post[number], changed = made, True
+                dominators = {number} | set.intersection(*(post[target] for target in after[number]))
+                if dominators != post[number]:
+                    post[number], changed = dominators, True
         return [
-            max(post[number] - {number}, key=lambda each: len(post[each])) if number in after else EXIT
+            max(post[number] - {number}, key=lambda target: len(post[target])) if number in after else EXIT
             for number in range(len(self.blocks))
         ]
 

@@ -80,13 +80,13 @@ def _kernel_attributes(machine: Machine) -> dict[str, dict[int, int]]:
     before, traps = len(machine.calls), len(machine.traps)
     if _LOAD not in machine.names:
         raise BuildError(f"host code: it has no function {_LOAD}; this fusekit does not know the DSL that made it")
-    types = [machine.layouts.of(each) for each in machine.function(_LOAD).argument_types]
+    types = [machine.layouts.of(type_) for type_ in machine.function(_LOAD).argument_types]
     memory = machine.allocate(types[0])
-    machine.call(_LOAD, [memory, *(machine.graph.const(0, each.leaves[0].width) for each in types[1:])], {})
-    made, machine.calls[before:] = machine.calls[before:], []
+    machine.call(_LOAD, [memory, *(machine.graph.const(0, type_.leaves[0].width) for type_ in types[1:])], {})
+    calls, machine.calls[before:] = machine.calls[before:], []
     del machine.traps[traps:]
-    found: dict[str, dict[int, int]] = {}
-    for call in made:
+    attributes: dict[str, dict[int, int]] = {}
+    for call in calls:
         if call.name != _SET_ATTRIBUTE:
             continue
         kernel, attribute, value = call.arguments[:3]
@@ -94,8 +94,8 @@ def _kernel_attributes(machine: Machine) -> dict[str, dict[int, int]]:
             continue
         if not value.is_const:
             raise BuildError(f"host code: a kernel attribute that is no constant: {call.at.place}")
-        found.setdefault(kernel.name.removeprefix(_KERNELS), {})[attribute.number] = value.signed
-    return found
+        attributes.setdefault(kernel.name.removeprefix(_KERNELS), {})[attribute.number] = value.signed
+    return attributes
 
 
 class _Record:
@@ -197,8 +197,8 @@ class _Record:
         def draft(writer: ExpressionWriter) -> LaunchStep:
             names: set[str] = set()
             gx, gy, gz = (writer.write(extent) for extent in grid)
-            made = tuple(each(writer, names) for each in drafts)
-            return LaunchStep(made, (gx, gy, gz), (x, y, z), cluster, shared, symbol, attributes)
+            parameters = tuple(write(writer, names) for write in drafts)
+            return LaunchStep(parameters, (gx, gy, gz), (x, y, z), cluster, shared, symbol, attributes)
 
         return draft
 
@@ -234,7 +234,7 @@ class _Record:
     def _launch_attributes(
         self, call: Call, config: Pointer, symbol: str
     ) -> tuple[tuple[int, int, int], dict[str, int]]:
-        cluster, found = (1, 1, 1), {}
+        cluster, attributes = (1, 1, 1), {}
         base = call.cell(config, _ATTRIBUTES)
         for index in range(self._constant(call, config, _ATTRIBUTE_COUNT, "the number of attributes")):
             at = Pointer(base.memory, base.offset + index * _ATTRIBUTE_BYTES)
@@ -244,18 +244,18 @@ class _Record:
                 value += [self._constant(call, at, _ATTRIBUTE_VALUE + 4 * axis, "the cluster") for axis in (1, 2)]
                 cluster = (value[0], value[1], value[2])
             elif kind == _COOPERATIVE:
-                found["cooperative"] = value[0]
+                attributes["cooperative"] = value[0]
             elif kind == _PROGRAMMATIC:
-                found["programmatic_stream_serialization"] = value[0]
+                attributes["programmatic_stream_serialization"] = value[0]
             elif value[0]:
                 raise BuildError(f"host code: launch attribute {kind} is not known to launch records: {call.at.place}")
-        found = {name: value for name, value in found.items() if value}
+        attributes = {name: value for name, value in attributes.items() if value}
         kernel = self._attributes.get(symbol, {})
         if cluster[0] * cluster[1] * cluster[2] > _PORTABLE_CLUSTER and kernel.get(_NON_PORTABLE):
-            found["non_portable_cluster_size_allowed"] = 1
+            attributes["non_portable_cluster_size_allowed"] = 1
         if kernel.get(_CARVEOUT, -1) >= 0:
-            found["preferred_shared_memory_carveout"] = kernel[_CARVEOUT]
-        return cluster, found
+            attributes["preferred_shared_memory_carveout"] = kernel[_CARVEOUT]
+        return cluster, attributes
 
     def _allow(self, term: Term, low: int, high: int) -> None:
         before = self._allowed.get(term, (low, high))

@@ -40,7 +40,7 @@ class Term:
 
     @property
     def value(self) -> int:
-        """Of a constant."""
+        """The value of a constant."""
         value: int = self.args[0]
         return value
 
@@ -156,10 +156,10 @@ class Sums(ABC):
     def _without_quotient(self, constant: int, parts: dict[Term, int]) -> Term | None:
         """The sum with k * d * (y // d) written as k * (y - y % d), where that is shorter."""
         for part, coefficient in parts.items():
-            found = _quotient_in(part, coefficient)
-            if found is None:
+            match = _quotient_in(part, coefficient)
+            if match is None:
                 continue
-            quotient, factor = found
+            quotient, factor = match
             remainder = self.mod(*quotient.args)
             others = [(item, value) for item, value in parts.items() if item is not part]
             total = self._total([*others, (quotient.args[0], factor), (remainder, -factor)], constant)
@@ -177,8 +177,8 @@ class Sums(ABC):
                 atoms += rest.args if rest.op == "product" else [rest]
         if factor == 0 or not atoms:
             return self.const(factor)
-        made = atoms[0] if len(atoms) == 1 else self._product(tuple(sorted(atoms, key=lambda atom: atom.number)))
-        return self.scale(made, factor)
+        product = atoms[0] if len(atoms) == 1 else self._product(tuple(sorted(atoms, key=lambda atom: atom.number)))
+        return self.scale(product, factor)
 
     def _product(self, atoms: tuple[Term, ...]) -> Term:
         low, high, divisor = 1, 1, 1
@@ -197,12 +197,12 @@ class Sums(ABC):
 
     def _make(self, op: str, args: tuple[Any, ...], low: int, high: int, divisor: int) -> Term:
         key = (op, *args)
-        found = self._terms.get(key)
-        if found is None:
+        term = self._terms.get(key)
+        if term is None:
             number = len(self._terms)
             low, high = max(low, -INFINITY), min(high, INFINITY)
-            found = self._terms[key] = Term(op, args, low, high, max(divisor, 1) if op != "const" else divisor, number)
-        return found
+            term = self._terms[key] = Term(op, args, low, high, max(divisor, 1) if op != "const" else divisor, number)
+        return term
 
 
 def _interval(constant: int, parts: Iterable[tuple[Term, int]]) -> tuple[int, int]:

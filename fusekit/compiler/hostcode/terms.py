@@ -25,13 +25,13 @@ class Algebra(Sums):
             return self.variable(expr)
         operator, *rest = expr
         items = [self.term(item) for item in rest]
-        made: Term = {
+        result: Term = {
             "add": self.add, "sub": self.sub, "mul": self.mul, "floordiv": self.floordiv, "ceildiv": self.ceildiv,
             "mod": self.mod, "min": self.minimum, "max": self.maximum, "eq": self.equal, "lt": self.less,
             "le": self.at_most, "ne": lambda a, b: self.negation(self.equal(a, b)), "if": self._if,
             "bit_length": self.bit_length, "exp2": self.exp2,
         }[operator](*items)  # type: ignore[operator]  # fmt: skip
-        return made
+        return result
 
     def _if(self, condition: Term, a: Term, b: Term) -> Term:
         known = condition if condition.is_boolean else self.negation(self.equal(condition, self.const(0)))
@@ -152,7 +152,7 @@ class Algebra(Sums):
     def _extreme(self, op: str, items: tuple[Term, ...]) -> Term:
         sign = 1 if op == "min" else -1
         kept: list[Term] = []
-        for item in [part for each in items for part in (each.args if each.op == op else (each,))]:
+        for item in [part for operand in items for part in (operand.args if operand.op == op else (operand,))]:
             if any(self._never_above(other, item, sign) for other in kept):
                 continue
             kept = [other for other in kept if not self._never_above(item, other, sign)] + [item]
@@ -169,13 +169,13 @@ class Algebra(Sums):
         return difference.high <= 0
 
     def bit_length(self, a: Term) -> Term:
-        """Of a value from 0."""
+        """The term for a value of 0 or more."""
         if a.is_const:
             return self.const(a.value.bit_length())
         return self._make("bit_length", (a,), max(a.low, 0).bit_length(), max(a.high, 0).bit_length(), 1)
 
     def exp2(self, a: Term) -> Term:
-        """Of a value from 0."""
+        """The term for a value of 0 or more."""
         if a.is_const:
             return self.const(1 << a.value)
         if a.op == "if":
@@ -244,9 +244,9 @@ class Algebra(Sums):
         if a.is_const and b.is_const and {a.value, b.value} == {0, 1}:
             return condition if a.value else self.negation(condition)
         if condition.op == "eq0":
-            found = self._rounded_up(condition.args[0], b, a) or self._logarithm(condition.args[0], b, a)
-            if found is not None:
-                return found
+            term = self._rounded_up(condition.args[0], b, a) or self._logarithm(condition.args[0], b, a)
+            if term is not None:
+                return term
         low, high, divisor = min(a.low, b.low), max(a.high, b.high), math.gcd(a.divisor, b.divisor)
         return self._make("if", (condition, a, b), low, high, divisor)
 

@@ -30,7 +30,7 @@ DERIVATIVE = "d"  # before the name of an activation
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a spec's `activation.kind` stands for. function: the forward activation. module: dotted name of its file."""
+    """The meaning of a spec's `activation.kind`. function: the forward activation. module: dotted name of its file."""
 
     name: str
     function: str

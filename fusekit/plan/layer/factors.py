@@ -30,7 +30,7 @@ Which = str | tuple[str, ...]  # one or more passes of a layer
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a kernel's table says of a factor or a result, and what its arguments read and write."""
+    """Keys of a kernel's table for an operand or a result, and what its arguments read and write."""
 
     keys: Mapping[str, Any] = field(default_factory=dict)
     reads: Mapping[str, str] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class Blocks:
     def turns(self, dz: Rows) -> bool:
         """Whether the product that makes dz makes all FP8 values of it.
 
-        A block of its columns has no gates beside ups. Without rows it writes nothing, where a dense weight gradient
+        A block of its columns has no gates next to ups. Without rows it writes nothing, where a dense weight gradient
         reads a block of zeros.
         """
         whole = self.options.glu_layout != "concat" or dz.columns % (2 * SIDE) == 0

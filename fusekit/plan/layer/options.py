@@ -186,7 +186,7 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
 
 
 def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
-    """The rules that a layer breaks, beside those of its kernels: (field, its value, rule)."""
+    """The rules that a layer breaks, next to those of its kernels: (field, its value, rule)."""
     for field in ("hidden", "intermediate", "shared"):
         if getattr(options, field) > MOST_COLUMNS:
             rule = f"not all kernels of a layer take rows of so many elements; say {MOST_COLUMNS} at most"

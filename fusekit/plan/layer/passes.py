@@ -58,7 +58,7 @@ def program(options: Options) -> Program:
 
 
 class Passes:
-    """A program in the making."""
+    """Collects the parts, buffers and steps of a program."""
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -138,9 +138,9 @@ class Program:
         return tuple(self._soon(steps) if in_place and which == BACKWARD else steps)
 
     def _soon(self, steps: list[Step]) -> list[Step]:
-        """Steps in another order: the only reader of what lies in scratch memory stands right after what it needs, so
+        """Steps in another order: the only reader of what lies in scratch memory comes right after what it needs, so
         that others can have that memory. So fc2's weight gradient comes before fc1's data gradient, and dx later. A
-        layer over ranks keeps its order, in which launches run beside those of other ranks.
+        layer over ranks keeps its order, in which launches run next to those of other ranks.
         """
         if any(step.window or step.on_side for step in steps):
             return steps

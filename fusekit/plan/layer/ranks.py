@@ -8,8 +8,8 @@ the choices are there. The backward pass has what the forward pass made of the c
 unless they read the choices. When x is sent again, the gradients of other weights are made meanwhile.
 
 Backward, a dispatch of dy takes the place of that of x, and a combine of dx that of y. The gradients of weights go back
-with dx; or before, where the router's part of dx is made of them, or nobody asks for dx. x is sent again where a step
-needs it: to keep what came would take as much memory as a window for each layer.
+with dx; or before, where the router's part of dx is made of them, or no caller asks for dx. x is sent again where a
+step needs it: to keep what came would take as much memory as a window for each layer.
 
 By a recipe, the forward pass sends FP8 values of x and their scales, which every rank would make of the same rows. The
 backward pass sends x and dy in bf16: it also reads FP8 values along the tokens, whose scales are of 128 rows of an

@@ -1,7 +1,7 @@
-"""The operands of a GEMM, one file each. What a kernel does is told by the operands that it has.
+"""The operands of a GEMM, one file each. The operands of a kernel decide what it does.
 
-A file has classes of `Operand` (base.py) and `OPERANDS`, one of each. An operand says its field of a spec file with the
-rules that go with it, what a launch passes for it, its regions of shared memory, workspace and scratch memory. Its
+A file has classes of `Operand` (base.py) and `OPERANDS`, one of each. An operand declares its field of a spec file with
+the rules that go with it, what a launch passes for it, its regions of shared memory, workspace and scratch memory. Its
 device half has the same name, in fusekit/kernels/gemm/operands; its NumPy twin is in fusekit/reference.
 
 An operand of another package is such an object, which an entry point of the group `fusekit.operands` leads to; its name

@@ -1,4 +1,4 @@
-"""The largest number of each group of y or dz, beside it: what scales of NVFP4 and of tensors are made from.
+"""Amax of each group of y or dz, next to it: scales of NVFP4 and of tensors are made from it.
 
 They are those of what is stored, bf16; a NaN does not count. With `rht_amax` also those after a rotation of 16 tokens
 of a column, counted from the group's first row; see fusekit/plan/quantise.py. Of dz, gates and ups have one each. A

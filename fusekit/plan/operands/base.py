@@ -1,4 +1,4 @@
-"""What an operand of a GEMM says of itself; see the package's docstring."""
+"""What an operand of a GEMM declares; see the package's docstring."""
 
 from __future__ import annotations
 

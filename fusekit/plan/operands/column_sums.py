@@ -1,4 +1,4 @@
-"""dbias [E, N] beside a weight gradient: each group's sum of the rows of dy, by idle warps that read the stages."""
+"""dbias [E, N] next to a weight gradient: each group's sum of the rows of dy, by idle warps that read the stages."""
 
 from __future__ import annotations
 

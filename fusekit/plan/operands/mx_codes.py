@@ -1,7 +1,7 @@
 """y or dz as MXFP8: FP8 values of rows, with a byte of scale for 32 columns. Those of 32 tokens are in mx_turned.py.
 
-What is quantised is what would be stored, rounded to bf16; see fusekit/plan/quantise.py, which also says how swizzled
-scales lie. No kernel of fusekit multiplies MXFP8: what is made here is for others.
+What is quantised is what would be stored, rounded to bf16; see fusekit/plan/quantise.py, which also defines how
+swizzled scales lie. No kernel of fusekit multiplies MXFP8: what is made here is for others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""y once more: the activation's value, staged beside z and stored with dz."""
+"""y once more: the activation's value, staged next to z and stored with dz."""
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import DeviceOperand
