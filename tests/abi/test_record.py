@@ -112,9 +112,9 @@ def records(draw: st.DrawFn) -> LaunchRecord:
 
 
 @given(records())
-def test_any_record_comes_back(made: LaunchRecord) -> None:
-    assert again(made) == made
-    assert json.dumps(again(made).to_json()) == json.dumps(made.to_json())
+def test_any_record_comes_back(built: LaunchRecord) -> None:
+    assert again(built) == built
+    assert json.dumps(again(built).to_json()) == json.dumps(built.to_json())
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -53,12 +53,12 @@ def step(**changes: Any) -> LaunchStep:
 
 def whole() -> LaunchRecord:
     """Everything of schema 2 in one record."""
-    made = record()
+    base = record()
     return replace(
-        made,
-        parameters=(*made.parameters, DIVIDER),
+        base,
+        parameters=(*base.parameters, DIVIDER),
         values={"tiles": ("ceildiv", "M", 128), "twice": ("mul", 2, "tiles")},
-        constraints=(*made.constraints, Constraint(("max", 0, ("sub", "twice", 99)), "too many tiles")),
+        constraints=(*base.constraints, Constraint(("max", 0, ("sub", "twice", 99)), "too many tiles")),
         then=(step(),),
     )
 
@@ -91,11 +91,11 @@ SECOND = {
 @pytest.mark.parametrize("changes", SECOND.values(), ids=SECOND)
 def test_only_what_needs_it_is_schema_2(changes: dict[str, Any]) -> None:
     assert record().schema == 1
-    made = replace(record(), **changes)
-    assert made.schema == 2
-    assert again(made) == made
+    changed = replace(record(), **changes)
+    assert changed.schema == 2
+    assert again(changed) == changed
     with pytest.raises(RecordError, match="schema: 1; the record says what only schema 2 can"):
-        LaunchRecord.from_json(made.to_json() | {"schema": 1})
+        LaunchRecord.from_json(changed.to_json() | {"schema": 1})
 
 
 def test_each_launch_is_a_record_of_its_own() -> None:
@@ -115,8 +115,8 @@ def test_values_are_evaluated_in_order() -> None:
 
 
 def test_a_record_from_elsewhere_is_refused_in_words() -> None:
-    made = whole().to_json()
-    twice = made | {"values": [*made["values"], {"name": "tiles", "value": 1}]}
+    document = whole().to_json()
+    twice = document | {"values": [*document["values"], {"name": "tiles", "value": 1}]}
     with pytest.raises(RecordError, match=r"values\[2\].name: 'tiles' stands twice"):
         LaunchRecord.from_json(twice)
     with pytest.raises(RecordError, match="size: -8; a struct has at least 1 byte"):
@@ -171,9 +171,9 @@ def test_float_steps_are_those_of_binary32(a: float, b: float, operator: str) ->
 
 
 def test_a_raw_descriptor_wraps() -> None:
-    made = TensorMap(2**40, "bf16", (64, 8), (128,), (64, 8), (1, 1))
-    assert encode_raw(made) == encode(made)
+    tensor_map = TensorMap(2**40, "bf16", (64, 8), (128,), (64, 8), (1, 1))
+    assert encode_raw(tensor_map) == encode(tensor_map)
     wrapped = TensorMap(2**40 - 2**57, "bf16", (64 + 2**32, 8), (128 - 2**40,), (64, 8), (1, 1))
-    assert encode_raw(wrapped) == encode(made)
+    assert encode_raw(wrapped) == encode(tensor_map)
     with pytest.raises(RecordError, match="address"):
         encode(wrapped)

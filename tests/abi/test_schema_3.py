@@ -34,10 +34,10 @@ def whole(*more: Any) -> LaunchRecord:
 
 
 def test_it_comes_back_from_json():
-    made = whole()
-    document = json.loads(json.dumps(made.to_json()))
-    assert document["schema"] == made.schema == 3
-    assert LaunchRecord.from_json(document) == made
+    built = whole()
+    document = json.loads(json.dumps(built.to_json()))
+    assert document["schema"] == built.schema == 3
+    assert LaunchRecord.from_json(document) == built
     assert document["arguments"][-2:] == [
         {"kind": "peers", "name": "window", "count": 2, "bytes": ["mul", "capacity", "K"], "alignment": 128},
         {"kind": "scalar", "name": "capacity", "dtype": "i32", "default": None, "minimum": 128, "maximum": 1 << 20,
@@ -52,10 +52,10 @@ def test_windows_are_tensors_without_dims():
 
 
 @pytest.mark.parametrize(
-    "made", [record(), replace(record(), arguments=(*record().arguments, ScalarArgument("n", "i32")))]
+    "built", [record(), replace(record(), arguments=(*record().arguments, ScalarArgument("n", "i32")))]
 )
-def test_what_needs_neither_is_of_an_earlier_schema(made):
-    assert made.schema < 3
+def test_what_needs_neither_is_of_an_earlier_schema(built):
+    assert built.schema < 3
 
 
 @pytest.mark.parametrize("schema", [1, 2, 5])
@@ -84,6 +84,6 @@ def test_parts_that_do_not_fit(argument, text):
 
 
 def test_a_pointer_names_a_window_that_there_is():
-    made = whole()
+    built = whole()
     with pytest.raises(RecordError, match=r"window\.2"):
-        replace(made, parameters=(*made.parameters, PointerParameter("third", "window.2", 320)))
+        replace(built, parameters=(*built.parameters, PointerParameter("third", "window.2", 320)))

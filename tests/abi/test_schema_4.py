@@ -12,10 +12,10 @@ from tests.runtime.samples import over_x, record
 
 
 def test_it_comes_back_from_json():
-    made = over_x()
-    document = json.loads(json.dumps(made.to_json()))
-    assert document["schema"] == made.schema == 4
-    assert LaunchRecord.from_json(document) == made
+    built = over_x()
+    document = json.loads(json.dumps(built.to_json()))
+    assert document["schema"] == built.schema == 4
+    assert LaunchRecord.from_json(document) == built
     assert document["arguments"][-1]["in_place_of"] == "x"
     assert record().schema < 4 and not any("in_place_of" in each for each in record().to_json()["arguments"])
 
@@ -37,13 +37,13 @@ def test_another_schema_is_refused(schema):
     ],
 )
 def test_what_an_output_may_lie_over_is_checked(changes, text):
-    made = over_x()
+    built = over_x()
     with pytest.raises(RecordError, match=text):
-        replace(made, arguments=(*made.arguments[:-1], replace(made.arguments[-1], **changes)))
+        replace(built, arguments=(*built.arguments[:-1], replace(built.arguments[-1], **changes)))
 
 
 def test_two_outputs_cannot_lie_over_one_input():
-    made = over_x()
+    built = over_x()
     second = TensorArgument("again", "output", "bf16", ("M", "K"), ("again.stride0", 1), in_place_of="x")
     with pytest.raises(RecordError, match=r"arguments\[7\].in_place_of: .*'x'"):
-        replace(made, arguments=(*made.arguments, second))
+        replace(built, arguments=(*built.arguments, second))

@@ -90,11 +90,11 @@ def tensor(name: str, address: int, dtype: str, shape: Sequence[int], strides: S
 
 def arguments(tensors: Sequence[Tensor], scalars: Mapping[str, float] | None = None, **extra: int) -> Arguments:
     given = [Scalar(name.encode(), value) for name, value in (scalars or {}).items()]
-    made = Arguments((Tensor * max(len(tensors), 1))(*tensors), (Scalar * max(len(given), 1))(*given), len(tensors),
+    passed = Arguments((Tensor * max(len(tensors), 1))(*tensors), (Scalar * max(len(given), 1))(*given), len(tensors),
                      len(given))  # fmt: skip
     for name, value in extra.items():
-        setattr(made, name, value)
-    return made
+        setattr(passed, name, value)
+    return passed
 
 
 class Loader:

@@ -1,4 +1,4 @@
-/* Bundles that are damaged or made up, under the sanitizers. Includes the loader, to play the driver with its own tables.
+/* Bundles that are damaged or forged, under the sanitizers. Includes the loader, to play the driver with its own tables.
  *
  *     hostile sweep FILE     every cut of the bundle and every byte of it changed: each must be refused, unless it is of
  *                            what only Python reads; that changes nothing

@@ -53,7 +53,7 @@ class EncodingDriver(FakeDriver):
         if result[0]:
             return result
         dtype, _, address, dims, strides, box, steps, _, swizzle, promotion, fill = fields
-        made = TensorMap(
+        tensor_map = TensorMap(
             address, ENUMS["dtype"][dtype.removeprefix("CU_TENSOR_MAP_DATA_TYPE_")], tuple(dims),
             tuple(strides)[: len(dims) - 1], tuple(box), tuple(steps),
             swizzle=ENUMS["swizzle"][swizzle.rpartition("_")[2]],
@@ -61,7 +61,7 @@ class EncodingDriver(FakeDriver):
             oob_fill=ENUMS["fill"][fill.removeprefix("CU_TENSOR_MAP_FLOAT_OOB_FILL_")],
         )  # fmt: skip
         try:
-            return result[0], CUtensorMap(encode(made))
+            return result[0], CUtensorMap(encode(tensor_map))
         except RecordError:
             return CUresult.CUDA_ERROR_INVALID_VALUE, None
 
@@ -70,14 +70,14 @@ class EncodingDriver(FakeDriver):
 
 
 def comparable(
-    made: LaunchRecord, parameters: Sequence[bytes], values: Mapping[str, int], theirs: Callable[[int], bool]
+    launched: LaunchRecord, parameters: Sequence[bytes], values: Mapping[str, int], theirs: Callable[[int], bool]
 ) -> list[bytes]:
     """The parameters with zeros in place of what differs: each driver allocates workspaces and scratch where it likes
     (theirs: whether it did so), and the sign of a NaN means nothing. values: what shifts are made of.
     """
     found = [bytearray(data) for data in parameters]
-    starts = sorted(parameter.offset for parameter in made.parameters)
-    for offset, item in flat(made.parameters):
+    starts = sorted(parameter.offset for parameter in launched.parameters)
+    for offset, item in flat(launched.parameters):
         index = bisect_right(starts, offset) - 1
         place = slice(offset - starts[index], offset - starts[index] + item.size)
         if isinstance(item, FloatParameter) and math.isnan(*struct.unpack("<f", found[index][place])):
@@ -91,17 +91,17 @@ def comparable(
 
 def launched_by_python(kernel: Exported, arguments: ArgumentSet) -> Any:
     """What the runtime hands the driver for each launch, or None where it refuses."""
-    made, values = kernel.record, arguments.values
-    first, *others = made.launches
+    record, values = kernel.record, arguments.values
+    first, *others = record.launches
     fake = EncodingDriver(
         [(item.offset, item.size) for item in first.parameters], first.symbol,
         {launch.symbol: [(item.offset, item.size) for item in launch.parameters] for launch in others},
         sm_count=values["sm_count"], active_clusters=values["active_clusters"],
     )  # fmt: skip
-    cubin = cubin_of(*dict.fromkeys(launch.symbol for launch in made.launches))
-    loaded = Kernel(Devices(Driver(fake)), kernel.name, made, cubin, kernel.defaults, 0)
+    cubin = cubin_of(*dict.fromkeys(launch.symbol for launch in record.launches))
+    loaded = Kernel(Devices(Driver(fake)), kernel.name, record, cubin, kernel.defaults, 0)
     given: dict[str, Any] = dict(arguments.floats)
-    for argument in made.arguments:
+    for argument in record.arguments:
         if isinstance(argument, TensorArgument):
             shape = tuple(evaluate(extent, values) for extent in argument.shape)
             strides = tuple(values[argument.stride_variable(index)] for index in range(argument.rank))
@@ -119,7 +119,7 @@ def launched_by_python(kernel: Exported, arguments: ArgumentSet) -> Any:
         return None
     names = {"CLUSTER_DIMENSION": "cluster", "COOPERATIVE": "cooperative"}
     launches = []
-    for step, launch in zip(made.launches if fake.launches else (), fake.launches, strict=True):
+    for step, launch in zip(record.launches if fake.launches else (), fake.launches, strict=True):
         attributes = {
             names.get(key.removeprefix("CU_LAUNCH_ATTRIBUTE_"), "serialization"): value
             for key, value in launch.attributes.items()
@@ -186,8 +186,8 @@ def prove(kernels: Sequence[Exported], make: Make) -> None:
     launches = 0
     for index, kernel in enumerate(kernels):
         for arguments in argument_sets(kernel.record, f"{kernel.name} in C", SETS):
-            told = {name: arguments.values[name] for name in ("sm_count", "active_clusters")}
-            recorder = Recorder(kernel.record, **told)
+            variables = {name: arguments.values[name] for name in ("sm_count", "active_clusters")}
+            recorder = Recorder(kernel.record, **variables)
             launcher = make(index, recorder)
             assert launcher.load() == OK, str(launcher.error)
             by_c, by_python = launched_by_c(launcher, arguments), launched_by_python(kernel, arguments)

@@ -242,14 +242,14 @@ class Recorder:
                 return 201
             if self.contexts[-1] == NO_TENSOR_MAPS:
                 return 801
-            made = TensorMap(
+            tensor_map = TensorMap(
                 address or 0, _NUMBERS[dtype], tuple(dims[:rank]), tuple(strides[: rank - 1]), tuple(box[:rank]),
                 tuple(steps[:rank]), INTERLEAVES[interleave], tuple(SWIZZLE_BYTES)[swizzle], L2_PROMOTIONS[promotion],
                 OOB_FILLS[fill],
             )  # fmt: skip
             assert place % 64 == 0
             try:
-                ctypes.memmove(place, encode(made), 128)
+                ctypes.memmove(place, encode(tensor_map), 128)
             except RecordError:
                 return 1
             return 0

@@ -36,7 +36,7 @@ HOST_FUNCTIONS = ("two", "fast_division", "branch", "floats", "inside", "overflo
 
 @functools.cache
 def samples() -> list[Exported]:
-    """GEMMs as they are built, small host functions, and `made_up`."""
+    """GEMMs as they are built, small host functions, and `hand_written`."""
     hostfunctions = pytest.importorskip(
         "tests.compiler.hostfunctions", reason="the CuTe DSL (extra `build`) is not installed"
     )
@@ -48,13 +48,13 @@ def samples() -> list[Exported]:
     )  # with scratch
     exported.append(Exported(sums.full_name, complete(read_record(sums)), CUBIN, sums.defaults()))
     for name in HOST_FUNCTIONS:
-        made = read_plan(hostfunctions.plan(getattr(hostfunctions, name)))
-        exported.append(Exported(f"host/{name}@1", complete(made), CUBIN, {}))
-    return [*exported, *made_up()]
+        compiled = read_plan(hostfunctions.plan(getattr(hostfunctions, name)))
+        exported.append(Exported(f"host/{name}@1", complete(compiled), CUBIN, {}))
+    return [*exported, *hand_written()]
 
 
 @functools.cache
-def made_up() -> list[Exported]:
+def hand_written() -> list[Exported]:
     """Records with whatever one may hold; nothing is compiled for them."""
     base = record()
     everything = record(
@@ -71,7 +71,9 @@ def made_up() -> list[Exported]:
     )  # fmt: skip
     rows = {"peers": peers(), "expressions": expressions(), "schema-2": schema_2(), "every-field": everything}
     defaults = {"peers": {"timeout": 1000}, "every-field": {"cluster_margin": 4}}
-    return [Exported(f"sample/{name}@1", complete(made), CUBIN, defaults.get(name, {})) for name, made in rows.items()]
+    return [
+        Exported(f"sample/{name}@1", complete(built), CUBIN, defaults.get(name, {})) for name, built in rows.items()
+    ]
 
 
 def peers() -> LaunchRecord:
@@ -99,14 +101,14 @@ def random_expression(source: random.Random, depth: int) -> Any:
         )
     one, other, third = (random_expression(source, source.randrange(depth)) for _ in range(3))
     operator = source.choice(["add", "sub", "min", "max", "eq", "ne", "lt", "le"])
-    made = source.choice([
+    expr = source.choice([
         (operator, one, other), ("add", one, other, third), ("mul", 3, one, 5), ("if", one, other, third),
         ("if", ("lt", one, other), third, other), ("floordiv", one, ("max", 1, other)),
         ("ceildiv", one, ("add", 1, ("mod", other, 7))), ("mod", one, ("exp2", ("mod", other, 41))),
         ("exp2", ("mod", one, 40)), ("bit_length", ("max", 0, one)),
         ("if", one, ("mod", other, ("max", 1, one)), third),
     ])  # fmt: skip
-    return made if source.random() < 0.5 else ("sub", ("mod", made, 2**39), 2**38)
+    return expr if source.random() < 0.5 else ("sub", ("mod", expr, 2**39), 2**38)
 
 
 def random_float(source: random.Random, depth: int) -> Any:

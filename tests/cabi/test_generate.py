@@ -100,7 +100,7 @@ def test_variants_of_one_kernel_are_told_apart():
 
 
 def test_awkward_names_compile(tmp_path):
-    made = complete(
+    launch = complete(
         LaunchRecord(
             arch="sm_90",
             arguments=(
@@ -116,7 +116,7 @@ def test_awkward_names_compile(tmp_path):
         )
     )
     for language in ("c11", "c++17"):
-        compile_shared(tmp_path, [Exported("odd/kernel-1@x", made, CUBIN)], "odd", language)
+        compile_shared(tmp_path, [Exported("odd/kernel-1@x", launch, CUBIN)], "odd", language)
 
 
 @pytest.mark.parametrize(
@@ -127,13 +127,13 @@ def test_awkward_names_compile(tmp_path):
     ],
 )  # fmt: skip
 def test_names_that_meet_in_c_compile(tmp_path, arguments, dims):
-    made = LaunchRecord(
+    launch = LaunchRecord(
         symbol="kernel", arch="sm_90a", dims=tuple(map(Dim, dims)), constraints=(), grid=(1, 1, 1), block=(128, 1, 1),
         arguments=tuple(TensorArgument(name, "input", "bf16", dims, (f"{name}.stride0", 1)) for name in arguments),
         parameters=tuple(PointerParameter(f"p{at}", name, 8 * at) for at, name in enumerate(arguments)),
     )  # fmt: skip
     for language in ("c11", "c++17"):
-        compile_shared(tmp_path, [Exported("a/b@c", made, CUBIN)], "odd", language)
+        compile_shared(tmp_path, [Exported("a/b@c", launch, CUBIN)], "odd", language)
 
 
 @pytest.mark.parametrize("prefix", ["", "9x", "a-b", "int", "_x", "fk", "namespace", "stdint", "cuda"])

@@ -1,4 +1,4 @@
-"""Bundles from anybody: damaged in any byte, cut anywhere, made up with the right digests. Under the sanitizers."""
+"""Bundles from anybody: damaged in any byte, cut anywhere, forged with the right digests. Under the sanitizers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.runtime.samples import record
 
 from .bundles import bundle_of
 from .launcher import BAD_BUNDLE, CUBIN, INVALID_ARGUMENT, LANGUAGES, MISMATCH, OK, WRONG_ARCH, complete
-from .samples import made_up, samples
+from .samples import hand_written, samples
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 MUTATIONS = 3000
@@ -106,7 +106,7 @@ def attempts(hostile: Path, folder: Path, bundles: Sequence[bytes]) -> Found:
 
 
 def test_every_byte_and_every_cut(hostile, tmp_path):
-    long_name = replace(made_up()[-1], name=f"{'f' * 60}/{'k' * 60}@v")  # with extension headers
+    long_name = replace(hand_written()[-1], name=f"{'f' * 60}/{'k' * 60}@v")  # with extension headers
     said = run(hostile, "sweep", bundle_of(tmp_path, [long_name]))
     assert int(re.findall(r"(\d+) of them read", said)[0]) > 4000
 
@@ -130,39 +130,39 @@ STRANGE = [0, -1, 1, 2, 3, 5, 8, 40, 128, 511, 513, 32764, 2**31, 2**32, 2**56, 
 
 def mutated(words: list[int], source: random.Random) -> list[int]:
     """A flat record with words left out, twice, exchanged, or of other values."""
-    made = list(words)
+    changed = list(words)
     for _ in range(source.choice([1, 1, 2, 8])):
-        if not made:
+        if not changed:
             break
-        at, other = source.randrange(len(made)), source.randrange(len(made))
+        at, other = source.randrange(len(changed)), source.randrange(len(changed))
         length = source.choice([1, 1, 2, 3, 7, 28])
         match source.randrange(6):
             case 0:
-                del made[at : at + length]
+                del changed[at : at + length]
             case 1:
-                made[at:at] = made[other : other + length]
+                changed[at:at] = changed[other : other + length]
             case 2:
-                made[at], made[other] = made[other], made[at]
+                changed[at], changed[other] = changed[other], changed[at]
             case 3:
-                made = made[:at]
+                changed = changed[:at]
             case 4:
-                made[at : at + length] = made[other : other + length]
+                changed[at : at + length] = changed[other : other + length]
             case _:
-                made[at] = source.choice(STRANGE)
-    return made
+                changed[at] = source.choice(STRANGE)
+    return changed
 
 
-def test_launch_records_that_are_made_up(hostile, tmp_path):
+def test_launch_records_that_are_forged(hostile, tmp_path):
     source = random.Random(5)
     kernels = of_every_form()
     records = {kernel.name: flat.encode("", "record", [row_of(kernel)]) for kernel in kernels}
-    made = []
+    forged = []
     for number in range(MUTATIONS):
         kernel = kernels[number % len(kernels)]
         words = list(struct.unpack(f"<{len(records[kernel.name]) // 8}q", records[kernel.name]))
-        made.append(packed(kernel, struct.pack(f"<{len(changed)}q", *changed))
+        forged.append(packed(kernel, struct.pack(f"<{len(changed)}q", *changed))
                     if (changed := mutated(words, source)) else packed(kernel, b"odd"))  # fmt: skip
-    found = attempts(hostile, tmp_path, made)
+    found = attempts(hostile, tmp_path, forged)
     assert {opened for opened, _, _, _ in found} == {OK, BAD_BUNDLE}
     assert all(loaded == BAD_BUNDLE for opened, loaded, _, _ in found if opened == BAD_BUNDLE)
     assert sum(loaded == OK for _, loaded, _, _ in found) > 50
@@ -265,9 +265,11 @@ def test_a_record_with_more_or_less_than_it_says(hostile, tmp_path):
 
 
 def test_what_only_schema_2_can_say(hostile, tmp_path):
-    made = [replace(made_up()[-1], record=complete(replace(record(), **changes))) for changes in SECOND.values()]
-    found = attempts(hostile, tmp_path, [packed(kernel) for kernel in made])
-    assert [statuses[:2] for statuses in found] == [(OK, OK)] * len(made)
+    exported = [
+        replace(hand_written()[-1], record=complete(replace(record(), **changes))) for changes in SECOND.values()
+    ]
+    found = attempts(hostile, tmp_path, [packed(kernel) for kernel in exported])
+    assert [statuses[:2] for statuses in found] == [(OK, OK)] * len(exported)
 
 
 def test_what_fusekit_takes_the_loader_takes(hostile, tmp_path):
@@ -289,8 +291,8 @@ def test_kernels_as_they_are_built(hostile, tmp_path):
     assert launches > 0
 
 
-KERNEL = made_up()[-1]
-SECOND_OF_ALL = next(kernel for kernel in made_up() if "schema-2" in kernel.name)
+KERNEL = hand_written()[-1]
+SECOND_OF_ALL = next(kernel for kernel in hand_written() if "schema-2" in kernel.name)
 RECORD = flat.encode("", "record", [row_of(KERNEL)])
 
 
@@ -365,10 +367,10 @@ def elf(**fields: int) -> bytes:
     """The tests' ELF file with numbers of its header changed: name, offset and width are those of the ELF format."""
     places = {"phoff": (32, "<Q"), "shoff": (40, "<Q"), "phentsize": (54, "<H"), "phnum": (56, "<H"),
               "shentsize": (58, "<H"), "shnum": (60, "<H")}  # fmt: skip
-    made = bytearray(CUBIN)
+    content = bytearray(CUBIN)
     for name, value in fields.items():
-        struct.pack_into(places[name][1], made, places[name][0], value)
-    return bytes(made)
+        struct.pack_into(places[name][1], content, places[name][0], value)
+    return bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -406,7 +408,7 @@ def test_statuses_are_those_of_the_header():
     assert (OK, INVALID_ARGUMENT, BAD_BUNDLE) == (0, 1, 8)
 
 
-def test_lists_of_parameters_that_are_made_up(hostile, tmp_path):
+def test_lists_of_parameters_that_are_forged(hostile, tmp_path):
     """Whatever stands in the tables and the list of a cubin, it is read without harm."""
     source, cubins = random.Random(3), []
     symbols = [step.symbol for step in KERNEL.record.launches]

@@ -62,11 +62,11 @@ def test_the_largest_power_of_two(powers, exponent, status):
 @pytest.fixture(scope="module")
 def powers(tmp_path_factory):
     base = record()
-    made = replace(
+    changed = replace(
         base, arguments=(*base.arguments, ScalarArgument("shift", "i32", 3)),
         parameters=(*base.parameters, IntegerParameter("power", "i64", ("exp2", "shift"), 296)),
     )  # fmt: skip
-    kernels = [Exported("sample/powers@1", complete(made), CUBIN, {})]
+    kernels = [Exported("sample/powers@1", complete(changed), CUBIN, {})]
     return compile_shared(tmp_path_factory.mktemp("powers"), kernels, "powers", "c11"), kernels
 
 
@@ -247,26 +247,26 @@ def test_a_load_that_fails_leaves_nothing_behind(exported, changes, status, text
 
 
 def test_a_cubin_of_another_build_is_refused(tmp_path):
-    made = samples()[-1].record
-    last = made.parameters[-1]
+    original = samples()[-1].record
+    last = original.parameters[-1]
     extra = IntegerParameter("extra", "i64", 0, last.offset + last.size)
     cases = (
-        (made.parameters[:-1], "has 10 parameters, the record 11"),
-        ((*made.parameters, extra), "has 12 parameters, the record 11"),
-        ((*made.parameters[:-1], replace(last, offset=last.offset + 8)), "is 312+8 in the record and 320+8"),
-        (made.parameters, "has 0 parameters, the record 11"),  # its list is cut short
-        (made.parameters, None),
+        (original.parameters[:-1], "has 10 parameters, the record 11"),
+        ((*original.parameters, extra), "has 12 parameters, the record 11"),
+        ((*original.parameters[:-1], replace(last, offset=last.offset + 8)), "is 312+8 in the record and 320+8"),
+        (original.parameters, "has 0 parameters, the record 11"),  # its list is cut short
+        (original.parameters, None),
     )
-    symbols = [step.symbol for step in made.launches]
+    symbols = [step.symbol for step in original.launches]
     kernels = [
-        Exported(f"two/builds@{n}", made, cubin_of(*symbols, parameters={made.symbol: len(parameters)}))
+        Exported(f"two/builds@{n}", original, cubin_of(*symbols, parameters={original.symbol: len(parameters)}))
         for n, (parameters, _) in enumerate(cases)
     ]
     whole, cut = bytes.fromhex("04170c00"), bytes.fromhex("04170d00")
     kernels[3] = replace(kernels[3], cubin=kernels[3].cubin.replace(whole, cut))
     shared = compile_shared(tmp_path, kernels, "demo")
     for index, (parameters, text) in enumerate(cases):
-        recorder = Recorder(replace(made, parameters=parameters))
+        recorder = Recorder(replace(original, parameters=parameters))
         launcher = Launcher(shared, kernels, index, "demo", recorder)
         if text is None:
             assert launcher.load() == OK

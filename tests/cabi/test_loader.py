@@ -148,8 +148,8 @@ def test_a_bound_launch_is_one_driver_call(loaded):
     ],
 )
 def test_a_wrong_argument_is_named(loaded, changes, scalars, extra, text):
-    made = arguments(usual(**changes), {"act_alpha": 1.5} | scalars, **extra)
-    assert loaded.launch(made, 77) == INVALID_ARGUMENT
+    passed = arguments(usual(**changes), {"act_alpha": 1.5} | scalars, **extra)
+    assert loaded.launch(passed, 77) == INVALID_ARGUMENT
     assert text in str(loaded.error)
     assert loaded.recorder.launches == []
 
@@ -221,12 +221,12 @@ def test_a_load_that_fails_leaves_nothing_behind(shared, kernels, bundle, change
 
 
 def test_a_cubin_of_another_build_is_refused(shared, kernels, tmp_path):
-    made = kernels[-1].record
+    original = kernels[-1].record
     for listed, text in ((10, "has 10 parameters, the record 11"), (11, "")):
-        cubin = cubin_of(*(step.symbol for step in made.launches), parameters={made.symbol: listed})
+        cubin = cubin_of(*(step.symbol for step in original.launches), parameters={original.symbol: listed})
         kernel = replace(kernels[-1], cubin=cubin)
         (tmp_path / str(listed)).mkdir()
-        recorder = Recorder(made)
+        recorder = Recorder(original)
         launcher = BundleLauncher(shared, bundle_of(tmp_path / str(listed), [kernel]), kernel, recorder=recorder)
         assert launcher.load() == (MISMATCH if text else OK)
         assert text in str(launcher.error)

@@ -13,16 +13,16 @@ from tests.threads import at_once
 
 from .launcher import CUBIN, CUDA_ERROR, OK, Launcher, compile_shared, complete
 from .recorder import STOCK_STEP, WORKSPACE, Recorder
-from .samples import made_up
+from .samples import hand_written
 from .test_launcher import usual
 
 STOCK = 64
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def build(tmp_path_factory):
     """Kernels with workspaces of 132 * 64 bytes, of 1 KiB, and of 1 MiB; and one with scratch of M * 1 KiB alone."""
-    whole = made_up()[-1].record
+    whole = hand_written()[-1].record
     base = replace(whole, scratch=0, parameters=tuple(item for item in whole.parameters if item.name != "partial"))
     sizes = {"middle": ("mul", "sm_count", 64), "small": 1000, "large": 1 << 20}
     records = {name: replace(base, workspace=size) for name, size in sizes.items()}
@@ -34,8 +34,8 @@ def made(tmp_path_factory):
     return compile_shared(tmp_path_factory.mktemp("c"), kernels, "demo"), kernels
 
 
-def load(made, index, **changes):
-    shared, kernels = made
+def load(build, index, **changes):
+    shared, kernels = build
     launcher = Launcher(shared, kernels, index, "demo", Recorder(kernels[index].record, **changes))
     assert launcher.load() == OK, str(launcher.error)
     return launcher
@@ -48,8 +48,8 @@ def workspace(launcher, launch, what="workspace"):
     return int.from_bytes(launch.parameters[at], "little")
 
 
-def test_each_stream_has_its_own(made):
-    launcher = load(made, 0)
+def test_each_stream_has_its_own(build):
+    launcher = load(build, 0)
     args = usual(launcher)
     streams = [77, 78, 0, 77, 1, 78, 99]
     for stream in streams:
@@ -66,8 +66,8 @@ def test_each_stream_has_its_own(made):
     assert launcher.recorder.allocated == 0
 
 
-def test_a_bound_launch_takes_that_of_the_stream(made):
-    launcher = load(made, 0)
+def test_a_bound_launch_takes_that_of_the_stream(build):
+    launcher = load(build, 0)
     status, bound = launcher.bind(usual(launcher))
     assert status == OK
     launcher.recorder.calls.clear()
@@ -80,8 +80,8 @@ def test_a_bound_launch_takes_that_of_the_stream(made):
     assert launcher.unload() == OK
 
 
-def test_a_stock_that_is_used_up_is_followed_by_another(made):
-    launcher = load(made, 1)
+def test_a_stock_that_is_used_up_is_followed_by_another(build):
+    launcher = load(build, 1)
     args = usual(launcher)
     for stream in range(100, 100 + STOCK):
         assert launcher.launch(args, stream) == OK
@@ -97,8 +97,8 @@ def test_a_stock_that_is_used_up_is_followed_by_another(made):
     assert launcher.recorder.allocated == 0
 
 
-def test_a_large_one_is_made_alone(made):
-    launcher = load(made, 2)
+def test_a_large_one_is_made_alone(build):
+    launcher = load(build, 2)
     for stream in (100, 101):
         assert launcher.launch(usual(launcher), stream) == OK
     assert [size for _, size in launcher.recorder.filled] == [1 << 20] * 2
@@ -119,8 +119,8 @@ def rows(launcher, count):
     return args
 
 
-def test_scratch_grows_with_the_largest_launch_of_a_stream(made):
-    launcher = load(made, 3)
+def test_scratch_grows_with_the_largest_launch_of_a_stream(build):
+    launcher = load(build, 3)
     allocated = []
     for stream, count in ((77, 96), (77, 4), (78, 96), (77, 3000), (77, 96), (77, 4000), (2, 8), (77, 5000)):
         assert launcher.launch(rows(launcher, count), stream) == OK, str(launcher.error)
@@ -136,8 +136,8 @@ def test_scratch_grows_with_the_largest_launch_of_a_stream(made):
     assert launcher.recorder.allocated == 0
 
 
-def test_a_bound_launch_keeps_its_need_of_scratch(made):
-    launcher = load(made, 3)
+def test_a_bound_launch_keeps_its_need_of_scratch(build):
+    launcher = load(build, 3)
     status, bound = launcher.bind(rows(launcher, 3000))
     assert status == OK
     for stream in (77, 78, 77):
@@ -151,9 +151,9 @@ def test_a_bound_launch_keeps_its_need_of_scratch(made):
     assert launcher.recorder.allocated == 0
 
 
-def test_threads_have_default_streams_of_their_own(made):
+def test_threads_have_default_streams_of_their_own(build):
     """And many threads that meet in one stream find one workspace."""
-    launcher = load(made, 1)
+    launcher = load(build, 1)
     args = usual(launcher)
 
     def work(number: int) -> None:
@@ -175,9 +175,9 @@ def test_threads_have_default_streams_of_their_own(made):
 
 
 @pytest.mark.parametrize(("index", "what"), [(1, "workspace"), (3, "scratch")])
-def test_a_thread_has_nothing_of_one_that_ended(made, index, what):
+def test_a_thread_has_nothing_of_one_that_ended(build, index, what):
     """Whose launches may be pending."""
-    launcher = load(made, index)
+    launcher = load(build, index)
     args = usual(launcher)
 
     def work() -> None:
@@ -192,9 +192,9 @@ def test_a_thread_has_nothing_of_one_that_ended(made, index, what):
     assert launcher.unload() == OK
 
 
-def test_a_handle_for_each_device(made):
+def test_a_handle_for_each_device(build):
     """Grid, workspace and context are the device's; another one's context may be current."""
-    shared, kernels = made
+    shared, kernels = build
     recorder = Recorder(kernels[0].record, sm_counts={1: 100})
     handles = [Launcher(shared, kernels, 0, "demo", recorder) for _ in range(2)]
     for device, launcher in enumerate(handles):
@@ -214,8 +214,8 @@ def test_a_handle_for_each_device(made):
     assert (recorder.retained, recorder.allocated, recorder.loaded) == (0, 0, 0)
 
 
-def test_what_loads_leaves_the_captures_of_other_threads_alone(made):
-    launcher = load(made, 0)
+def test_what_loads_leaves_the_captures_of_other_threads_alone(build):
+    launcher = load(build, 0)
     calls = launcher.recorder.calls
     first, last = (calls.index(name) for name in ("cuThreadExchangeStreamCaptureMode", "cuMemsetD8Async"))
     assert first < calls.index("cuLibraryLoadData") < calls.index("cuMemAlloc_v2") < last
@@ -224,10 +224,10 @@ def test_what_loads_leaves_the_captures_of_other_threads_alone(made):
     assert launcher.recorder.capture_mode == 0
 
 
-def test_a_first_launch_may_be_one_that_is_captured(made):
+def test_a_first_launch_may_be_one_that_is_captured(build):
     """Scratch; a workspace after the stock is used up; then a load, which is refused."""
     for index, streams in ((3, 1), (1, STOCK + 1)):
-        launcher = load(made, index)
+        launcher = load(build, index)
         launcher.recorder.capturing = True
         for stream in range(100, 100 + streams):
             assert launcher.launch(usual(launcher), stream) == OK, str(launcher.error)
@@ -235,14 +235,14 @@ def test_a_first_launch_may_be_one_that_is_captured(made):
         assert launcher.recorder.allocated == (1 if index == 3 else 2)
         launcher.recorder.capturing = False
         assert launcher.unload() == OK
-    shared, kernels = made
+    shared, kernels = build
     refused = Launcher(shared, kernels, 3, "demo", Recorder(kernels[3].record, capturing=True))
     assert refused.load() == CUDA_ERROR
 
 
 @pytest.mark.parametrize("call", ["cuEventQuery", "cuStreamIsCapturing"])
-def test_nothing_is_loaded_while_a_stream_is_captured(made, call):
-    shared, kernels = made
+def test_nothing_is_loaded_while_a_stream_is_captured(build, call):
+    shared, kernels = build
     launcher = Launcher(shared, kernels, 0, "demo", Recorder(kernels[0].record, fail={call: 906}))
     assert launcher.load() == CUDA_ERROR
     assert "loading before the end of a stream's capture failed" in str(launcher.error)
@@ -251,7 +251,7 @@ def test_nothing_is_loaded_while_a_stream_is_captured(made, call):
 
 
 def test_a_cubin_of_cuda_13_needs_its_driver(tmp_path):
-    base = made_up()[-1]
+    base = hand_written()[-1]
     cubin = bytearray(CUBIN)
     cubin[8] = 8
     kernels = [Exported("sample/new@1", complete(base.record), bytes(cubin), {})]

@@ -90,8 +90,8 @@ def mutants(record: LaunchRecord) -> Iterator[tuple[str, Any, tuple[Expr, Expr] 
 
             def make(index: int = index, changes: dict[str, Any] = changes) -> LaunchRecord:
                 before = record.parameters
-                made = replace(before[index], **changes)
-                return replace(record, parameters=(*before[:index], made, *before[index + 1 :]))
+                changed = replace(before[index], **changes)
+                return replace(record, parameters=(*before[:index], changed, *before[index + 1 :]))
 
             yield f"{parameter.name}: {label}", make, pair
 
@@ -166,11 +166,11 @@ def main(patterns: list[str]) -> None:
 
     total = Tally()
     for spec in find(patterns):
-        made = plan(spec)
+        trace_plan = plan(spec)
         with tempfile.TemporaryDirectory() as scratch:
-            traced = trace(made, Path(scratch))
-        _, record = hostcode.read(traced.module, made, traced.cubin)
-        found = tally(record, recorded_launches(made, record, traced.host(record), spec.full_name))
+            traced = trace(trace_plan, Path(scratch))
+        _, record = hostcode.read(traced.module, trace_plan, traced.cubin)
+        found = tally(record, recorded_launches(trace_plan, record, traced.host(record), spec.full_name))
         for name in ("noticed", "equivalent", "refused"):
             setattr(total, name, getattr(total, name) + getattr(found, name))
         total.missed += [f"{spec.full_name} {label}" for label in found.missed]

@@ -57,8 +57,8 @@ def test_the_call_does_what_it_does_and_nothing_is_left_behind():
     assert len(found.kernels) == 1
 
 
-def flat(made):
-    return made[0], *made[1]
+def flat(built):
+    return built[0], *built[1]
 
 
 def test_options_in_brackets_and_other_ways_to_call_are_found_too():

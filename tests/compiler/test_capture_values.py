@@ -152,7 +152,7 @@ def replaced():
 
 class Factory:
     @staticmethod
-    def made(first, second):
+    def create(first, second):
         def sum_of(x):
             def deeper(y):
                 return first(x) + y
@@ -200,8 +200,8 @@ def test_a_function_made_inside_a_function_comes_back(function):
     """By its place in the module's code and the values of its free variables."""
     found = there_and_back(function)
     assert found is not function and found.__code__ is function.__code__
-    made, wanted = found(5), function(5)
-    assert made(6) == wanted(6) if callable(wanted) else made == wanted
+    result, wanted = found(5), function(5)
+    assert result(6) == wanted(6) if callable(wanted) else result == wanted
 
 
 def test_a_function_of_the_dsl_comes_back_with_its_attributes():
@@ -230,8 +230,8 @@ def facts(tensor):
 
 def test_one_symbol_is_one_extent_and_two_are_two():
     m, n = cute.sym_int(divisibility=4), cute.sym_int(divisibility=4)
-    made = [make_fake_tensor(cutlass.Float32, shape, (cute.sym_int64(), 1)) for shape in ((m, n), (m, m))]
-    first, second = there_and_back(made)
+    tensors = [make_fake_tensor(cutlass.Float32, shape, (cute.sym_int64(), 1)) for shape in ((m, n), (m, m))]
+    first, second = there_and_back(tensors)
     assert first.shape[0] is second.shape[0] is second.shape[1]
     assert first.shape[1] is not first.shape[0]
 
@@ -267,9 +267,9 @@ TENSORS = {
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_tensor_comes_back_as_a_fake_of_the_type_that_is_compiled(name):
-    made = facts(there_and_back(TENSORS[name]))
+    rebuilt = facts(there_and_back(TENSORS[name]))
     TENSORS[name].__c_pointers__() if hasattr(TENSORS[name], "_dltensor_wrapper") else None
-    assert made == facts(TENSORS[name])
+    assert rebuilt == facts(TENSORS[name])
 
 
 def test_the_divisor_of_a_compact_extent_is_that_of_the_strides():
@@ -287,9 +287,9 @@ def test_an_array_of_a_framework_is_what_the_dsl_makes_of_it():
 def test_a_tensor_of_pytorch_becomes_a_fake_by_its_layout(dtype, wrap):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     tensor = torch.zeros(6, 16, 32, dtype=getattr(torch, dtype))[:, :, :16]
-    made = from_dlpack(tensor, assumed_align=16).mark_layout_dynamic()
-    found = there_and_back(made if wrap else tensor)
-    assert facts(found) == facts(made if wrap else from_dlpack(tensor).mark_layout_dynamic())
+    dynamic = from_dlpack(tensor, assumed_align=16).mark_layout_dynamic()
+    found = there_and_back(dynamic if wrap else tensor)
+    assert facts(found) == facts(dynamic if wrap else from_dlpack(tensor).mark_layout_dynamic())
     assert [extent if isinstance(extent, int) else "?" for extent in found.stride] == ["?", "?", 1]
 
 

@@ -61,11 +61,11 @@ def test_a_thread_pool(tilecopy, store):
 
 
 def test_threads_that_ask_first_share_one_set_of_processes(monkeypatch):
-    made = []
+    created = []
 
     class Slow:
         def __init__(self, stamp):
-            made.append(self)
+            created.append(self)
             time.sleep(0.05)
             self.guard, self.users, self.old = threading.Lock(), 0, False
             self.stamp, self.process = stamp, os.getpid()
@@ -79,7 +79,7 @@ def test_threads_that_ask_first_share_one_set_of_processes(monkeypatch):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(compile_here, [Job("k", None, LINEAR)] * 4))
     assert [str(answer) for answer in answers] == ["enough"] * 4
-    assert len(made) == 1
+    assert len(created) == 1
 
 
 def test_what_was_imported_from_other_sources_compiles_nothing(monkeypatch):

@@ -44,8 +44,8 @@ def compiled(tmp_path, function, rest, arch="sm_90a"):
     from fusekit.compiler.trace import compile_plan
     from fusekit.compiler.worker import plan
 
-    made = compile_plan(plan(spec_of(function, rest, arch)), tmp_path)
-    return LaunchRecord.from_json(made.launch), made
+    result = compile_plan(plan(spec_of(function, rest, arch)), tmp_path)
+    return LaunchRecord.from_json(result.launch), result
 
 
 def refused(function, rest):
@@ -57,9 +57,9 @@ def refused(function, rest):
 
 
 def test_two_launches_with_strides_and_scalars(tmp_path):
-    record, made = compiled(tmp_path, "twice", TWICE)
+    record, kernel = compiled(tmp_path, "twice", TWICE)
     assert len(record.launches) == 2
-    assert made.proof["launches"] >= 64
+    assert kernel.proof["launches"] >= 64
     x, y, factor, rows = record.arguments
     assert (x.name, x.role, x.dtype, x.shape, x.strides) == ("x", "input", "f32", ("M", "N"), ("x.stride0", 1))
     assert (x.stride_divisor, x.alignment, y.role) == (4, 16, "output")
@@ -83,10 +83,15 @@ def test_types_of_tensor_maps(tmp_path, element, internal, dtype):
     rest = f"""params = {{ {listed} }}
         arguments.x = {{ role = "input", shape = ["M", "N"] }}"""
     record, _ = compiled(tmp_path, "mapped", rest, arch="sm_100a")
-    (made,) = record.parameters
+    (parameter,) = record.parameters
     # Of 4-bit codes a tensor counts bytes, a tensor map codes.
     columns = ("mul", 2, "N") if dtype.startswith("u4") else "N"
-    assert (made.dtype, made.dims, made.box, made.encoding) == (dtype, (columns, "M"), (128, 64), "driver")
+    assert (parameter.dtype, parameter.dims, parameter.box, parameter.encoding) == (
+        dtype,
+        (columns, "M"),
+        (128, 64),
+        "driver",
+    )
 
 
 MAPPED = """
@@ -114,24 +119,24 @@ def test_a_stride_of_32_bits_in_a_tensor_map(tmp_path):
 
 
 def test_a_tensor_map_that_the_driver_encodes(tmp_path):
-    record, made = compiled(tmp_path, "encoded", 'arguments.x = { role = "input", shape = ["M", "N"] }')
+    record, kernel = compiled(tmp_path, "encoded", 'arguments.x = { role = "input", shape = ["M", "N"] }')
     (found,) = record.parameters
     assert (found.dtype, found.dims, found.strides, found.box, found.swizzle, found.encoding) == (
         "fp16", ("N", "M"), (("mul", 2, "N"),), (64, 32), "128B", "driver",
     )  # fmt: skip
     assert record.grid == (("floordiv", "M", 32), 1, 1)
-    assert made.proof["launches"] >= 64
+    assert kernel.proof["launches"] >= 64
 
 
 FLAGGED = 'arguments.y = { role = "output", shape = ["N"] }\n'
 
 
 def test_a_truth_value_is_a_number_of_0_or_1_and_the_default_stream_is_the_launchers(tmp_path):
-    record, made = compiled(tmp_path, "flagged", FLAGGED)
+    record, kernel = compiled(tmp_path, "flagged", FLAGGED)
     flag = record.arguments[1]
     assert (flag.name, flag.dtype, flag.minimum, flag.maximum) == ("wide", "i32", 0, 1)
     assert [evaluate(record.grid[0], {"wide": wide, "N": 300}) for wide in (0, 1)] == [1, 3]
-    assert made.proof["launches"] >= 64
+    assert kernel.proof["launches"] >= 64
 
 
 def test_a_truth_value_may_be_fixed(tmp_path):
@@ -150,11 +155,11 @@ CONFIGURED = FLAGGED + "arguments.threads = { value = 64 }\narguments.shared = {
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_truth_value_that_configures_the_launch_is_that_of_the_trace(tmp_path, early):
-    record, made = compiled(tmp_path, "configuring", CONFIGURED + f"params = {{ early = {str(early).lower()} }}")
+    record, kernel = compiled(tmp_path, "configuring", CONFIGURED + f"params = {{ early = {str(early).lower()} }}")
     assert [argument.name for argument in record.arguments] == ["y", "priority_"]
     assert record.attributes == ({"programmatic_stream_serialization": 1} if early else {})
     assert (record.block, record.dynamic_shared, len(record.launches)) == ((64, 1, 1), 1024, 1 + early)
-    assert made.proof["launches"] >= 64
+    assert kernel.proof["launches"] >= 64
 
 
 @pytest.mark.parametrize(
@@ -277,9 +282,9 @@ arguments.memory = { role = "workspace", bytes = 128 }
 
 @pytest.mark.parametrize(("dtype", "recorded"), [("Boolean", "u8"), ("Int8", "u8"), ("Int16", "u16")])
 def test_tensors_by_their_own_names_of_types_that_no_record_has(tmp_path, dtype, recorded):
-    record, made = compiled(tmp_path, "chosen", CHOSEN + f'params.dtype = "{dtype}"')
+    record, kernel = compiled(tmp_path, "chosen", CHOSEN + f'params.dtype = "{dtype}"')
     assert [(each.name, each.dtype) for each in record.arguments] == [("x", recorded), ("y", "i32")]
-    assert made.proof["launches"] >= 64
+    assert kernel.proof["launches"] >= 64
 
 
 @pytest.mark.parametrize(
@@ -302,12 +307,12 @@ def test_what_cannot_be_as_the_spec_says(function, rest, words):
 
 def test_a_constant_that_no_cubin_depends_on_is_lifted(tmp_path):
     lift = 'lift = { clusters = ["max", 1, ["sub", "active_clusters", "cluster_margin"]] }'
-    record, made = compiled(tmp_path, "filled", FILLED + lift)
+    record, kernel = compiled(tmp_path, "filled", FILLED + lift)
     margin = ("max", 1, ("sub", "active_clusters", "cluster_margin"))
     assert record.grid[0] in (("min", margin, ("ceildiv", "N", 128)), ("min", ("ceildiv", "N", 128), margin))
     plain, alone = compiled(tmp_path, "filled", FILLED + "params.clusters = 59")
-    assert made.cubin == alone.cubin
-    assert made.proof["launches"] >= 2 * 64
+    assert kernel.cubin == alone.cubin
+    assert kernel.proof["launches"] >= 2 * 64
     values = {"N": 128 * 500, "active_clusters": 61, "cluster_margin": 2}
     from fusekit.abi.expr import evaluate
 
@@ -360,18 +365,18 @@ def test_two_values_tell_what_a_record_may_be_of_a_lifted_argument(function, exp
 
 
 def test_of_a_64_bit_integer_callers_pass_values_of_32(tmp_path):
-    record, made = compiled(tmp_path, "filled", FILLED.replace('value = ["mul", 2, "N"]', "minimum = 0"))
+    record, kernel = compiled(tmp_path, "filled", FILLED.replace('value = ["mul", 2, "N"]', "minimum = 0"))
     count = record.arguments[-1]
     assert (count.name, count.dtype, count.minimum, count.maximum) == ("count", "i32", 0, 2**31 - 1)
     (field,) = [each for _, each in flat(record.parameters) if getattr(each, "value", None) == "count"]
-    assert (field.dtype, made.proof["launches"] >= 64) == ("i64", True)
+    assert (field.dtype, kernel.proof["launches"] >= 64) == ("i64", True)
 
 
 def test_a_number_of_python_is_as_wide_as_its_parameter(tmp_path):
     """The host code reads 64 bits of it, and the upper ones of a negative number are not 0."""
-    record, made = compiled(tmp_path, "plainly", FILLED.replace('arguments.count = { value = ["mul", 2, "N"] }', ""))
+    record, kernel = compiled(tmp_path, "plainly", FILLED.replace('arguments.count = { value = ["mul", 2, "N"] }', ""))
     (field,) = [each for _, each in flat(record.parameters) if getattr(each, "value", None) == "count"]
-    assert (field.dtype, made.proof["launches"] >= 64) == ("i64", True)
+    assert (field.dtype, kernel.proof["launches"] >= 64) == ("i64", True)
 
 
 @pytest.mark.parametrize("kind", ["dict", "event", "set"])
@@ -394,18 +399,18 @@ ASKED = FLAGGED + "params.what = "
 def test_what_is_asked_of_the_device_in_a_trace_is_a_variable(tmp_path):
     values = {"N": 128 * 200, "sm_count": 131, "active_clusters": 66, "cluster_margin": 2}
     for what, grid in (("multiprocessors", 131), ("even", 130), ("clusters", 2 * 64)):
-        record, made = compiled(tmp_path, "asking", ASKED + f'"{what}"')
+        record, kernel = compiled(tmp_path, "asking", ASKED + f'"{what}"')
         assert evaluate(record.grid[0], values) == grid
         assert evaluate(record.grid[0], values | {"N": 128}) == (2 if what == "clusters" else 1)
-        assert made.proof["launches"] >= 128
+        assert kernel.proof["launches"] >= 128
 
 
 def test_a_source_may_ask_the_device_as_well(tmp_path):
     """As examples of CUTLASS do, which give the host function the answer."""
-    record, made = compiled(tmp_path, "asking_itself", FLAGGED)
+    record, kernel = compiled(tmp_path, "asking_itself", FLAGGED)
     values = {"N": 128 * 200, "sm_count": 131, "active_clusters": 66, "cluster_margin": 2}
     assert (evaluate(record.grid[0], values), evaluate(record.grid[0], values | {"N": 128})) == (2 * 64, 2)
-    assert made.proof["launches"] >= 128
+    assert kernel.proof["launches"] >= 128
     for params, words in (
         ('params.more = "multiprocessors"', "the source and its host function ask the device for several things"),
         ('params.what = "other clusters"', "several things"), ('params.what = "half"', "the source or its host .*lift"),
@@ -514,9 +519,9 @@ def test_address_sums_of_32_bits_do_not_reach_2_31_elements(tmp_path, bits, larg
 
 
 def test_a_tensor_map_stays_within_its_tensor(tmp_path):
-    record, made = compiled(tmp_path, "mapped_by_sizes", 'arguments.x = { role = "input", shape = ["elements"] }')
+    record, kernel = compiled(tmp_path, "mapped_by_sizes", 'arguments.x = { role = "input", shape = ["elements"] }')
     (constraint,) = record.constraints
-    assert made.proof["launches"] >= 64
+    assert kernel.proof["launches"] >= 64
     assert constraint.message.startswith("x is smaller than what the kernel's tensor map over it reaches: give it all")
     for m, n, elements, fits in ((4, 64, 256, True), (4, 64, 255, False), (5, 64, 256, False), (1, 64, 64, True)):
         assert (evaluate(constraint.expr, {"m": m, "n": n, "elements": elements}) == 0) == fits

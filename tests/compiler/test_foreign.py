@@ -92,10 +92,10 @@ def test_files_that_an_import_would_not_load_do_not_stand_for_those_that_it_woul
         (package / name).write_text("")
     (package / "kernels.py").write_text("from elsewhere_kernels import helper\n")
     monkeypatch.syspath_prepend(str(first))
-    made = Foreign().fields(spec)
-    assert made != installed and "foreign.files.elsewhere-kernels" not in made
+    fields = Foreign().fields(spec)
+    assert fields != installed and "foreign.files.elsewhere-kernels" not in fields
     (package / "helper.py").write_text("FACTOR = 7\n")
-    assert differing(made, Foreign().fields(spec)) == ["foreign.module.elsewhere_kernels/helper.py"]
+    assert differing(fields, Foreign().fields(spec)) == ["foreign.module.elsewhere_kernels/helper.py"]
 
 
 def test_every_file_of_a_distribution_counts(folder):

@@ -32,14 +32,14 @@ def test_the_problem_is_allowed(spec):
 
 @SPECS
 def test_arguments_are_those_of_the_reference(spec):
-    made = signature(spec)
+    interface = signature(spec)
     dims = {"E": 3 if spec.op == "grouped-gemm" else 1, "M": 5, "N": 128, "K": 64}
     inputs = reference.make_inputs(spec, **dims)
     outputs = reference.output_shapes(spec, M=dims["M"], N=dims["N"])
     glu = set(SCALARS) if spec.activation.gated else set()
-    assert {argument.name for argument in made.arguments} == set(inputs) | set(outputs) | glu
+    assert {argument.name for argument in interface.arguments} == set(inputs) | set(outputs) | glu
     env = dims | {"I": dims["N"] // 2, "T": tokens_of(dims["M"])}
-    for argument in made.arguments:
+    for argument in interface.arguments:
         if isinstance(argument, ScalarArgument):
             assert argument.name in glu or isinstance(inputs[argument.name], float)
             assert argument.name not in glu or argument.name in spec.defaults()

@@ -47,16 +47,16 @@ def test_the_problem_is_allowed(spec):
 
 @SPECS
 def test_arguments_are_those_of_the_reference(spec):
-    made = signature(spec)
+    interface = signature(spec)
     dims = dims_of(spec) | {"M": 5, "N": 64, "K": 72}
     inputs = reference.make_inputs(spec, **dims)
     outputs = reference.output_shapes(spec, **dims)
     glu = {"act_alpha", "act_limit", "act_up_offset"} if spec.activation.gated else set()
-    assert {argument.name for argument in made.arguments} == set(inputs) | set(outputs) | glu
+    assert {argument.name for argument in interface.arguments} == set(inputs) | set(outputs) | glu
     env = {**dims, "I": dims["N"], "T": tokens_of(dims["M"])}
     turned = inputs["x_t"].shape if "x_t" in inputs else outputs.get("dz_t", [()])[0]
     env |= {"P": turned[1]} if turned else {}
-    for argument in made.arguments:
+    for argument in interface.arguments:
         if isinstance(argument, ScalarArgument):
             assert argument.name in glu & spec.defaults().keys()
             continue

@@ -17,15 +17,15 @@ hostfunctions = pytest.importorskip("hostfunctions", reason="the CuTe DSL (extra
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
     """traced(name) -> (plan, record, host function), once each."""
-    made = {}
+    cache = {}
 
     def get(name):
-        if name not in made:
+        if name not in cache:
             plan = hostfunctions.plan(getattr(hostfunctions, name))
             each = trace(plan, tmp_path_factory.mktemp("scratch"))
             _, record = hostcode.read(each.module, plan, each.cubin)
-            made[name] = plan, record, each.host(record)
-        return made[name]
+            cache[name] = plan, record, each.host(record)
+        return cache[name]
 
     return get
 

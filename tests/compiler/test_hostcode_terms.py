@@ -45,13 +45,13 @@ EXPRESSIONS = st.recursive(st.one_of(NAMES, CONSTANTS), compound, max_leaves=14)
 
 def values(source: random.Random) -> dict[str, int]:
     """Allowed ones, often at the ends and near one another."""
-    made = {}
+    results = {}
     for name, known in RANGES.items():
         steps = (known.high - known.low) // known.divisor
         near = source.choice((0, 1, steps, source.randrange(300), source.randrange(steps + 1)))
         low = -(-known.low // known.divisor) * known.divisor
-        made[name] = min(low + near % (steps + 1) * known.divisor, known.high // known.divisor * known.divisor)
-    return made
+        results[name] = min(low + near % (steps + 1) * known.divisor, known.high // known.divisor * known.divisor)
+    return results
 
 
 @settings(max_examples=400, deadline=None)
@@ -154,8 +154,8 @@ def word(graph: Graph, source: random.Random, width: int, depth: int) -> Bits:
         return graph.make("or", width, high, low)
     if kind == "cast":
         other = 64 if width == 32 else 32
-        made = word(graph, source, other, depth - 1)
-        return graph.make("trunc" if other > width else source.choice(("zext", "sext")), width, made)
+        operand = word(graph, source, other, depth - 1)
+        return graph.make("trunc" if other > width else source.choice(("zext", "sext")), width, operand)
     if kind == "ctlz":
         return graph.make(kind, width, inner)
     other_word = word(graph, source, width, depth - 1)
@@ -174,9 +174,9 @@ def run(node: Bits, env: dict[str, int], graph: Graph) -> int:
     if node.op == "const":
         return node.number
     args = [graph.const(run(item, env, graph), item.width) if isinstance(item, Bits) else item for item in node.args]
-    made = graph.make(node.op, node.width, *args)
-    assert made.is_const
-    return made.number
+    result = graph.make(node.op, node.width, *args)
+    assert result.is_const
+    return result.number
 
 
 @settings(max_examples=600, deadline=None)

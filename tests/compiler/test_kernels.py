@@ -240,15 +240,15 @@ def test_what_was_read_is_what_was_planned(built, spec):
 
 
 def test_parts_of_rows_are_added_up_by_a_second_launch(split, tmp_path):
-    made = trace.compile_plan(plan(split), tmp_path)
-    record = LaunchRecord.from_json(made.launch)
+    compiled = trace.compile_plan(plan(split), tmp_path)
+    record = LaunchRecord.from_json(compiled.launch)
     first, second = record.launches
-    assert made.proof["launches"] >= 8
-    assert (made.resources["registers"], made.resources["spill_bytes"]) == (65536 // 384 // 8 * 8, 0)
+    assert compiled.proof["launches"] >= 8
+    assert (compiled.resources["registers"], compiled.resources["spill_bytes"]) == (65536 // 384 // 8 * 8, 0)
     assert (first.dynamic_shared, second.dynamic_shared) == (split.plan.shared.bytes, 0)
     for each in record.launches:
         try:
-            code = sass.instructions(made.cubin, each.symbol)
+            code = sass.instructions(compiled.cubin, each.symbol)
         except ToolchainError as error:
             pytest.skip(str(error))
         counted = sass.counts(code)
@@ -357,17 +357,17 @@ PLANTED = {
 
 @pytest.mark.parametrize("planted", PLANTED)
 def test_an_error_planted_in_a_real_record_is_caught(proven, planted):
-    made, record, host, seed = proven
-    assert prove(made, record, host, seed, 8)["launches"] >= 8
+    traced, record, host, seed = proven
+    assert prove(traced, record, host, seed, 8)["launches"] >= 8
     parameter, message, change = PLANTED[planted]
     with pytest.raises(ProofError, match=f"^{parameter}: {message}|^{parameter} {message}") as caught:
-        prove(made, change(record), host, seed, 8)
+        prove(traced, change(record), host, seed, 8)
     assert caught.value.parameter == parameter
 
 
 def test_the_proof_notices_every_change_of_a_real_record(proven):
     """`python -m tests.compiler.mutations` does this for all packaged kernels: none of 14,588 goes unnoticed there."""
-    made, record, host, seed = proven
-    found = tally(record, recorded_launches(made, record, host, seed))
+    traced, record, host, seed = proven
+    found = tally(record, recorded_launches(traced, record, host, seed))
     assert found.noticed >= 100
     assert not found.missed

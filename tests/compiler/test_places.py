@@ -37,12 +37,12 @@ def test_what_cannot_be_looked_up_stays_as_it_is(text):
 
 def test_what_python_raised_has_the_line_of_the_source(tmp_path):
     """Not that of the function of fusekit in which it came about."""
-    path, told = tmp_path / "mine.py", {}
+    path, namespace = tmp_path / "mine.py", {}
     path.write_text("def host(call):\n    return call()\n")
-    exec(compile(path.read_text(), str(path), "exec"), told)
+    exec(compile(path.read_text(), str(path), "exec"), namespace)
     with pytest.raises(BuildError) as caught:
         try:
-            told["host"](partial(with_places, None))
+            namespace["host"](partial(with_places, None))
         except AttributeError as error:
             raise BuildError("the CuTe DSL refuses the kernel: x") from error
     assert str(with_places(caught.value)) == f"the CuTe DSL refuses the kernel: x ({path}, line 2)"

@@ -29,8 +29,8 @@ def misbehaving(tilecopy):
 
 @pytest.fixture
 def server(tmp_path):
-    with closing(ForkServer(tmp_path)) as made:
-        yield made
+    with closing(ForkServer(tmp_path)) as running:
+        yield running
 
 
 @pytest.fixture
@@ -54,10 +54,10 @@ def test_a_process_has_an_environment_of_its_own(misbehaving, worker, tmp_path, 
     monkeypatch.setenv("LD_LIBRARY_PATH", "/nowhere")
     with pytest.raises(BuildError, match="ValueError: ") as caught:
         worker.compile(Job("a", misbehaving.tells, None))
-    told, end = json.JSONDecoder().raw_decode(str(caught.value), str(caught.value).index("{"))
-    kept = {name: value for name, value in told.items() if not name.startswith("PYTHON") and name != "LC_CTYPE"}
+    variables, end = json.JSONDecoder().raw_decode(str(caught.value), str(caught.value).index("{"))
+    kept = {name: value for name, value in variables.items() if not name.startswith("PYTHON") and name != "LC_CTYPE"}
     assert kept == {"CUDA_VISIBLE_DEVICES": "", "LD_LIBRARY_PATH": "/nowhere", "TMPDIR": str(tmp_path)}
-    assert (told["PYTHONHASHSEED"], "PYTHONOPTIMIZE" in told) == ("0", False)
+    assert (variables["PYTHONHASHSEED"], "PYTHONOPTIMIZE" in variables) == ("0", False)
     assert str(tmp_path) in str(caught.value)[end:]  # it works in its scratch folder
 
 
@@ -117,16 +117,16 @@ def test_few_servers_of_foreign_modules_are_kept(server):
     """Those in use, and of the others the last; a module that comes again has the same one."""
     homes = [Job(f"k{number}", None, LINEAR, {}, (f"module{number}", "sm_90a")) for number in range(HOMES + 3)]
     with server.at(homes[0]) as used:
-        made = []
+        servers = []
         for job in homes[1:]:
             with server.at(job) as each:
-                made.append(each)
+                servers.append(each)
         assert not used.closed
-    assert [each.closed for each in made] == [True] * 3 + [False] * (HOMES - 1)
+    assert [each.closed for each in servers] == [True] * 3 + [False] * (HOMES - 1)
     with server.at(homes[0]) as again, server.at(homes[-1]) as last, server.at(homes[1]) as new:
-        assert again is used and last is made[-1] and new is not made[0]
+        assert again is used and last is servers[-1] and new is not servers[0]
     server.close()
-    assert used.closed and all(each.closed for each in made) and new.closed
+    assert used.closed and all(each.closed for each in servers) and new.closed
 
 
 def alive(pid):

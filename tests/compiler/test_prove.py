@@ -19,9 +19,9 @@ def traced(tmp_path_factory):
     from fusekit.compiler.trace import trace
 
     plan = tilecopy.plan()
-    made = trace(plan, tmp_path_factory.mktemp("scratch"))
-    _, record = hostcode.read(made.module, plan, made.cubin)
-    return plan, record, made.host(record)
+    result = trace(plan, tmp_path_factory.mktemp("scratch"))
+    _, record = hostcode.read(result.module, plan, result.cubin)
+    return plan, record, result.host(record)
 
 
 def prove(traced, change=lambda record: record, plan=None):

@@ -46,9 +46,9 @@ def test_arguments(name, arch, arguments, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["quack", "cudnn"])
-def test_every_argument_is_told_of(name):
+def test_every_argument_is_documented(name):
     """What a reader of `fusekit show` meets has words."""
     for spec in find([name]):
-        for argument, told in spec.arguments.items():
-            quiet = {"value", "bytes"} & told.keys()
-            assert quiet or told.get("doc") or told == {"optional": True}, f"{spec.full_name}: {argument}"
+        for argument, table in spec.arguments.items():
+            quiet = {"value", "bytes"} & table.keys()
+            assert quiet or table.get("doc") or table == {"optional": True}, f"{spec.full_name}: {argument}"

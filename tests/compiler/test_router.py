@@ -121,13 +121,13 @@ KERNELS = {
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     """kernels(name) -> (spec, what it compiled to), once each; the proof has passed."""
-    made = {}
+    compiled = {}
 
     def kernel(name):
-        if name not in made:
+        if name not in compiled:
             (spec,) = parse_text(HEAD + KERNELS[name][0], "s")
-            made[name] = spec, compile_plan(plan(spec), Path(tmp_path_factory.mktemp("trace")))
-        return made[name]
+            compiled[name] = spec, compile_plan(plan(spec), Path(tmp_path_factory.mktemp("trace")))
+        return compiled[name]
 
     return kernel
 

@@ -11,7 +11,7 @@ from fusekit.errors import BuildError
 
 
 def record(**changes):
-    made = LaunchRecord(
+    base = LaunchRecord(
         arch="sm_90a",
         arguments=(
             TensorArgument("x", "input", "bf16", ("M", "K"), ("x.stride0", 1), stride_divisor=8),
@@ -26,7 +26,7 @@ def record(**changes):
         block=(128, 1, 1),
         skip_if_zero=("M",),
     )
-    return replace(made, **changes)
+    return replace(base, **changes)
 
 
 def test_the_same_seed_gives_the_same_sets():
@@ -35,8 +35,8 @@ def test_the_same_seed_gives_the_same_sets():
 
 
 def test_edges_and_rules():
-    made = record()
-    sets = argument_sets(made, "a", 64)
+    launch = record()
+    sets = argument_sets(launch, "a", 64)
     assert len([each for each in sets if ":" not in each.label]) == 64
     by_label = {each.label: each.values for each in sets}
     assert (by_label["smallest"]["M"], by_label["smallest"]["K"], by_label["smallest"]["E"]) == (1, 8, 1)
@@ -54,7 +54,7 @@ def test_edges_and_rules():
         assert values["x.address"] % 16 == 0
         assert values["table.address"] % 4 == 0
         assert values["x.address"] + 2 * values["M"] * values["x.stride0"] < 2**47
-        expected_map(made.parameters[0], values).check()
+        expected_map(launch.parameters[0], values).check()
     assert any(each.values["x.stride0"] > each.values["K"] for each in sets)
     assert any(each.values["cluster_margin"] for each in sets)
     assert len({each.values["sm_count"] for each in sets}) > 3
@@ -85,19 +85,19 @@ def test_values_that_read_others_many_times_are_sampled_in_time():
 
 
 def test_a_dim_that_may_be_zero_is_tried_at_zero():
-    made = record(dims=(Dim("M", minimum=1), Dim("K", divisor=8, minimum=8), Dim("E")), skip_if_zero=())
-    assert argument_sets(made, "a", 8)[0].values["E"] == 0
+    launch = record(dims=(Dim("M", minimum=1), Dim("K", divisor=8, minimum=8), Dim("E")), skip_if_zero=())
+    assert argument_sets(launch, "a", 8)[0].values["E"] == 0
 
 
 def test_constraints_hold():
-    made = record(constraints=(Constraint(["mod", "K", 32], "K must be a multiple of 32"),))
-    assert all(each.values["K"] % 32 == 0 for each in argument_sets(made, "a", 24))
+    launch = record(constraints=(Constraint(["mod", "K", 32], "K must be a multiple of 32"),))
+    assert all(each.values["K"] % 32 == 0 for each in argument_sets(launch, "a", 24))
 
 
 def test_rules_that_nothing_meets_are_an_error():
-    made = record(constraints=(Constraint(["add", "K", 1], "K must be -1"),))
+    launch = record(constraints=(Constraint(["add", "K", 1], "K must be -1"),))
     with pytest.raises(BuildError, match=r"no launchable arguments in 400 random tries.*K must be -1"):
-        argument_sets(made, "a", 8)
+        argument_sets(launch, "a", 8)
 
 
 def test_multiples_are_found_without_a_search():

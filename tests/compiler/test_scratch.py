@@ -27,7 +27,7 @@ def names(folder):
     return [path.name for path in folder.iterdir()]
 
 
-def made(path, age=OLD):
+def created(path, age=OLD):
     (path / "worker-0").mkdir(parents=True)
     (path / "worker-0" / "file").write_text("x")
     os.utime(path, (age, age))
@@ -41,17 +41,17 @@ def test_a_scratch_folder_goes(temporary):
 
 
 def test_what_a_killed_process_left_goes_with_the_next(temporary):
-    made(temporary / "fusekit-build-abcd1234")
-    made(temporary / "fusekit-executor-abcd_234")
+    created(temporary / "fusekit-build-abcd1234")
+    created(temporary / "fusekit-executor-abcd_234")
     with Scratch("build") as folder:
         assert names(temporary) == [Path(folder).name]
 
 
 def test_what_is_in_use_young_or_not_ours_stays(temporary, tmp_path):
-    made(temporary / "fusekit-build-young000", time.time())
+    created(temporary / "fusekit-build-young000", time.time())
     others = ("fusekit-build-x", "fusekit-builds", "fusekit-build-ABCD1234", "fusekit-other-abcd1234", "build-abcd1234")
     for name in others:
-        made(temporary / name)
+        created(temporary / name)
     (temporary / "fusekit-build-aplainfi").write_text("")
     os.utime(temporary / "fusekit-build-aplainfi", (OLD, OLD))
     with Scratch("build") as used:
@@ -62,9 +62,9 @@ def test_what_is_in_use_young_or_not_ours_stays(temporary, tmp_path):
 
 
 def test_links_are_not_followed(temporary, tmp_path):
-    treasure = made(tmp_path / "treasure")
+    treasure = created(tmp_path / "treasure")
     (temporary / "fusekit-build-linked00").symlink_to(treasure)
-    abandoned = made(temporary / "fusekit-build-abcd1234")
+    abandoned = created(temporary / "fusekit-build-abcd1234")
     (abandoned / "worker-0" / "link").symlink_to(treasure)
     (abandoned / "worker-1").symlink_to(treasure)
     os.utime(abandoned, (OLD, OLD))
@@ -74,7 +74,7 @@ def test_links_are_not_followed(temporary, tmp_path):
 
 
 def test_folders_of_others_stay(temporary, monkeypatch):
-    made(temporary / "fusekit-build-abcd1234")
+    created(temporary / "fusekit-build-abcd1234")
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
     remove_abandoned(temporary)

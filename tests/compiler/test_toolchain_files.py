@@ -170,7 +170,7 @@ def interpreter(version):
 
 def test_keys_do_not_depend_on_the_python_that_makes_them(tmp_path):
     """One store serves all of them: the libraries of the compiler differ there, the cubins do not."""
-    made = {}
+    keys = {}
     shutil.copytree(Path(platformdirs.__file__).parent, tmp_path / "needed" / "platformdirs")
     for version in PYTHONS:
         python = interpreter(version)
@@ -184,10 +184,10 @@ def test_keys_do_not_depend_on_the_python_that_makes_them(tmp_path):
             text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        made[version] = json.loads(done.stdout)
-    if len(made) < 2:
-        pytest.skip(f"Python {' and '.join({*PYTHONS} - made.keys())} are not installed")
-    first, *others = made.values()
+        keys[version] = json.loads(done.stdout)
+    if len(keys) < 2:
+        pytest.skip(f"Python {' and '.join({*PYTHONS} - keys.keys())} are not installed")
+    first, *others = keys.values()
     assert len(set(first.values())) > 100
     assert all(other == first for other in others)
 

@@ -55,12 +55,12 @@ def test_processes_folders_and_hash_seeds_give_the_same_bytes(tilecopy, tmp_path
 @pytest.mark.parametrize("folder", ["a blank", "x --opt-level=0 --gpu-arch=sm_80", "a 'quote\" \\ $HOME;#"])
 def test_the_scratch_folder_is_no_option(tilecopy, tmp_path, folder):
     """Whatever stands in its path, such as that of TMPDIR, never reaches the compiler's options."""
-    made = []
+    cubins = []
     for scratch in (tmp_path / "plain", tmp_path / folder):
         scratch.mkdir()
-        made.append(compile_plan(tilecopy.plan(), scratch).cubin)
+        cubins.append(compile_plan(tilecopy.plan(), scratch).cubin)
         assert list(scratch.iterdir()), "the DSL's dumps lie there"
-    assert made[0] == made[1]
+    assert cubins[0] == cubins[1]
 
 
 def test_the_working_directory_stays_empty(tilecopy, tmp_path, monkeypatch):

@@ -64,9 +64,9 @@ def test_what_the_source_says_is_not_repeated(module, root):
 
 @pytest.mark.parametrize("what", ["k.CACHE[1] = 2", "k.UNUSED = 2", "k.Base.memory['x'] = 1", "k.another = 1"])
 def test_what_the_kernel_does_not_reach_may_change(module, what):
-    made = module()
-    change(made, what)
-    assert values.reached((made.run,), Foreign()) == SAME
+    loaded = module()
+    change(loaded, what)
+    assert values.reached((loaded.run,), Foreign()) == SAME
 
 
 @pytest.mark.parametrize(

@@ -20,16 +20,16 @@ CUTLASS = SimpleNamespace(
 def plain(module, **names):
     """`module` again, its jitted functions as they are written; names: what its globals of these names are instead."""
     spec = importlib.util.spec_from_file_location(f"{module.__name__}_plain", module.__file__)
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    for holder in [made, *(each for each in vars(made).values() if inspect.isclass(each))]:
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    for holder in [copy, *(each for each in vars(copy).values() if inspect.isclass(each))]:
         for name, value in list(vars(holder).items()):
-            if inspect.isfunction(value) and hasattr(value, "__wrapped__") and holder_of(value) == made.__name__:
+            if inspect.isfunction(value) and hasattr(value, "__wrapped__") and holder_of(value) == copy.__name__:
                 setattr(holder, name, value.__wrapped__)
     for name, value in {"cutlass": CUTLASS, "Int32": int, "Boolean": bool, "Float32": float, **names}.items():
-        if hasattr(made, name):
-            setattr(made, name, value)
-    return made
+        if hasattr(copy, name):
+            setattr(copy, name, value)
+    return copy
 
 
 def holder_of(function) -> str:

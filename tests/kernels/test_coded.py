@@ -151,10 +151,10 @@ def test_units_of_a_slab_lie_in_different_banks():
     for half in range(2):
         for first in range(0, 32, 8):
             assert len({turned.slab_place(first + each, half) // 16 % 8 for each in range(8)}) == 8
-    made = object.__new__(turned.DzTurned)
-    made.plan = SimpleNamespace(warp_bytes=14336)
+    half_ = object.__new__(turned.DzTurned)
+    half_.plan = SimpleNamespace(warp_bytes=14336)
     for slab in range(turned.SLABS):  # lines of 32 bytes; a tensor map exchanges their halves by four rows
-        places = [made.place_of_codes(column, slab) for column in range(32)]
+        places = [half_.place_of_codes(column, slab) for column in range(32)]
         lines = [(at := column * 32 + slab % 2 * 16) ^ (at >> 7 & 1) << 4 for column in range(32)]
         assert places == [slab // 2 * 2 * 14336 + at for at in lines]
         assert all(len({at // 16 % 8 for at in places[first : first + 8]}) == 8 for first in range(0, 32, 8))

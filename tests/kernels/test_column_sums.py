@@ -21,7 +21,7 @@ def plan(tile=(128, 192), cluster=(1, 1), pingpong=True, dynamic=False, **change
     return gemm_plan(tile=tile, cluster=cluster, mainloop=mainloop, schedule=schedule, **keys)
 
 
-def told(plan):
+def column_sums_of(plan):
     (found,) = (operand for operand in plan.operands if operand.name == "column_sums")
     return found
 
@@ -52,7 +52,7 @@ def test_every_column_is_summed_over_all_tokens(tile, pingpong, tiles_n, monkeyp
     monkeypatch.setattr(column_sums, "Uint32", lambda word: word)
     monkeypatch.setattr(ptx, "unpack_pair", lambda packed, dtype: (packed & 0xFFFF, packed >> 16))
     some = plan(tile, pingpong=pingpong)
-    sums = ColumnSums(some, told(some), kit)
+    sums = ColumnSums(some, column_sums_of(some), kit)
     sharers = sums.sharers(tiles_n)
     assert sharers <= tiles_n < 2 * sharers or sharers == sums.units
     units = sums.units // sharers
@@ -81,7 +81,7 @@ def test_every_column_is_summed_over_all_tokens(tile, pingpong, tiles_n, monkeyp
 def test_who_reads_tiles_and_stages(tile, pingpong, summing, reading):
     some = plan(tile, pingpong=pingpong)
     assert (some.idle_readers, some.reading_warps) == (summing, reading)
-    assert len(told(some).warps(some)) == some.idle_readers
+    assert len(column_sums_of(some).warps(some)) == some.idle_readers
     plain = plan(tile, pingpong=pingpong, dbias=False)
     assert (plain.idle_readers, plain.reading_warps) == (0, reading - summing)
     backward = plan(tile, pingpong=pingpong, op="grouped-gemm", backward=True)

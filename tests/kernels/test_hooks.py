@@ -121,8 +121,8 @@ class Boxes:
 
 def kernel(spec):
     """A kernel's epilogue and the device halves of its operands."""
-    made = _function(spec.plan)
-    return made.epilogue, made.halves
+    gemm_kernel = _function(spec.plan)
+    return gemm_kernel.epilogue, gemm_kernel.halves
 
 
 def blocks_of(result):
@@ -231,8 +231,8 @@ def test_a_forward_epilogue_is_the_reference(warp, keys):
     rows, coded = slice(FIRST, FIRST + 16), {"y": "codes"} if spec.plan.quant.coded else {}
     for name, expected in gemm(spec, given | (SCALARS if spec.activation.gated else {})).items():
         for each in {name, coded.get(name, name)}:
-            made = found[each][rows, : expected.shape[1]]
-            np.testing.assert_allclose(made, expected[rows], rtol=1e-5, atol=1e-5, err_msg=each)
+            actual = found[each][rows, : expected.shape[1]]
+            np.testing.assert_allclose(actual, expected[rows], rtol=1e-5, atol=1e-5, err_msg=each)
 
 
 def run_backward(warp, spec, n):
@@ -297,5 +297,5 @@ def test_a_backward_epilogue_is_the_reference(warp, keys):
     rows, coded = slice(FIRST, FIRST + 16), {"dz": "codes"} if spec.plan.quant.coded else {}
     for name, expected in gemm(spec, given | (SCALARS if spec.activation.gated else {})).items():
         for each in {name, coded.get(name, name)}:
-            made = found[each] if each == "dprob" else found[each][rows, : expected.shape[1]]
-            np.testing.assert_allclose(made, expected[rows], rtol=1e-5, atol=1e-5, err_msg=each)
+            actual = found[each] if each == "dprob" else found[each][rows, : expected.shape[1]]
+            np.testing.assert_allclose(actual, expected[rows], rtol=1e-5, atol=1e-5, err_msg=each)

@@ -122,9 +122,9 @@ def test_parts_have_places_of_their_own(sizes, spare, n, tile, cluster, wanted):
         tile=tile, cluster=", ".join(map(str, cluster)), dprob=str(dprob).lower(), dbias=str(sums).lower()
     )
     (spec,) = parse_text(text, "t", "t.toml")
-    made = signature(spec)
+    interface = signature(spec)
     rows, groups, columns = sum(sizes) + spare, len(sizes), 2 * n
-    words = evaluate(made.scratch, {"M": rows, "E": groups, "I": n}) // 4
+    words = evaluate(interface.scratch, {"M": rows, "E": groups, "I": n}) // 4
     tiles_n, room = -(-n // 128), -(-rows // 4) * 4
     piece = 128  # both main loops: a warpgroup's rows
     column_parts = tiles_n * room if dprob else 0
@@ -140,8 +140,8 @@ def test_parts_have_places_of_their_own(sizes, spare, n, tile, cluster, wanted):
     for group, (begin, end) in enumerate(zip(ends - sizes, ends, strict=True)):
         for row, n_tile in itertools.product(range(begin, end, piece), range(tiles_n)):
             if dprob:
-                for mine in range(row, min(row + piece, end)):
-                    write(n_tile * room + mine)
+                for row_ in range(row, min(row + piece, end)):
+                    write(n_tile * room + row_)
             if sums:
                 start = column_parts + (row // piece + group) * columns
                 for column in range(n_tile * 256, min(n_tile * 256 + 256, columns)):

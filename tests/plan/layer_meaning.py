@@ -21,25 +21,25 @@ def run(program, which, given, tokens, wanted=None):
     for step in program.needed(which, outputs if wanted is None else wanted):
         keys = program.parts[step.part]
         reads = {name: known[buffer] for name, buffer in step.reads.items()}
-        made = OPERATIONS[keys["op"]](keys, reads, dims)
-        assert set(step.writes) <= set(made), (step.part, set(step.writes) - set(made))
+        results = OPERATIONS[keys["op"]](keys, reads, dims)
+        assert set(step.writes) <= set(results), (step.part, set(step.writes) - set(results))
         for name, buffer in step.writes.items():
-            assert made[name].shape == program.buffers[buffer].extents(dims), (step.part, name)
-            known[buffer] = made[name]
+            assert results[name].shape == program.buffers[buffer].extents(dims), (step.part, name)
+            known[buffer] = results[name]
     return known
 
 
 def gemm(keys, given, dims):
     """All of its results, and where it stores any as codes their codes."""
-    made = product(keys, given)
+    results = product(keys, given)
     asked = keys.get("quant", "none")
     if asked != "none" and "out" in asked:
-        for name in made.keys() & {"y", "dz"}:
-            made |= rows_of_codes(name, made[name])
+        for name in results.keys() & {"y", "dz"}:
+            results |= rows_of_codes(name, results[name])
             if asked.get("transpose"):
                 columns = 128 if asked.get(f"{name}_blocks") == "128x128" else 1
-                made |= turned_codes(name, made[name], dims, given.get("offsets"), columns)
-    return made
+                results |= turned_codes(name, results[name], dims, given.get("offsets"), columns)
+    return results
 
 
 def product(keys, given):
@@ -105,8 +105,8 @@ def token_scales(keys, given, name):
 def quantise(keys, given, dims):
     if keys.get("blocks") == "128x128":
         w = given["w"] if keys["groups"] else given["w"][None]
-        made = [coded(each, 128, 128) for each in w]
-        found = {name: np.stack(each) for name, each in zip(("w_q", "w_s"), zip(*made, strict=True), strict=True)}
+        quantised = [coded(each, 128, 128) for each in w]
+        found = {name: np.stack(each) for name, each in zip(("w_q", "w_s"), zip(*quantised, strict=True), strict=True)}
         found |= {name: found[of].transpose(0, 2, 1) for name, of in (("w_t", "w_q"), ("w_ts", "w_s"))}
         return found if keys["groups"] else {name: each[0] for name, each in found.items()}
     rows = chosen({"gather": "x" if keys["gather"] else "none"}, given, "x")
@@ -145,8 +145,8 @@ def turned_codes(name, rows, dims, offsets, columns=1):
 def coded(values, down, across):
     """Codes and scales of what is left of the values in bf16."""
     with np.errstate(invalid="ignore"):
-        made, scale = blocks(decode(encode(values, "bf16"), "bf16"), down, across, "pow2")
-    return codes.decode(made, "e4m3").astype(np.float64), scale.astype(np.float64)
+        encoded, scale = blocks(decode(encode(values, "bf16"), "bf16"), down, across, "pow2")
+    return codes.decode(encoded, "e4m3").astype(np.float64), scale.astype(np.float64)
 
 
 def spread(scales, axis):
@@ -172,33 +172,33 @@ def topk(keys, given, dims):
 
 
 def topk_bwd(keys, given, dims):
-    made = router.topk_gradient({**TYPES, **keys}, given)[0]
-    return {"grad_logits": made + given.get("addend", 0.0)}
+    gradient = router.topk_gradient({**TYPES, **keys}, given)[0]
+    return {"grad_logits": gradient + given.get("addend", 0.0)}
 
 
 def index(keys, given, dims):
     bound = dims["M"] if keys.get("bounded") else None
-    made = permutation.index(given["indices"], keys["experts"], bound)
+    result = permutation.index(given["indices"], keys["experts"], bound)
     order = np.full(np.size(given["indices"]) if bound is None else bound, -1)
-    order[: len(made["order"])] = made["order"]
+    order[: len(result["order"])] = result["order"]
     scale = np.full(len(order), np.nan)
     if keys.get("weighted"):
         scale[order >= 0] = given["weights"].reshape(-1)[order[order >= 0]]
-    counts = np.diff(made["offsets"], prepend=0)
-    return {**made, "order": order, "row_scale": scale, "counts": counts}
+    counts = np.diff(result["offsets"], prepend=0)
+    return {**result, "order": order, "row_scale": scale, "counts": counts}
 
 
 def permute(keys, given, dims):
-    made = np.full((dims["M"], given["x"].shape[1]), np.nan)
-    scales = np.full((-(-made.shape[1] // 128), dims["M"]), np.nan)
+    y = np.full((dims["M"], given["x"].shape[1]), np.nan)
+    scales = np.full((-(-y.shape[1] // 128), dims["M"]), np.nan)
     for k in range(keys["topk"]):
         there = given["inverse"][:, k] >= 0
-        made[given["inverse"][there, k]] = (given["x"] * (given["weights"][:, k, None] if keys.get("scaled") else 1))[
+        y[given["inverse"][there, k]] = (given["x"] * (given["weights"][:, k, None] if keys.get("scaled") else 1))[
             there
         ]
         if "x_s" in given:
             scales[:, given["inverse"][there, k]] = given["x_s"][:, there]
-    return {"y": made, **({"y_s": scales} if "x_s" in given else {})}
+    return {"y": y, **({"y_s": scales} if "x_s" in given else {})}
 
 
 def permute_bwd(keys, given, dims):
@@ -208,16 +208,16 @@ def permute_bwd(keys, given, dims):
 
 
 def unpermute(keys, given, dims):
-    made = permutation.unpermute(given["x"], given["inverse"], given.get("weights"))[0]
-    return {"y": made + sum(given[f"addend{number}"] for number in range(keys.get("addends", 0)))}
+    y = permutation.unpermute(given["x"], given["inverse"], given.get("weights"))[0]
+    return {"y": y + sum(given[f"addend{number}"] for number in range(keys.get("addends", 0)))}
 
 
 def weights_bwd(keys, given, dims):
     inverse = given["inverse"]
-    made = np.where(inverse >= 0, given["dprob"][inverse], 0.0)
+    gradient = np.where(inverse >= 0, given["dprob"][inverse], 0.0)
     if keys.get("addend"):
-        made = np.where(inverse >= 0, made + np.take_along_axis(given["addend"], given["indices"], axis=1), 0.0)
-    return {"grad_weights": made}
+        gradient = np.where(inverse >= 0, gradient + np.take_along_axis(given["addend"], given["indices"], axis=1), 0.0)
+    return {"grad_weights": gradient}
 
 
 def bias_bwd(keys, given, dims):
@@ -235,8 +235,8 @@ def split(keys, given, dims):
 
 def summed(keys, given, dims):
     x = given["x"]
-    made = x.reshape(len(x), keys["terms"], keys["experts"]).sum(axis=1)
-    return {"y": made + given["bias"] if keys["bias"] else made}
+    total = x.reshape(len(x), keys["terms"], keys["experts"]).sum(axis=1)
+    return {"y": total + given["bias"] if keys["bias"] else total}
 
 
 def aux_score(keys, given, dims):

@@ -39,13 +39,13 @@ class World:
             inout = {name: buffer for name, buffer in step.writes.items() if name in INOUT}
             reads = [{name: each[buffer] for name, buffer in (step.reads | inout).items()} for each in known]
             if step.window:
-                made = EXCHANGES[keys["op"]](keys, reads, self, step)
+                results = EXCHANGES[keys["op"]](keys, reads, self, step)
             else:
-                made = []
-                for rank, mine in enumerate(reads):
-                    found = layer_meaning.OPERATIONS[keys["op"]](keys, mine, program.dims(counts[rank]))
-                    made.append({name: found[name] for name in step.writes})
-            for rank, own in enumerate(made):
+                results = []
+                for rank, arguments in enumerate(reads):
+                    found = layer_meaning.OPERATIONS[keys["op"]](keys, arguments, program.dims(counts[rank]))
+                    results.append({name: found[name] for name in step.writes})
+            for rank, own in enumerate(results):
                 for name, buffer in step.writes.items():
                     if name in own:
                         extents = program.buffers[buffer].extents(program.dims(counts[rank]))
@@ -83,12 +83,12 @@ def dispatch(keys, reads, world, step):
         for source, own in enumerate(reads):
             count = len(own["indices"])
             assert count <= capacity
-            mine = owner(keys, own["indices"]) == target
+            local_ = owner(keys, own["indices"]) == target
             if sends != "choices":
-                rows[source, :count][mine.any(axis=1)] = own["x"][mine.any(axis=1)]
-            chosen[source, :count] = np.where(mine, own["indices"] - target * local, -1)
+                rows[source, :count][local_.any(axis=1)] = own["x"][local_.any(axis=1)]
+            chosen[source, :count] = np.where(local_, own["indices"] - target * local, -1)
             if sends != "rows":
-                weights[source, :count] = np.where(mine, own["weights"], 0)
+                weights[source, :count] = np.where(local_, own["weights"], 0)
         window[f"{step.window}.rows"] = rows.reshape(ranks * capacity, -1)
         if sends == "rows":
             continue
@@ -104,7 +104,7 @@ def dispatch(keys, reads, world, step):
 def combine(keys, reads, world, step):
     ranks = keys["ranks"]
     capacity = world.program.room["S"] // ranks
-    made = [{} for _ in range(ranks)]
+    results = [{} for _ in range(ranks)]
     for rank, own in enumerate(reads):
         owners = owner(keys, own["indices"])
         places = rank * capacity + np.arange(len(owners))
@@ -112,19 +112,19 @@ def combine(keys, reads, world, step):
             found = np.zeros(owners.shape)
             for source, other in enumerate(reads):
                 found = np.where(owners == source, other["grad_weights"][places], found)
-            made[rank]["returned"] = found
+            results[rank]["returned"] = found
         if keys.get("rows", True):
             total = sum(own[f"addend{number}"] for number in range(keys["addends"])) + np.zeros((len(owners), 1))
             for source, other in enumerate(reads):
                 factors = other["weights"][places] if keys["weighted"] else None
                 part = layer_meaning.permutation.unpermute(other["x"], other["inverse"][places], factors)[0]
                 total = total + np.where((owners == source).any(axis=1)[:, None], part, 0)
-            made[rank]["y"] = total
+            results[rank]["y"] = total
     if keys.get("overflow"):
         wanted, rows = [int(own["wanted"][0]) for own in reads], [len(own["x"]) for own in reads]
         for rank, own in enumerate(reads):
-            made[rank]["overflow"] = exchange.overflow(own["overflow"], wanted, rows)
-    return made
+            results[rank]["overflow"] = exchange.overflow(own["overflow"], wanted, rows)
+    return results
 
 
 INOUT = ("rows", "overflow")  # arguments that are read, too

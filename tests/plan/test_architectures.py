@@ -52,9 +52,9 @@ def run(checkout, *arguments):
 
 def test_a_packaged_spec_is_built_for_the_architecture_that_is_asked_for(checkout):
     """Sweeps are judged by its row: what no longer fits is an error with that row's arithmetic."""
-    made = run(checkout, "build", "quickstart/linear", "--arch", "sm_99z", "--dry-run", "--json")
-    assert made.returncode == 0, made.stderr
-    missing = json.loads(made.stdout)["would_build"]
+    done = run(checkout, "build", "quickstart/linear", "--arch", "sm_99z", "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    missing = json.loads(done.stdout)["would_build"]
     assert [(each["name"], each["arch"]) for each in missing] == [("quickstart/linear@128x128-c2x1", "sm_99z")]
     both = run(checkout, "build", "quickstart/linear", "--arch", "sm_90a,sm_99z", "--dry-run", "--json")
     assert {each["arch"] for each in json.loads(both.stdout)["would_build"]} == {"sm_90a", "sm_99z"}
@@ -64,15 +64,15 @@ def test_a_packaged_spec_is_built_for_the_architecture_that_is_asked_for(checkou
 
 def test_a_spec_file_of_ones_own_keeps_its_architecture(checkout):
     shutil.copy(checkout / "kernel_specs" / "quickstart.toml", checkout / "mine.toml")
-    made = run(checkout, "build", "./mine.toml", "--arch", "sm_99z", "--dry-run")
-    assert made.returncode == 2
-    assert "none of the kernels named is for it; they are for sm_90a" in made.stderr
+    done = run(checkout, "build", "./mine.toml", "--arch", "sm_99z", "--dry-run")
+    assert done.returncode == 2
+    assert "none of the kernels named is for it; they are for sm_90a" in done.stderr
 
 
 def test_an_architecture_without_a_row_is_refused(checkout):
-    made = run(checkout, "build", "quickstart/linear", "--arch", "sm_98y", "--dry-run")
-    assert made.returncode == 2
-    assert "sm_98y" in made.stderr
+    done = run(checkout, "build", "quickstart/linear", "--arch", "sm_98y", "--dry-run")
+    assert done.returncode == 2
+    assert "sm_98y" in done.stderr
 
 
 def test_kernels_built_for_another_architecture_are_not_left_behind(checkout):
@@ -89,5 +89,5 @@ def test_kernels_built_for_another_architecture_are_not_left_behind(checkout):
     )
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     command = [sys.executable, "-P", "-c", code]
-    made = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert made.stdout == "['quickstart/gone@64x64']\n", made.stderr
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "['quickstart/gone@64x64']\n", done.stderr

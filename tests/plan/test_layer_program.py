@@ -69,11 +69,11 @@ def options(**said):
     return Options(**values | {"router": router})
 
 
-def tensors_of(made, rng):
+def tensors_of(plan, rng):
     """Every parameter, as the layer's buffers have them."""
-    names = {name[1:] for name in made.arguments(BACKWARD)[1] if name not in ("dx", "dlogits", "dweights")}
-    found = {name: rng.standard_normal(made.buffers[name].shape) for name in sorted(names)}
-    if "expert_bias" in made.buffers:
+    names = {name[1:] for name in plan.arguments(BACKWARD)[1] if name not in ("dx", "dlogits", "dweights")}
+    found = {name: rng.standard_normal(plan.buffers[name].shape) for name in sorted(names)}
+    if "expert_bias" in plan.buffers:
         found["expert_bias"] = rng.standard_normal(X)
     return found
 
@@ -100,23 +100,23 @@ def defined(o, tensors):
     keys |= {name: o.router[name] for name in keys if name in o.router}
     aux = 0.25 if o.router.get("aux_loss") else None
     scale = o.router.get("scale", "output")
-    made = definition.Layer(keys, Activation(**o.activation), o.glu_layout, scale, aux, o.recipe, o.squared(o.b_major))
-    return made, tensors
+    layer = definition.Layer(keys, Activation(**o.activation), o.glu_layout, scale, aux, o.recipe, o.squared(o.b_major))
+    return layer, tensors
 
 
 def forward(name, which=FORWARD):
     """Both sides of a forward pass: program, its buffers, the definition's results, and what its backward needs."""
     o = options(**CASES[name])
-    made, rng = program(o), np.random.default_rng(len(name))
-    tensors, x = tensors_of(made, rng), rng.standard_normal((o.tokens, o.hidden))
+    plan, rng = program(o), np.random.default_rng(len(name))
+    tensors, x = tensors_of(plan, rng), rng.standard_normal((o.tokens, o.hidden))
     router = rng.standard_normal((X, o.hidden))
     layer, theirs = defined(o, {"router": router} | tensors if o.kind == "moe" else tensors)
     y, loss, kept = definition.forward(layer, x, theirs)
     given = {**tensors, "x": x, "logits": kept.logits, "indices": kept.indices, "weights": kept.weights}
     given |= {"total_tokens": np.array([o.tokens]), "aux_coefficient": np.array([0.25])}
-    given |= layer_meaning.run(made, QUANTISE, tensors, o.tokens)
-    used = {each: value for each, value in given.items() if each in made.arguments(which)[0]}
-    return made, given, layer_meaning.run(made, which, used, o.tokens), (layer, theirs, y, loss, kept)
+    given |= layer_meaning.run(plan, QUANTISE, tensors, o.tokens)
+    used = {each: value for each, value in given.items() if each in plan.arguments(which)[0]}
+    return plan, given, layer_meaning.run(plan, which, used, o.tokens), (layer, theirs, y, loss, kept)
 
 
 @pytest.mark.parametrize("which", [FORWARD, INFERENCE])
@@ -130,22 +130,22 @@ def test_a_forward_pass_is_the_definition(name, which):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_backward_pass_is_the_definition(name):
-    made, given, found, (layer, theirs, _, _, kept) = forward(name)
+    plan, given, found, (layer, theirs, _, _, kept) = forward(name)
     tokens = len(given["x"])
     dy = np.random.default_rng(1).standard_normal(given["x"].shape)
-    stays = {each: found[each] for each, buffer in made.buffers.items() if buffer.place == KEPT}
+    stays = {each: found[each] for each, buffer in plan.buffers.items() if buffer.place == KEPT}
     given = given | stays | {"dy": dy, "dloss": np.array([0.4])}
-    given = {each: value for each, value in given.items() if each in made.arguments(BACKWARD)[0] or each in stays}
-    back = layer_meaning.run(made, BACKWARD, given, tokens)
+    given = {each: value for each, value in given.items() if each in plan.arguments(BACKWARD)[0] or each in stays}
+    back = layer_meaning.run(plan, BACKWARD, given, tokens)
     want = definition.backward(layer, theirs, kept, dy, grad_loss=0.4 if layer.aux is not None else 0.0)
     want["weights"] = back.get("dweights")  # the definition gives what comes after it
-    outputs = made.arguments(BACKWARD)[1]
+    outputs = plan.arguments(BACKWARD)[1]
     assert {"dx", "dw1", "dw2"} <= set(outputs)
     for each in outputs:
         expected = want[each.removeprefix("d")]
-        if each == "dx" and "router" not in made.buffers and made.parts.get("index"):
+        if each == "dx" and "router" not in plan.buffers and plan.parts.get("index"):
             expected = expected - want["logits"] @ theirs["router"]  # what reaches x through logits is the caller's
-        if made.buffers[each].shape != expected.shape and expected.shape[:1] == (1,):
+        if plan.buffers[each].shape != expected.shape and expected.shape[:1] == (1,):
             expected = expected[0]
         if each in ("dw1", "dw2") and back[each].shape != expected.shape:
             expected = expected.swapaxes(-1, -2)
@@ -154,14 +154,14 @@ def test_a_backward_pass_is_the_definition(name):
 
 def test_a_gradient_that_is_no_number_reaches_the_experts_of_its_token_alone():
     """And both weights of an expert that a token chooses twice count."""
-    made, rng = program(options(**CASES["choices"])), np.random.default_rng(3)
+    plan, rng = program(options(**CASES["choices"])), np.random.default_rng(3)
     indices = np.array([[1, 1, 2], [4, 0, 2]])
-    given = {name: rng.standard_normal(buffer.extents(made.dims(2))) for name, buffer in made.buffers.items()
+    given = {name: rng.standard_normal(buffer.extents(plan.dims(2))) for name, buffer in plan.buffers.items()
              if buffer.place == ARGUMENT} | {"indices": indices}  # fmt: skip
-    arguments = {each: given[each] for each in made.arguments(FORWARD)[0]}
-    found = layer_meaning.run(made, FORWARD, arguments, 2)
+    arguments = {each: given[each] for each in plan.arguments(FORWARD)[0]}
+    found = layer_meaning.run(plan, FORWARD, arguments, 2)
     given["dy"][1] = np.nan
-    back = layer_meaning.run(made, BACKWARD, found | {each: given[each] for each in made.arguments(BACKWARD)[0]}, 2)
+    back = layer_meaning.run(plan, BACKWARD, found | {each: given[each] for each in plan.arguments(BACKWARD)[0]}, 2)
     np.testing.assert_allclose(back["db2"][1], given["weights"][0, :2].sum() * given["dy"][0])
     assert [bool(row) for row in np.isnan(back["db2"]).all(axis=1)] == [expert in (0, 2, 4) for expert in range(X)]
     assert [bool(row) for row in np.isnan(back["db1"]).all(axis=1)] == [expert in (0, 2, 4) for expert in range(X)]
@@ -174,90 +174,90 @@ def test_a_gradient_that_is_no_number_reaches_the_experts_of_its_token_alone():
 @pytest.mark.parametrize("tokens", [1, 100])
 def test_buffers_that_are_needed_at_the_same_time_lie_apart(name, which, in_place, tokens):
     """But for dz, which is written over z; what the backward pass may write to in kept memory lives from its begin."""
-    made = program(options(**CASES[name]))
-    given, dims = made.arguments(which)[1], made.dims(tokens)
-    places, total = made.scratch(which, given, dims, in_place=bool(in_place))
-    kept, kept_bytes = made.kept(dims)
+    plan = program(options(**CASES[name]))
+    given, dims = plan.arguments(which)[1], plan.dims(tokens)
+    places, total = plan.scratch(which, given, dims, in_place=bool(in_place))
+    kept, kept_bytes = plan.kept(dims)
     homes = places | ({each: (KEPT, begin) for each, begin in kept.items()} if which != INFERENCE else {})
     live, over = {}, set()
-    for index, step in enumerate(made.needed(which, given, in_place=bool(in_place))):
+    for index, step in enumerate(plan.needed(which, given, in_place=bool(in_place))):
         for each in {*step.reads.values(), *step.writes.values()} & homes.keys():
             begin = 0 if which == BACKWARD and each in kept else index
             live[each] = (live.get(each, (begin,))[0], index)
         if "dz" in step.writes:
             over.add((step.reads["preactivation"], step.writes["dz"], index))
-    room = {name: made.buffers[name].bytes(dims) for name in given} | {SCRATCH: total, KEPT: kept_bytes}
+    room = {name: plan.buffers[name].bytes(dims) for name in given} | {SCRATCH: total, KEPT: kept_bytes}
     for first in live:
         home, begin = homes[first]
-        end = begin + made.buffers[first].bytes(dims)
+        end = begin + plan.buffers[first].bytes(dims)
         assert begin % 256 == 0 and end <= room[home]
         for second in live.keys() - {first}:
             at_once = live[first][0] <= live[second][1] and live[second][0] <= live[first][1]
             other, start = homes[second]
-            apart = home != other or end <= start or start + made.buffers[second].bytes(dims) <= begin
+            apart = home != other or end <= start or start + plan.buffers[second].bytes(dims) <= begin
             pairs = {(first, second, live[first][1]), (second, first, live[second][1])}
             assert apart or not at_once or (homes[first] == homes[second] and pairs & over)
     by_place = {dz: homes[dz] == homes[z] for z, dz, _ in over}
-    assert all(by_place.values()) or (made.buffers["z"].place == KEPT and not in_place)
+    assert all(by_place.values()) or (plan.buffers["z"].place == KEPT and not in_place)
 
 
 def test_what_no_output_needs_is_not_launched():
-    made = program(options(bias=True))
-    every = made.arguments(BACKWARD)[1]
-    assert {step.part for step in made.needed(BACKWARD, every)} == {step.part for step in made.steps[BACKWARD]}
-    parts = [step.part for step in made.needed(BACKWARD, ["dx"])]
+    plan = program(options(bias=True))
+    every = plan.arguments(BACKWARD)[1]
+    assert {step.part for step in plan.needed(BACKWARD, every)} == {step.part for step in plan.steps[BACKWARD]}
+    parts = [step.part for step in plan.needed(BACKWARD, ["dx"])]
     assert not any(part.endswith("-wgrad") for part in parts) and parts[-1] == "unpermute-dx"
-    frozen = made.needed(BACKWARD, ["dw2"])
+    frozen = plan.needed(BACKWARD, ["dw2"])
     assert [step.part for step in frozen] == ["fc2-dgrad", "fc2-wgrad"]
-    dims = made.dims(100)
-    assert made.scratch(BACKWARD, ["dx"], dims)[1] > made.scratch(BACKWARD, ["dw2"], dims)[1]
+    dims = plan.dims(100)
+    assert plan.scratch(BACKWARD, ["dx"], dims)[1] > plan.scratch(BACKWARD, ["dw2"], dims)[1]
 
 
 def test_z_and_the_routing_are_all_that_is_kept():
-    made = program(options(bias=True, hidden=2048, intermediate=768, experts=128, topk=8, tokens=24576))
-    kept = {name: each for name, each in made.buffers.items() if each.place == KEPT}
+    plan = program(options(bias=True, hidden=2048, intermediate=768, experts=128, topk=8, tokens=24576))
+    kept = {name: each for name, each in plan.buffers.items() if each.place == KEPT}
     assert set(kept) == {"z", "logits", "indices", "weights", "offsets", "inverse", "token", "row_scale"}
-    rest = made.kept(made.dims(24576))[1] - kept["z"].bytes(made.dims(24576))
-    assert rest < 0.03 * kept["z"].bytes(made.dims(24576))
+    rest = plan.kept(plan.dims(24576))[1] - kept["z"].bytes(plan.dims(24576))
+    assert rest < 0.03 * kept["z"].bytes(plan.dims(24576))
     assert "z" not in {n for n, each in program(options(keep="x")).buffers.items() if each.place == KEPT}
     assert program(options(keep="x")).buffers["z"].place == SCRATCH
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_no_tokens_have_places_too(tokens):
-    made = program(options(**CASES["deepseek"]))
-    dims = made.dims(tokens)
-    places, total = made.kept(dims)
+    plan = program(options(**CASES["deepseek"]))
+    dims = plan.dims(tokens)
+    places, total = plan.kept(dims)
     assert total >= 256 * len(places)
     for which in (FORWARD, INFERENCE, BACKWARD):
-        outputs = made.arguments(which)[1]
-        homes = {home for home, _ in made.scratch(which, outputs, dims)[0].values()} - {SCRATCH}
+        outputs = plan.arguments(which)[1]
+        homes = {home for home, _ in plan.scratch(which, outputs, dims)[0].values()} - {SCRATCH}
         assert all(0 not in outputs[home].extents(dims) for home in homes)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_for_inference_has_the_kernels_of_a_forward_pass_alone(name):
     o = options(**CASES[name] | {"keep": "none"})
-    made, whole = program(o), program(options(**CASES[name]))
-    assert made.steps[BACKWARD] == () and made.steps[FORWARD] == made.steps[INFERENCE]
+    plan, whole = program(o), program(options(**CASES[name]))
+    assert plan.steps[BACKWARD] == () and plan.steps[FORWARD] == plan.steps[INFERENCE]
     steps = (*whole.steps[INFERENCE], *whole.steps.get(QUANTISE, ()))
-    assert made.parts.keys() == {step.part for step in steps}
-    assert made.kept(made.dims(100)) == ({}, 0)
-    codes = made.arguments(QUANTISE)[1].keys() - made.arguments(INFERENCE)[0].keys()
+    assert plan.parts.keys() == {step.part for step in steps}
+    assert plan.kept(plan.dims(100)) == ({}, 0)
+    codes = plan.arguments(QUANTISE)[1].keys() - plan.arguments(INFERENCE)[0].keys()
     assert codes <= {"w1_q", "w1_s", "w2_q", "w2_s"} and (o.b_major == "n" or not codes)
-    assert made.arguments(INFERENCE) == whole.arguments(INFERENCE)
+    assert plan.arguments(INFERENCE) == whole.arguments(INFERENCE)
     _, given, want, _ = forward(name, INFERENCE)
-    found = layer_meaning.run(made, INFERENCE, given, o.tokens)
-    assert all(np.array_equal(found[each], want[each]) for each in made.arguments(INFERENCE)[1])
+    found = layer_meaning.run(plan, INFERENCE, given, o.tokens)
+    assert all(np.array_equal(found[each], want[each]) for each in plan.arguments(INFERENCE)[1])
 
 
 def test_float32_weights_of_a_router_have_float32_gradients():
-    made = program(options(**CASES["router-f32"] | {"grad_dtype": "bf16"}))
-    kinds = {name: made.buffers[name].dtype for name in ("router", "router_bias", "drouter", "drouter_bias", "dw1")}
+    plan = program(options(**CASES["router-f32"] | {"grad_dtype": "bf16"}))
+    kinds = {name: plan.buffers[name].dtype for name in ("router", "router_bias", "drouter", "drouter_bias", "dw1")}
     assert kinds == dict.fromkeys(("router", "router_bias", "drouter", "drouter_bias"), "f32") | {"dw1": "bf16"}
-    assert made.parts["router-wgrad"]["out_dtype"] == "f32"
-    assert made.parts["router"]["problem"]["N"] == 3 * X
-    frozen = [step.part for step in made.needed(BACKWARD, ["dw2"])]
+    assert plan.parts["router-wgrad"]["out_dtype"] == "f32"
+    assert plan.parts["router"]["problem"]["N"] == 3 * X
+    frozen = [step.part for step in plan.needed(BACKWARD, ["dw2"])]
     assert "router-round" not in frozen
 
 
@@ -285,13 +285,13 @@ def test_outputs_lend_their_memory_until_they_are_written():
     """Of Qwen3's layer, whose rows of gradients then lie in dw1; outputs that are added to lend nothing."""
     shape = {"hidden": 2048, "intermediate": 768, "experts": 128, "topk": 8, "tokens": 24576}
     for accumulate in (False, True):
-        made = program(options(accumulate=accumulate, **shape))
-        dims, given = made.dims(24576), set(made.arguments(BACKWARD)[1])
-        places, total = made.scratch(BACKWARD, given, dims)
+        plan = program(options(accumulate=accumulate, **shape))
+        dims, given = plan.dims(24576), set(plan.arguments(BACKWARD)[1])
+        places, total = plan.scratch(BACKWARD, given, dims)
         assert (places["drows"][0] in ("dw1", "dw2")) == (not accumulate)
-        alone, most = made.scratch(BACKWARD, given, dims, ())
+        alone, most = plan.scratch(BACKWARD, given, dims, ())
         assert {home for home, _ in alone.values()} == {SCRATCH}
-        assert most - total >= (0 if accumulate else made.buffers["drows"].bytes(dims))
+        assert most - total >= (0 if accumulate else plan.buffers["drows"].bytes(dims))
 
 
 def test_a_backward_pass_in_place_needs_less_memory():
@@ -300,27 +300,27 @@ def test_a_backward_pass_in_place_needs_less_memory():
     """
     shape = {"hidden": 2048, "intermediate": 768, "experts": 128, "topk": 8, "tokens": 24576}
     for keep, less in (("z", 1), ("x", 0)):
-        made = program(options(**shape, keep=keep))
-        dims, given = made.dims(24576), set(made.arguments(BACKWARD)[1])
-        apart, whole = made.scratch(BACKWARD, given, dims, ())
-        within, rest = made.scratch(BACKWARD, given, dims, (), in_place=True)
+        plan = program(options(**shape, keep=keep))
+        dims, given = plan.dims(24576), set(plan.arguments(BACKWARD)[1])
+        apart, whole = plan.scratch(BACKWARD, given, dims, ())
+        within, rest = plan.scratch(BACKWARD, given, dims, (), in_place=True)
         assert {home for home, _ in apart.values()} == {SCRATCH}
         assert (within["dz"][0] == KEPT) == bool(less)
-        assert whole - rest == less * made.buffers["dz"].bytes(dims) + made.buffers["a"].bytes(dims)
+        assert whole - rest == less * plan.buffers["dz"].bytes(dims) + plan.buffers["a"].bytes(dims)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_backward_pass_in_place_has_the_same_steps_in_an_order_that_works(name):
-    made = program(options(**CASES[name]))
-    every = made.arguments(BACKWARD)[1]
-    steps, moved = made.needed(BACKWARD, every), made.needed(BACKWARD, every, in_place=True)
+    plan = program(options(**CASES[name]))
+    every = plan.arguments(BACKWARD)[1]
+    steps, moved = plan.needed(BACKWARD, every), plan.needed(BACKWARD, every, in_place=True)
     assert sorted(each.part for each in steps) == sorted(each.part for each in moved)
     parts = [each.part for each in moved]
-    if "fc2-wgrad" in parts and "quant" not in made.parts["fc2-wgrad"]:
+    if "fc2-wgrad" in parts and "quant" not in plan.parts["fc2-wgrad"]:
         assert parts.index("fc2-dgrad") < parts.index("fc2-wgrad") < parts.index("fc1-dgrad")
     last = {name: index for index, each in enumerate(moved) for name in each.writes.values()}
     for index, each in enumerate(moved):
         assert all(last.get(name, -1) < index for name in each.reads.values())
-    assert made.needed(FORWARD, made.arguments(FORWARD)[1], in_place=True) == made.needed(
-        FORWARD, made.arguments(FORWARD)[1]
+    assert plan.needed(FORWARD, plan.arguments(FORWARD)[1], in_place=True) == plan.needed(
+        FORWARD, plan.arguments(FORWARD)[1]
     )

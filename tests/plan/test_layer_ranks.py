@@ -32,7 +32,7 @@ def alone(o):
     return options(**{**o.canonical(), "ranks": 1})
 
 
-def made_up(o, tokens, seed):
+def random_layer(o, tokens, seed):
     """(tensors of the whole layer, the definition and its tensors, x of each rank)."""
     source = np.random.default_rng(seed)
     whole = tensors_of(program(alone(o)), source)
@@ -48,8 +48,8 @@ def share(o, whole, rank):
     return {name: tensor[own] if name.partition("_")[0] in PARTS else tensor for name, tensor in whole.items()}
 
 
-def only(made, which, given):
-    return {name: value for name, value in given.items() if name in made.arguments(which)[0]}
+def only(plan, which, given):
+    return {name: value for name, value in given.items() if name in plan.arguments(which)[0]}
 
 
 @pytest.mark.parametrize("which", [FORWARD, INFERENCE])
@@ -57,16 +57,16 @@ def only(made, which, given):
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_forward_pass_is_the_definition(name, tokens, which):
     o = over(len(tokens), name)
-    whole, layer, theirs, x = made_up(o, tokens, len(name))
-    made = program(o).within(ranks_meaning.room(o, max(tokens)))
+    whole, layer, theirs, x = random_layer(o, tokens, len(name))
+    plan = program(o).within(ranks_meaning.room(o, max(tokens)))
     wants, given = [], []
     for rank, own in enumerate(x):
         y, loss, kept = definition.forward(layer, own, theirs)
         wants.append((y, loss))
         more = {"x": own, "logits": kept.logits, "indices": kept.indices, "weights": kept.weights}
         more |= {"total_tokens": np.array([len(own)]), "aux_coefficient": np.array([0.25])}
-        given.append(only(made, which, share(o, whole, rank) | more))
-    for found, (y, loss) in zip(ranks_meaning.World(made, o.ranks).run(which, given), wants, strict=True):
+        given.append(only(plan, which, share(o, whole, rank) | more))
+    for found, (y, loss) in zip(ranks_meaning.World(plan, o.ranks).run(which, given), wants, strict=True):
         np.testing.assert_allclose(found["y"], y, **CLOSE)
         if layer.aux is not None:
             np.testing.assert_allclose(found["loss"][0], loss, rtol=1e-12)
@@ -76,26 +76,26 @@ def test_a_forward_pass_is_the_definition(name, tokens, which):
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_backward_pass_is_the_definition(name, tokens):
     o = over(len(tokens), name)
-    whole, layer, theirs, x = made_up(o, tokens, len(name))
-    made = program(o).within(ranks_meaning.room(o, max(tokens)))
-    world, wants, given, dy = ranks_meaning.World(made, o.ranks), [], [], []
+    whole, layer, theirs, x = random_layer(o, tokens, len(name))
+    plan = program(o).within(ranks_meaning.room(o, max(tokens)))
+    world, wants, given, dy = ranks_meaning.World(plan, o.ranks), [], [], []
     for rank, own in enumerate(x):
         _, _, kept = definition.forward(layer, own, theirs)
         dy.append(np.random.default_rng(rank).standard_normal(own.shape))
         wants.append(definition.backward(layer, theirs, kept, dy[-1], grad_loss=0.4 if layer.aux is not None else 0.0))
-        if "router" not in made.buffers:  # what reaches x through logits is the caller's
+        if "router" not in plan.buffers:  # what reaches x through logits is the caller's
             wants[-1]["x"] = wants[-1]["x"] - wants[-1]["logits"] @ theirs["router"]
         more = {"x": own, "logits": kept.logits, "indices": kept.indices, "weights": kept.weights}
         more |= {"total_tokens": np.array([len(own)]), "aux_coefficient": np.array([0.25])}
         given.append(share(o, whole, rank) | more)
-    forward = world.run(FORWARD, [only(made, FORWARD, each) for each in given])
-    world.run(FORWARD, [only(made, FORWARD, each) | {"x": each["x"] + 1} for each in given])  # another layer's
+    forward = world.run(FORWARD, [only(plan, FORWARD, each) for each in given])
+    world.run(FORWARD, [only(plan, FORWARD, each) | {"x": each["x"] + 1} for each in given])  # another layer's
     later = [
-        only(made, BACKWARD, each | {"dy": own, "dloss": np.array([0.4])}) | world.kept(known)
+        only(plan, BACKWARD, each | {"dy": own, "dloss": np.array([0.4])}) | world.kept(known)
         for each, own, known in zip(given, dy, forward, strict=True)
     ]
     for rank, found in enumerate(world.run(BACKWARD, later)):
-        for each in made.arguments(BACKWARD)[1]:
+        for each in plan.arguments(BACKWARD)[1]:
             name_ = each.removeprefix("d")
             want = sum(one[name_] for one in wants) if name_ in PARTS else wants[rank][name_]
             want = want[rank * o.local : (rank + 1) * o.local] if name_ in PARTS else want
@@ -141,17 +141,17 @@ def routing(seed):
 @pytest.mark.parametrize("seed", range(200))
 def test_any_routing_is_that_of_one_gpu(seed):
     o, tokens, chosen, source = routing(seed)
-    made, one = program(o).within(ranks_meaning.room(o, max(tokens))), program(alone(o))
+    plan, one = program(o).within(ranks_meaning.room(o, max(tokens))), program(alone(o))
     whole = tensors_of(one, source)
     given = []
     for rank, count in enumerate(tokens):
         own = {"x": source.standard_normal((count, H)), "indices": routed(o, source, count, chosen)}
         given.append(share(o, whole, rank) | own | {"weights": source.random((count, K))})
     dy = [source.standard_normal((count, H)) for count in tokens]
-    world = ranks_meaning.World(made, o.ranks)
-    forward = world.run(FORWARD, [only(made, FORWARD, each) for each in given])
+    world = ranks_meaning.World(plan, o.ranks)
+    forward = world.run(FORWARD, [only(plan, FORWARD, each) for each in given])
     later = [
-        only(made, BACKWARD, each | {"dy": own}) | world.kept(known)
+        only(plan, BACKWARD, each | {"dy": own}) | world.kept(known)
         for each, own, known in zip(given, dy, forward, strict=True)
     ]
     back = world.run(BACKWARD, later)
@@ -176,7 +176,7 @@ CODED = [name for name in CASES if name.startswith("fp8") and "mlp" not in name]
 def test_a_layer_that_reads_codes_is_that_of_one_gpu(name, tokens):
     """The same rows in the same order have the same codes, of rows and along the tokens, whichever rank makes them."""
     o = over(len(tokens), name)
-    made, one = program(o).within(ranks_meaning.room(o, max(tokens))), program(alone(o))
+    plan, one = program(o).within(ranks_meaning.room(o, max(tokens))), program(alone(o))
     source = np.random.default_rng(len(name))
     whole = tensors_of(one, source)
     whole |= {"expert_bias": source.standard_normal(o.experts)} if "expert_bias" in whole else {}
@@ -188,9 +188,9 @@ def test_a_layer_that_reads_codes_is_that_of_one_gpu(name, tokens):
         own = {each: source.standard_normal((count, o.hidden)) for each in ("x", "dy")}
         own |= {"indices": routed(o, source, count, range(o.ranks)), "weights": source.random((count, K))}
         given.append(share(o, whole, rank) | more | own)
-    world = ranks_meaning.World(made, o.ranks)
-    forward = world.run(FORWARD, [only(made, FORWARD, each) for each in given])
-    back = world.run(BACKWARD, [only(made, BACKWARD, each) | world.kept(known)
+    world = ranks_meaning.World(plan, o.ranks)
+    forward = world.run(FORWARD, [only(plan, FORWARD, each) for each in given])
+    back = world.run(BACKWARD, [only(plan, BACKWARD, each) | world.kept(known)
                                 for each, known in zip(given, forward, strict=True)])  # fmt: skip
     every = {each: np.concatenate([own[each] for own in given]) for each in ("x", "dy", "indices", "weights")}
     first = layer_meaning.run(one, FORWARD, whole | more | every, sum(tokens))
@@ -205,7 +205,7 @@ def test_a_layer_that_reads_codes_is_that_of_one_gpu(name, tokens):
             assert np.linalg.norm(total - want[each]) < 0.1 * np.linalg.norm(want[each]), each
         else:
             np.testing.assert_allclose(total, want[each], **CLOSE, err_msg=each)
-    sent = [step.part for step in made.steps[FORWARD] if step.window]
+    sent = [step.part for step in plan.steps[FORWARD] if step.window]
     assert sent == (["dispatch", "combine"] if o.router["scale"] == "input" else ["dispatch-codes", "combine"])
 
 
@@ -224,12 +224,12 @@ def test_rows_beyond_the_room_are_dropped_and_counted():
     ]
     found = {}
     for rows in (None, 16):
-        made = program(o).within(ranks_meaning.room(o, 6, rows))
-        world = ranks_meaning.World(made, 2)
-        found[rows] = world.run(INFERENCE, [only(made, INFERENCE, each) for each in given])
+        plan = program(o).within(ranks_meaning.room(o, 6, rows))
+        world = ranks_meaning.World(plan, 2)
+        found[rows] = world.run(INFERENCE, [only(plan, INFERENCE, each) for each in given])
     assert [int(each["wanted"][0]) for each in found[16]] == [17, 16]
     assert [each["overflow"].tolist() for each in found[16]] == [[1, 0, 17, 17]] * 2
-    fewer = [only(made, INFERENCE, each | {"indices": each["indices"][:0], "x": each["x"][:0],
+    fewer = [only(plan, INFERENCE, each | {"indices": each["indices"][:0], "x": each["x"][:0],
                                            "weights": each["weights"][:0]}) for each in given]  # fmt: skip
     assert [each["overflow"].tolist() for each in world.run(INFERENCE, fewer)] == [[1, 0, 17, 17]] * 2
     assert found[16][0]["offsets"].tolist()[-1] == 16
@@ -241,54 +241,54 @@ def test_rows_beyond_the_room_are_dropped_and_counted():
 @pytest.mark.parametrize("name", LAYERS)
 def test_no_window_lies_in_kept_or_scratch_memory(name):
     o = over(2, name)
-    made = program(o).within(ranks_meaning.room(o, 100))
-    windows = {each for each, buffer in made.buffers.items() if buffer.place in ranks_meaning.WINDOWS}
-    dims = made.dims(100)
-    slope, rest = made.kept_line()
+    plan = program(o).within(ranks_meaning.room(o, 100))
+    windows = {each for each, buffer in plan.buffers.items() if buffer.place in ranks_meaning.WINDOWS}
+    dims = plan.dims(100)
+    slope, rest = plan.kept_line()
     for tokens in (0, 1, 100):
-        assert made.kept(made.dims(tokens))[1] <= slope * tokens + rest
+        assert plan.kept(plan.dims(tokens))[1] <= slope * tokens + rest
     for which in (FORWARD, INFERENCE, BACKWARD):
-        places, _ = made.scratch(which, made.arguments(which)[1], dims)
+        places, _ = plan.scratch(which, plan.arguments(which)[1], dims)
         assert not windows & places.keys()
-        inputs, outputs = made.arguments(which)
+        inputs, outputs = plan.arguments(which)
         assert not windows & (inputs.keys() | outputs.keys())
 
 
 def test_what_no_output_needs_is_not_launched():
-    made = program(over(2, "gpt-oss"))
-    parts = [step.part for step in made.needed(BACKWARD, ["dx"])]
+    plan = program(over(2, "gpt-oss"))
+    parts = [step.part for step in plan.needed(BACKWARD, ["dx"])]
     assert parts[0] == "dispatch" and parts.count("dispatch") == 1 and parts[-1] == "combine-dx"
-    parts = [step.part for step in made.needed(BACKWARD, made.arguments(BACKWARD)[1])]
+    parts = [step.part for step in plan.needed(BACKWARD, plan.arguments(BACKWARD)[1])]
     assert parts.count("dispatch") == 2 and parts.index("combine-dx") < parts.index("fc2-wgrad")
 
 
-def shown(made, which):
+def shown(plan, which):
     """The steps of a pass; ^: on the side stream, |: joins it, ~: awaits rows."""
-    steps = made.needed(which, made.arguments(which)[1])
+    steps = plan.needed(which, plan.arguments(which)[1])
     marks = [
-        "^" * step.on_side + "|" * join + "~" * bool(made.parts[step.part].get("awaits"))
-        for step, join in zip(steps, made.joins(steps), strict=True)
+        "^" * step.on_side + "|" * join + "~" * bool(plan.parts[step.part].get("awaits"))
+        for step, join in zip(steps, plan.joins(steps), strict=True)
     ]
     return " ".join(mark + step.part for step, mark in zip(steps, marks, strict=True))
 
 
 def test_rows_are_sent_on_the_side_stream_and_joined_before_they_are_read():
     apart, again = "^dispatch-rows dispatch-choices", "^dispatch-rows dispatch-begun"
-    made = program(over(2, "plain", overlap=True, router={"input": "choices"}))
-    assert shown(made, FORWARD) == f"{apart} index ~fc1-fwd |fc2 combine"
-    assert shown(made, BACKWARD) == (
+    plan = program(over(2, "plain", overlap=True, router={"input": "choices"}))
+    assert shown(plan, FORWARD) == f"{apart} index ~fc1-fwd |fc2 combine"
+    assert shown(plan, BACKWARD) == (
         f"{again} ~fc2-dgrad |fc1-dgrad weights-bwd combine-dx {again} fc2-wgrad |fc1-wgrad"
     )
-    made = program(over(2, "recompute", overlap=True, router={"input": "choices"}, bias=False, shared=0))
-    assert shown(made, BACKWARD).startswith(f"{again} ~fc1-recompute {again} ~fc2-dgrad |fc1-dgrad")
-    made = program(over(2, "choices-overlap"))
-    assert shown(made, BACKWARD).startswith(f"{apart} ~fc2-dgrad"), "dy . b2 is of the choices"
+    plan = program(over(2, "recompute", overlap=True, router={"input": "choices"}, bias=False, shared=0))
+    assert shown(plan, BACKWARD).startswith(f"{again} ~fc1-recompute {again} ~fc2-dgrad |fc1-dgrad")
+    plan = program(over(2, "choices-overlap"))
+    assert shown(plan, BACKWARD).startswith(f"{apart} ~fc2-dgrad"), "dy . b2 is of the choices"
     for name in OVERLAP:
-        made = program(over(2, name))
+        plan = program(over(2, name))
         for which in (FORWARD, INFERENCE, BACKWARD):
             pending = set()
-            for step, join in zip(made.steps[which], made.joins(made.steps[which]), strict=True):
-                keys = made.parts[step.part]
+            for step, join in zip(plan.steps[which], plan.joins(plan.steps[which]), strict=True):
+                keys = plan.parts[step.part]
                 assert not (
                     join and (step.on_side or keys.get("awaits") or keys.get("sends") in ("choices", "nothing"))
                 )
@@ -300,14 +300,14 @@ def test_rows_are_sent_on_the_side_stream_and_joined_before_they_are_read():
 @pytest.mark.parametrize("name", [name for name in LAYERS if "choices" in name])
 def test_gradients_of_given_weights_come_with_dx_or_alone(name):
     """And no pass needs more scratch memory than the one with all outputs."""
-    made = program(over(2, name)).within(ranks_meaning.room(over(2, name), 100))
-    outputs = made.arguments(BACKWARD)[1].keys()
+    plan = program(over(2, name)).within(ranks_meaning.room(over(2, name), 100))
+    outputs = plan.arguments(BACKWARD)[1].keys()
     for left in ((), ("dx",), ("dw1", "dw2"), ("dx", "dweights"), ("dx", "dw1", "dw2")):
         asked = outputs - set(left)
-        parts = [step.part for step in made.needed(BACKWARD, asked)]
+        parts = [step.part for step in plan.needed(BACKWARD, asked)]
         alone = "dx" not in asked and "dweights" in asked
         assert ("combine-dx" in parts, "weights-return" in parts) == ("dx" in asked, alone)
-        assert made.scratch(BACKWARD, asked, made.dims(100))[1] <= made.scratch(BACKWARD, outputs, made.dims(100))[1]
+        assert plan.scratch(BACKWARD, asked, plan.dims(100))[1] <= plan.scratch(BACKWARD, outputs, plan.dims(100))[1]
 
 
 @pytest.mark.parametrize(
