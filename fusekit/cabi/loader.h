@@ -92,7 +92,7 @@ typedef struct fusekit_arguments {
     const fusekit_scalar *scalars; /* those that differ from their defaults */
     int tensor_count, scalar_count;
     int32_t has_cluster_margin; /* 1: `cluster_margin` counts, 0: the spec's does */
-    int32_t cluster_margin;     /* clusters held back for other kernels, from 0 */
+    int32_t cluster_margin;     /* clusters reserved for other kernels (SM carve-out), from 0 */
     int32_t has_priority;       /* 1: `priority` counts for this launch, 0: the stream's does */
     int32_t priority;           /* lower is sooner */
 } fusekit_arguments;

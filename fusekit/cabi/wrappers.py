@@ -86,7 +86,7 @@ class Wrapper:
             else:
                 lines += self._tensor(argument) if isinstance(argument, TensorArgument) else self._scalar(argument)
         lines += [
-            "    int32_t cluster_margin; /* clusters held back for other kernels, from 0 */",
+            "    int32_t cluster_margin; /* clusters reserved for other kernels (SM carve-out), from 0 */",
             "    int32_t has_priority;   /* 1: `priority` counts for this launch, 0: the stream's does */",
             "    int32_t priority;       /* lower is sooner */",
             f"}} {p}_{k}_args;",

@@ -1,4 +1,4 @@
-"""Bundles of made-up kernels, and the C loader over them, called through ctypes."""
+"""Bundles of kernels made for the tests, and the C loader over them, called through ctypes."""
 
 from __future__ import annotations
 

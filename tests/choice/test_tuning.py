@@ -120,13 +120,13 @@ rows = st.builds(
 
 
 @given(st.lists(rows, max_size=5), st.randoms(use_true_random=False))
-def test_files(made: list[Row], shuffler: Any) -> None:
-    data = Tuning("sm_90a", tuple(made)).to_bytes()
+def test_files(listed: list[Row], shuffler: Any) -> None:
+    data = Tuning("sm_90a", tuple(listed)).to_bytes()
     found = Tuning.from_bytes(data, "x.json", "sm_90a")
-    assert len(found.rows) == len(made)
-    assert all(each in made for each in found.rows)
-    shuffler.shuffle(made)
-    assert Tuning("sm_90a", tuple(made)).to_bytes() == data
+    assert len(found.rows) == len(listed)
+    assert all(each in listed for each in found.rows)
+    shuffler.shuffle(listed)
+    assert Tuning("sm_90a", tuple(listed)).to_bytes() == data
 
 
 @pytest.mark.parametrize(

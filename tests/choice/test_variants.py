@@ -256,7 +256,7 @@ def test_a_cost_of_groups_by_hand() -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_fastest(model: str, kernel: str) -> None:
-    """Of all tiles and clusters, whether packaged or not."""
+    """The fastest of all tiles and clusters, packaged or not."""
     groups, hidden, inter, rows = MODELS[model]
     sizes, more = KERNELS[kernel]
     n, k = sizes(hidden, inter)

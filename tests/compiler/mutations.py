@@ -39,7 +39,7 @@ MODES = {
 
 @dataclass
 class Tally:
-    """Of a record's mutants. equivalent: those that mean the same for every allowed argument; refused: no record."""
+    """Counts of a record's mutants. equivalent: those that mean the same for every allowed argument; refused: no record."""
 
     noticed: int = 0
     equivalent: int = 0

@@ -193,7 +193,7 @@ def scaled(by):
 
 @pytest.mark.parametrize(
     "function",
-    [within(3), within(2.5), Factory.made(within(3), True), Factory.made(abs, False), Factory.made(within(1), True)(4),
+    [within(3), within(2.5), Factory.create(within(3), True), Factory.create(abs, False), Factory.create(within(1), True)(4),
      chosen(True, 2), chosen(False, 2), within(Config(2, int).threads), chosen(True, chosen(False, 5)(1))],
 )  # fmt: skip
 def test_a_function_made_inside_a_function_comes_back(function):

@@ -95,7 +95,7 @@ def wgrad(keys, given, dims):
 
 
 def token_scales(keys, given, name):
-    """Of each token and column of a factor."""
+    """The scale of each token and column of an operand."""
     found = spread(given[f"{name}_ts"], 0)
     if name == "x" and keys["quant"].get("x_blocks") == "128x128":
         found = spread(found, 1)[:, : len(given["x_t"])]

@@ -282,7 +282,7 @@ def test_every_key_of_a_gemm_is_known_to_keep_a_rows_bits_or_pins_its_variant(na
 
 
 def test_outputs_lend_their_memory_until_they_are_written():
-    """Of Qwen3's layer, whose rows of gradients then lie in dw1; outputs that are added to lend nothing."""
+    """Qwen3's layer: its rows of gradients then lie in dw1; outputs that are added to lend nothing."""
     shape = {"hidden": 2048, "intermediate": 768, "experts": 128, "topk": 8, "tokens": 24576}
     for accumulate in (False, True):
         plan = program(options(accumulate=accumulate, **shape))
@@ -295,7 +295,7 @@ def test_outputs_lend_their_memory_until_they_are_written():
 
 
 def test_a_backward_pass_in_place_needs_less_memory():
-    """Of Qwen3's layer: less by dz, and by a, whose last reader comes first. Where z is made again, dz takes its place
+    """Qwen3's layer: less by dz, and by a, whose last reader comes first. Where z is recomputed, dz takes its place
     anyway.
     """
     shape = {"hidden": 2048, "intermediate": 768, "experts": 128, "topk": 8, "tokens": 24576}

@@ -76,13 +76,13 @@ def test_shared_memory_arithmetic_is_told(monkeypatch):
 
 
 def test_operands_leave_fewer_stages(monkeypatch):
-    def told(most: int) -> list[int]:
+    def stages_with(most: int) -> list[int]:
         regions = (Region("bias", most),)
         monkeypatch.setattr("fusekit.plan.operands.bias.Bias.regions", lambda self, plan, stages: regions)
         plan = gemm_plan(tile=(128, 128), bias=True)
         return [plan.stages, *("(operands, barriers)" in each.rule for each in refusals(plan, "pingpong"))]
 
-    assert [told(most) for most in (1024, 32768, 65536, 131072)] == [[6], [5], [4], [2, True]]
+    assert [stages_with(most) for most in (1024, 32768, 65536, 131072)] == [[6], [5], [4], [2, True]]
 
 
 def test_cluster_is_told():
