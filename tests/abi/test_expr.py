@@ -37,10 +37,10 @@ VALUES = st.fixed_dictionaries({name: st.integers(0, 2**31 - 1) for name in NAME
 
 def steps(values: list[int], function: Callable[[int, int], int]) -> int:
     """From left to right; OverflowError for one that does not fit into 64 bits."""
-    found = list(itertools.accumulate(values, function))
-    if not all(-(2**63) <= value < 2**63 for value in found):
+    result = list(itertools.accumulate(values, function))
+    if not all(-(2**63) <= value < 2**63 for value in result):
         raise OverflowError
-    return found[-1]
+    return result[-1]
 
 
 def meaning(expr: Any, env: dict[str, int]) -> int:

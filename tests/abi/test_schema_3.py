@@ -46,7 +46,7 @@ def test_it_comes_back_from_json():
 
 
 def test_windows_are_tensors_without_dims():
-    assert [(each.name, each.rank, each.written) for each in whole().tensors[-2:]] == [
+    assert [(tensor.name, tensor.rank, tensor.written) for tensor in whole().tensors[-2:]] == [
         ("window.0", 0, False), ("window.1", 0, False),
     ]  # fmt: skip
 

@@ -17,7 +17,7 @@ def test_it_comes_back_from_json():
     assert document["schema"] == built.schema == 4
     assert LaunchRecord.from_json(document) == built
     assert document["arguments"][-1]["in_place_of"] == "x"
-    assert record().schema < 4 and not any("in_place_of" in each for each in record().to_json()["arguments"])
+    assert record().schema < 4 and not any("in_place_of" in item for item in record().to_json()["arguments"])
 
 
 @pytest.mark.parametrize("schema", [1, 2, 3, 5])

@@ -106,9 +106,9 @@ class Loader:
         self.error = Error()
 
     def function(self, name: str, *types: Any, result: Any = c_int) -> Any:
-        found = getattr(self._library, f"{self._prefix}_{name}")
-        found.argtypes, found.restype = types, result
-        return found
+        actual = getattr(self._library, f"{self._prefix}_{name}")
+        actual.argtypes, actual.restype = types, result
+        return actual
 
     def open(self, source: Path | bytes) -> tuple[int, c_void_p]:
         """Status and bundle; a file by its path, memory by its bytes."""
@@ -130,8 +130,8 @@ class Loader:
         return [tuple(text(bundle, index).decode() for text in texts) for index in range(count)]  # type: ignore[misc]
 
     def digest(self, bundle: c_void_p) -> str:
-        found: bytes = self.function("bundle_digest", c_void_p, result=c_char_p)(bundle)
-        return found.decode()
+        result: bytes = self.function("bundle_digest", c_void_p, result=c_char_p)(bundle)
+        return result.decode()
 
     def close(self, bundle: c_void_p) -> None:
         self.function("bundle_close", c_void_p, result=None)(bundle)
@@ -178,7 +178,7 @@ class BundleLauncher:
                 )
             elif isinstance(argument, PeersArgument):
                 tensors += [
-                    tensor(each.name, values[f"{each.name}.address"], "u8", [], []) for each in argument.tensors
+                    tensor(item.name, values[f"{item.name}.address"], "u8", [], []) for item in argument.tensors
                 ]
             elif argument.name in values:
                 scalars[argument.name] = values[argument.name]
@@ -205,10 +205,10 @@ class BundleLauncher:
     def described(self) -> list[Argument]:
         """What the kernel says of its arguments."""
         call = self.function("kernel_argument", c_void_p, c_int, result=POINTER(Argument))
-        found = []
-        while argument := call(self.kernel, len(found)):
-            found.append(argument.contents)
-        return found
+        result = []
+        while argument := call(self.kernel, len(result)):
+            result.append(argument.contents)
+        return result
 
     def unload(self) -> int:
         status: int = self.function("kernel_unload", c_void_p, POINTER(Error))(self.kernel, byref(self.error))

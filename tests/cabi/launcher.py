@@ -69,13 +69,13 @@ def complete(record: LaunchRecord, symbol: str = "kernel") -> LaunchRecord:
 
 
 def placed(parameters: Sequence[Parameter]) -> tuple[Parameter, ...]:
-    end, found = 0, []
+    end, result = 0, []
     for parameter in parameters:
         alignment = 64 if parameter.size == 128 else parameter.alignment
         end = -(-end // alignment) * alignment
-        found.append(replace(parameter, offset=end))
+        result.append(replace(parameter, offset=end))
         end += parameter.size
-    return tuple(found)
+    return tuple(result)
 
 
 class Launcher:
@@ -109,9 +109,9 @@ class Launcher:
         return [*fields, ("cluster_margin", c_int32), ("has_priority", c_int32), ("priority", c_int32)]
 
     def function(self, name: str, *types: Any, result: Any = c_int, own: bool = True) -> Any:
-        found = getattr(self._library, f"{self._name if own else self._prefix}_{name}")
-        found.argtypes, found.restype = types, result
-        return found
+        actual = getattr(self._library, f"{self._name if own else self._prefix}_{name}")
+        actual.argtypes, actual.restype = types, result
+        return actual
 
     def open(self) -> int:
         types = type(self.recorder.lookup), c_void_p, POINTER(c_void_p), POINTER(Error)
@@ -124,8 +124,8 @@ class Launcher:
         if status != OK:
             return status
         loaded = self.function("load", c_void_p, c_int, POINTER(c_void_p), POINTER(Error))
-        found: int = loaded(self.driver, device, byref(self.kernel), byref(self.error))
-        return found
+        result: int = loaded(self.driver, device, byref(self.kernel), byref(self.error))
+        return result
 
     def defaults(self) -> Any:
         return self.function("defaults", result=self.arguments_type)()

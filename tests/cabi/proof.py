@@ -72,21 +72,21 @@ class EncodingDriver(FakeDriver):
 def comparable(
     launched: LaunchRecord, parameters: Sequence[bytes], values: Mapping[str, int], theirs: Callable[[int], bool]
 ) -> list[bytes]:
-    """The parameters with zeros in place of what differs: each driver allocates workspaces and scratch where it likes
+    """The parameters with zeros instead of what differs: each driver allocates workspaces and scratch where it likes
     (theirs: whether it did so), and the sign of a NaN means nothing. values: what shifts are made of.
     """
-    found = [bytearray(data) for data in parameters]
+    actual = [bytearray(data) for data in parameters]
     starts = sorted(parameter.offset for parameter in launched.parameters)
     for offset, item in flat(launched.parameters):
         index = bisect_right(starts, offset) - 1
         place = slice(offset - starts[index], offset - starts[index] + item.size)
-        if isinstance(item, FloatParameter) and math.isnan(*struct.unpack("<f", found[index][place])):
-            found[index][place] = bytes(4)
+        if isinstance(item, FloatParameter) and math.isnan(*struct.unpack("<f", actual[index][place])):
+            actual[index][place] = bytes(4)
         if isinstance(item, PointerParameter) and item.argument in ("workspace", "scratch"):
-            address = (int.from_bytes(found[index][place], "little") - evaluate(item.shift, values)) % 2**64
+            address = (int.from_bytes(actual[index][place], "little") - evaluate(item.shift, values)) % 2**64
             assert address % 256 == 0 and theirs(address), hex(address)
-            found[index][place] = bytes(8)
-    return [bytes(data) for data in found]
+            actual[index][place] = bytes(8)
+    return [bytes(data) for data in actual]
 
 
 def launched_by_python(kernel: Exported, arguments: ArgumentSet) -> Any:

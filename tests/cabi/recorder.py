@@ -19,7 +19,7 @@ from fusekit.dtypes import MAPS, by
 
 # The context of a device that knows no tensor maps.
 NO_TENSOR_MAPS = 0x7777
-# Where the first stock of workspaces begins, and how far behind it the next.
+# Where the first stock of workspaces begins, and how far after it the next.
 WORKSPACE, STOCK_STEP = 0xABC000, 1 << 24
 # What a driver refuses while a stream is captured, and the mode of a thread in which it does not.
 UNSAFE = {"cuMemAlloc_v2", "cuMemFree_v2", "cuStreamSynchronize", "cuEventQuery", "cuLibraryLoadData"}
@@ -45,7 +45,7 @@ class LaunchConfig(ctypes.Structure):
 
 @dataclass
 class Launched:
-    """`parameters` are the bytes behind each pointer, in order; `attributes` by name."""
+    """`parameters` are the bytes after each pointer, in order; `attributes` by name."""
 
     grid: tuple[int, ...]
     block: tuple[int, ...]

@@ -50,8 +50,8 @@ def test_a_step_beyond_64_bits_has_no_value_anywhere(tmp_path, soak, wraps, valu
         steps = writer._steps(expr)
         words = flat.words([item for step in steps for item in step])
         variables = (ctypes.c_int64 * 64)(*([0] * len(LAUNCH_VARIABLES)), *env.values())
-        found = ctypes.c_int64()
-        known = library.tried(words, ctypes.c_int64(len(steps)), variables, wraps, ctypes.byref(found))
+        actual = ctypes.c_int64()
+        known = library.tried(words, ctypes.c_int64(len(steps)), variables, wraps, ctypes.byref(actual))
         try:
             expected = value(expr, env)
         except RecordError:
@@ -59,5 +59,5 @@ def test_a_step_beyond_64_bits_has_no_value_anywhere(tmp_path, soak, wraps, valu
             none += 1
         assert bool(known) == (expected is not None), (expr, env)
         if expected is not None:
-            assert (found.value - expected) % 2**64 == 0, (expr, env)
+            assert (actual.value - expected) % 2**64 == 0, (expr, env)
     assert none > 1000

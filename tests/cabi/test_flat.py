@@ -25,8 +25,8 @@ def test_another_form_is_another_version():
     may grow within a version: an older loader refuses what is beyond its own.
     """
     text = re.sub(r"INT64_C\(\d+\)|FK_MOST_\w+ = \d+", "", declarations() + loader_declarations())
-    found = hashlib.sha256(text.encode()).hexdigest()[:16]
-    assert FORMS[VERSION] == found, "raise layout.VERSION, and give it a line here"
+    result = hashlib.sha256(text.encode()).hexdigest()[:16]
+    assert FORMS[VERSION] == result, "raise layout.VERSION, and give it a line here"
 
 
 @pytest.mark.parametrize(

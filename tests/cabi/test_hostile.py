@@ -72,7 +72,7 @@ def packed(
     footer: Mapping[str, Any] | None = None, more: bytes = b"",
 ) -> bytes:  # fmt: skip
     """What the loader reads of a bundle of one kernel, its digests all right whatever it holds. listed, footer: changes
-    of their rows; more: what stands behind the directory's own rows.
+    of their rows; more: what stands after the directory's own rows.
     """
     cubin = kernel.cubin if cubin is None else cubin
     record = flat.encode("", "record", [row_of(kernel)]) if record is None else record
@@ -101,14 +101,14 @@ def attempts(hostile: Path, folder: Path, bundles: Sequence[bytes]) -> Found:
     (folder / "bundles").write_bytes(b"".join(struct.pack("<Q", len(data)) + data for data in bundles))
     lines = run(hostile, "try", folder / "bundles").split("\n")[:-1]
     assert len(lines) == len(bundles)
-    found = [line.split(" ", 3) for line in lines]
-    return [(int(opened), int(loaded), int(count), text) for opened, loaded, count, text in found]
+    result = [line.split(" ", 3) for line in lines]
+    return [(int(opened), int(loaded), int(count), text) for opened, loaded, count, text in result]
 
 
 def test_every_byte_and_every_cut(hostile, tmp_path):
     long_name = replace(hand_written()[-1], name=f"{'f' * 60}/{'k' * 60}@v")  # with extension headers
-    said = run(hostile, "sweep", bundle_of(tmp_path, [long_name]))
-    assert int(re.findall(r"(\d+) of them read", said)[0]) > 4000
+    message = run(hostile, "sweep", bundle_of(tmp_path, [long_name]))
+    assert int(re.findall(r"(\d+) of them read", message)[0]) > 4000
 
 
 def of_every_form() -> list[Exported]:
@@ -118,8 +118,8 @@ def of_every_form() -> list[Exported]:
 
 def test_every_word_of_a_launch_record(hostile, tmp_path):
     """Whatever number stands there, the record is refused, or taken and launched without harm."""
-    said = run(hostile, "words", bundle_of(tmp_path, of_every_form()))
-    tried, taken, launched = map(int, re.findall(r"\d+", said))
+    message = run(hostile, "words", bundle_of(tmp_path, of_every_form()))
+    tried, taken, launched = map(int, re.findall(r"\d+", message))
     assert tried > 20_000
     assert 1000 < taken < tried * 0.8
     assert launched > 1000
@@ -162,21 +162,21 @@ def test_launch_records_that_are_forged(hostile, tmp_path):
         words = list(struct.unpack(f"<{len(records[kernel.name]) // 8}q", records[kernel.name]))
         forged.append(packed(kernel, struct.pack(f"<{len(changed)}q", *changed))
                     if (changed := mutated(words, source)) else packed(kernel, b"odd"))  # fmt: skip
-    found = attempts(hostile, tmp_path, forged)
-    assert {opened for opened, _, _, _ in found} == {OK, BAD_BUNDLE}
-    assert all(loaded == BAD_BUNDLE for opened, loaded, _, _ in found if opened == BAD_BUNDLE)
-    assert sum(loaded == OK for _, loaded, _, _ in found) > 50
-    assert sum(count for _, _, count, _ in found) > 100
+    result = attempts(hostile, tmp_path, forged)
+    assert {opened for opened, _, _, _ in result} == {OK, BAD_BUNDLE}
+    assert all(loaded == BAD_BUNDLE for opened, loaded, _, _ in result if opened == BAD_BUNDLE)
+    assert sum(loaded == OK for _, loaded, _, _ in result) > 50
+    assert sum(count for _, _, count, _ in result) > 100
 
 
 def holders(table: str, row: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """A row and every row below it, each with the name of its table."""
-    found = [(table, row)]
+    result = [(table, row)]
     for field in TABLES[table]:
         if field.kind == "rows":
             for item in row.get(field.name, ()):
-                found += holders(field.of, item)
-    return found
+                result += holders(field.of, item)
+    return result
 
 
 def wrong(field: Field) -> list[int]:
@@ -195,9 +195,9 @@ def test_every_rule_says_the_field_and_the_value(hostile, tmp_path, unchecked):
                 holder[field.name] = value if field.count == 1 else (value,) * field.count
                 bad.append(packed(SECOND_OF_ALL, flat.encode("", "record", [row])))
                 expected.append(f"{field.name} is {value}; it must be {field.low} to ")
-    found = attempts(hostile, tmp_path, bad)
-    assert len(found) > 80
-    for (opened, loaded, count, text), words in zip(found, expected, strict=True):
+    actual = attempts(hostile, tmp_path, bad)
+    assert len(actual) > 80
+    for (opened, loaded, count, text), words in zip(actual, expected, strict=True):
         assert (opened, loaded, count) == (BAD_BUNDLE, BAD_BUNDLE, 0)
         assert words in text
         assert text.endswith("write loader and bundle with one version of fusekit")
@@ -250,16 +250,16 @@ def change_part(of: int, /, **values: Any) -> Any:
 def test_what_does_not_belong_together(hostile, tmp_path, unchecked, change, text):
     row = row_of(SECOND_OF_ALL)
     change(row)
-    ((opened, _, _, said),) = attempts(hostile, tmp_path, [packed(SECOND_OF_ALL, flat.encode("", "record", [row]))])
+    ((opened, _, _, message),) = attempts(hostile, tmp_path, [packed(SECOND_OF_ALL, flat.encode("", "record", [row]))])
     assert opened == (BAD_BUNDLE if text else OK)
-    assert text in said
+    assert text in message
 
 
 def test_a_record_with_more_or_less_than_it_says(hostile, tmp_path):
     good = flat.encode("", "record", [row_of(KERNEL)])
     records = good[:-8], good + bytes(8), b"x"
     cut, longer, odd = attempts(hostile, tmp_path, [packed(KERNEL, data) for data in records])
-    assert [found[:2] for found in (cut, longer, odd)] == [(BAD_BUNDLE, BAD_BUNDLE)] * 3
+    assert [result[:2] for result in (cut, longer, odd)] == [(BAD_BUNDLE, BAD_BUNDLE)] * 3
     assert "is cut" in cut[3]
     assert "has 1 words too many" in longer[3]
 
@@ -268,13 +268,13 @@ def test_what_only_schema_2_can_say(hostile, tmp_path):
     exported = [
         replace(hand_written()[-1], record=complete(replace(record(), **changes))) for changes in SECOND.values()
     ]
-    found = attempts(hostile, tmp_path, [packed(kernel) for kernel in exported])
-    assert [statuses[:2] for statuses in found] == [(OK, OK)] * len(exported)
+    result = attempts(hostile, tmp_path, [packed(kernel) for kernel in exported])
+    assert [statuses[:2] for statuses in result] == [(OK, OK)] * len(exported)
 
 
 def test_what_fusekit_takes_the_loader_takes(hostile, tmp_path):
-    found = attempts(hostile, tmp_path, [packed(kernel) for kernel in samples()])
-    assert all(statuses[:2] == (OK, OK) and statuses[2] > 0 for statuses in found), found
+    result = attempts(hostile, tmp_path, [packed(kernel) for kernel in samples()])
+    assert all(statuses[:2] == (OK, OK) and statuses[2] > 0 for statuses in result), result
 
 
 def test_kernels_as_they_are_built(hostile, tmp_path):
@@ -319,15 +319,15 @@ RECORD = flat.encode("", "record", [row_of(KERNEL)])
     ],
 )
 def test_a_directory_that_lies(hostile, tmp_path, unchecked, listed, text):
-    ((checked, loaded, launches, said),) = attempts(hostile, tmp_path, [packed(KERNEL, listed=listed)])
+    ((checked, loaded, launches, message),) = attempts(hostile, tmp_path, [packed(KERNEL, listed=listed)])
     assert (checked, loaded, launches) == (OK if "problem" in listed else BAD_BUNDLE, BAD_BUNDLE, 0)
-    assert text in said
+    assert text in message
 
 
 def test_a_directory_that_sends_to_another_device(hostile, tmp_path):
-    ((checked, loaded, _, said),) = attempts(hostile, tmp_path, [packed(KERNEL, listed={"major": 10})])
+    ((checked, loaded, _, message),) = attempts(hostile, tmp_path, [packed(KERNEL, listed={"major": 10})])
     assert (checked, loaded) == (OK, WRONG_ARCH)
-    assert "for sm_90a; device 0 is of capability 9.0" in said
+    assert "for sm_90a; device 0 is of capability 9.0" in message
 
 
 @pytest.mark.parametrize(
@@ -346,9 +346,9 @@ def test_a_directory_that_sends_to_another_device(hostile, tmp_path):
     ],
 )
 def test_a_footer_that_lies(hostile, tmp_path, unchecked, footer, text):
-    ((checked, _, launches, said),) = attempts(hostile, tmp_path, [packed(KERNEL, footer=footer)])
+    ((checked, _, launches, message),) = attempts(hostile, tmp_path, [packed(KERNEL, footer=footer)])
     assert (checked, launches) == (BAD_BUNDLE, 0)
-    assert text in said
+    assert text in message
 
 
 def test_files_that_are_no_bundle(hostile, tmp_path):
@@ -359,8 +359,8 @@ def test_files_that_are_no_bundle(hostile, tmp_path):
 
 def test_digests_of_every_length(hostile, tmp_path):
     """SHA-256 pads by the length."""
-    found = attempts(hostile, tmp_path, [packed(KERNEL, cubin=CUBIN + bytes(count)) for count in range(130)])
-    assert all(statuses[:2] == (OK, OK) for statuses in found)
+    result = attempts(hostile, tmp_path, [packed(KERNEL, cubin=CUBIN + bytes(count)) for count in range(130)])
+    assert all(statuses[:2] == (OK, OK) for statuses in result)
 
 
 def elf(**fields: int) -> bytes:
@@ -384,24 +384,24 @@ def elf(**fields: int) -> bytes:
     ],
 )  # fmt: skip
 def test_a_cubin_that_would_lead_the_driver_astray(hostile, tmp_path, cubin):
-    ((checked, loaded, _, said),) = attempts(hostile, tmp_path, [packed(KERNEL, cubin=cubin)])
+    ((checked, loaded, _, message),) = attempts(hostile, tmp_path, [packed(KERNEL, cubin=cubin)])
     assert (checked, loaded) == (BAD_BUNDLE, BAD_BUNDLE)
-    assert "is no whole ELF file" in said
+    assert "is no whole ELF file" in message
 
 
 def test_a_cubin_that_lacks_what_its_record_launches(hostile, tmp_path):
     others = cubin_of("another", "kernel_"), cubin_of(), CUBIN.replace(b"kernel\0", b"kerneL\0")
-    for checked, loaded, _, said in attempts(hostile, tmp_path, [packed(KERNEL, cubin=cubin) for cubin in others]):
+    for checked, loaded, _, message in attempts(hostile, tmp_path, [packed(KERNEL, cubin=cubin) for cubin in others]):
         assert (checked, loaded) == (BAD_BUNDLE, BAD_BUNDLE)
-        assert "without its kernel kernel; export it again" in said
+        assert "without its kernel kernel; export it again" in message
 
 
 def test_a_record_that_is_listed_under_another_name(hostile, tmp_path):
     """As in a bundle whose variants somebody exchanged."""
     data = packed(KERNEL, flat.encode("", "record", [row_of(KERNEL) | {"name": "sample/other@1"}]))
-    ((checked, loaded, _, said),) = attempts(hostile, tmp_path, [data])
+    ((checked, loaded, _, message),) = attempts(hostile, tmp_path, [data])
     assert (checked, loaded) == (BAD_BUNDLE, BAD_BUNDLE)
-    assert f"lists {KERNEL.name} with the launch record of another kernel" in said
+    assert f"lists {KERNEL.name} with the launch record of another kernel" in message
 
 
 def test_statuses_are_those_of_the_header():
@@ -409,7 +409,7 @@ def test_statuses_are_those_of_the_header():
 
 
 def test_lists_of_parameters_that_are_forged(hostile, tmp_path):
-    """Whatever stands in the tables and the list of a cubin, it is read without harm."""
+    """Whatever is in the tables and the list of a cubin, it is read without harm."""
     source, cubins = random.Random(3), []
     symbols = [step.symbol for step in KERNEL.record.launches]
     right = cubin_of(*symbols, parameters={KERNEL.record.symbol: len(KERNEL.record.parameters)})
@@ -419,8 +419,8 @@ def test_lists_of_parameters_that_are_forged(hostile, tmp_path):
             at = source.choice([source.randrange(len(cubin)), source.randrange(len(cubin) - 256, len(cubin))])
             cubin[at] = source.choice([0, 1, 4, 8, 0x17, 0x7F, 0xFF])
         cubins.append(bytes(cubin))
-    found = attempts(hostile, tmp_path, [packed(KERNEL, cubin=cubin) for cubin in (right, *cubins)])
-    assert found[0][:2] == (OK, OK)
-    loaded = [status for _, status, _, _ in found]
+    result = attempts(hostile, tmp_path, [packed(KERNEL, cubin=cubin) for cubin in (right, *cubins)])
+    assert result[0][:2] == (OK, OK)
+    loaded = [status for _, status, _, _ in result]
     assert 100 < loaded.count(OK) < 1400
     assert MISMATCH in loaded

@@ -114,9 +114,9 @@ def test_whatever_python_takes_is_within_the_limits_of_c(hostile, tmp_path, name
             continue
         taken.append(packed(Exported(kernel.name, launch, cubin_of(*(step.symbol for step in launch.launches)), {})))
     assert taken and refused
-    found = attempts(hostile, tmp_path, taken)
-    assert not [text for opened, _, _, text in found if opened]
-    assert not [text for _, loaded, _, text in found if loaded and "must be" in text][:3]
+    result = attempts(hostile, tmp_path, taken)
+    assert not [text for opened, _, _, text in result if opened]
+    assert not [text for _, loaded, _, text in result if loaded and "must be" in text][:3]
 
 
 def large(count: int, rank: int = 1, **changes: Any) -> LaunchRecord:

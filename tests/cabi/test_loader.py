@@ -80,12 +80,12 @@ def loaded(shared, kernels, bundle):
 
 
 def test_what_a_kernel_says_of_its_arguments(loaded):
-    found = {argument.name.decode(): argument for argument in loaded.described()}
-    assert list(found) == [argument.name for argument in loaded.record.arguments]
-    assert [found[name].rank for name in found] == [2, 3, 1, 2, -1, -1, -1]
-    assert (found["y"].written, found["x"].written, found["offsets"].alignment) == (1, 0, 4)
-    assert (found["act_limit"].has_default, found["act_limit"].default_value) == (1, math.inf)
-    assert (found["act_alpha"].has_default, found["shift"].default_value) == (0, 3)
+    result = {argument.name.decode(): argument for argument in loaded.described()}
+    assert list(result) == [argument.name for argument in loaded.record.arguments]
+    assert [result[name].rank for name in result] == [2, 3, 1, 2, -1, -1, -1]
+    assert (result["y"].written, result["x"].written, result["offsets"].alignment) == (1, 0, 4)
+    assert (result["act_limit"].has_default, result["act_limit"].default_value) == (1, math.inf)
+    assert (result["act_alpha"].has_default, result["shift"].default_value) == (0, 3)
     assert (
         loaded.function("kernel_name", type(loaded.kernel), result=c_char_p)(loaded.kernel) == b"sample/every-field@1"
     )
@@ -288,9 +288,9 @@ def test_the_defaults_of_the_spec_come_first(shared, kernels, tmp_path):
         folder = tmp_path / str(index)
         launcher = BundleLauncher(shared, bundle_of(folder, [kernel]), kernel)
         assert launcher.load() == OK, str(launcher.error)
-        found = {argument.name.decode(): argument.default_value for argument in launcher.described()}
-        assert found["act_alpha"].hex() == float(number).hex()
-        assert (found["act_limit"], found["shift"]) == (-math.inf, -7)
+        result = {argument.name.decode(): argument.default_value for argument in launcher.described()}
+        assert result["act_alpha"].hex() == float(number).hex()
+        assert (result["act_limit"], result["shift"]) == (-math.inf, -7)
         assert launcher.unload() == OK
 
 

@@ -54,13 +54,13 @@ def test_each_stream_has_its_own(build):
     streams = [77, 78, 0, 77, 1, 78, 99]
     for stream in streams:
         assert launcher.launch(args, stream) == OK, str(launcher.error)
-    found = [workspace(launcher, launch) for launch in launcher.recorder.launches]
-    by_stream = dict(zip(streams, found, strict=True))
-    assert [by_stream[stream] for stream in streams] == found
+    result = [workspace(launcher, launch) for launch in launcher.recorder.launches]
+    by_stream = dict(zip(streams, result, strict=True))
+    assert [by_stream[stream] for stream in streams] == result
     assert by_stream[0] == by_stream[1]  # two handles of the legacy default stream
     assert len({by_stream[stream] for stream in (0, 77, 78, 99)}) == 4
     size = -(-132 * 64 // 256) * 256
-    assert all((address - WORKSPACE) % size == 0 for address in found)
+    assert all((address - WORKSPACE) % size == 0 for address in result)
     assert launcher.recorder.filled == [(WORKSPACE, (1 << 16) // size * size)]
     assert launcher.unload() == OK
     assert launcher.recorder.allocated == 0
@@ -74,8 +74,8 @@ def test_a_bound_launch_takes_that_of_the_stream(build):
     for stream in (77, 78, 77):
         assert launcher.run(bound, stream) == OK
     assert launcher.recorder.calls == ["cuLaunchKernelEx"] * 3  # no question, no allocation
-    found = [workspace(launcher, launch) for launch in launcher.recorder.launches]
-    assert found[0] == found[2] != found[1]
+    result = [workspace(launcher, launch) for launch in launcher.recorder.launches]
+    assert result[0] == result[2] != result[1]
     launcher.free(bound)
     assert launcher.unload() == OK
 
@@ -89,9 +89,9 @@ def test_a_stock_that_is_used_up_is_followed_by_another(build):
     assert launcher.launch(args, 999) == OK
     assert launcher.recorder.calls.count("cuMemAlloc_v2") == 2
     assert launcher.launch(args, 100) == OK
-    found = [workspace(launcher, launch) for launch in launcher.recorder.launches]
-    assert len(set(found)) == STOCK + 1
-    assert found[-1] == found[0]
+    result = [workspace(launcher, launch) for launch in launcher.recorder.launches]
+    assert len(set(result)) == STOCK + 1
+    assert result[-1] == result[0]
     assert launcher.recorder.capture_mode == 0
     assert launcher.unload() == OK
     assert launcher.recorder.allocated == 0
@@ -127,9 +127,9 @@ def test_scratch_grows_with_the_largest_launch_of_a_stream(build):
         allocated.append(launcher.recorder.allocated)
     assert allocated == [1, 1, 2, 3, 3, 3, 4, 5]
     assert launcher.recorder.sizes == [2 << 20, 2 << 20, 4 << 20, 2 << 20, 6 << 20]  # the last half as much again
-    found = [workspace(launcher, launch, "scratch") for launch in launcher.recorder.launches]
-    assert found[0] == found[1] != found[2]
-    assert found[3] == found[4] == found[5] != found[0]
+    result = [workspace(launcher, launch, "scratch") for launch in launcher.recorder.launches]
+    assert result[0] == result[1] != result[2]
+    assert result[3] == result[4] == result[5] != result[0]
     assert launcher.recorder.filled == []
     assert launcher.recorder.capture_mode == 0
     assert launcher.unload() == OK
@@ -187,8 +187,8 @@ def test_a_thread_has_nothing_of_one_that_ended(build, index, what):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    found = [workspace(launcher, launch, what) for launch in launcher.recorder.launches]
-    assert len(set(found)) == 4 and found[::2] == found[1::2]
+    result = [workspace(launcher, launch, what) for launch in launcher.recorder.launches]
+    assert len(set(result)) == 4 and result[::2] == result[1::2]
     assert launcher.unload() == OK
 
 

@@ -36,8 +36,8 @@ def row(*variants: str, device: str = "H200", problem: dict[str, int] = PROBLEM,
 
 def canonical(pattern: str) -> dict[str, Any]:
     (spec,) = find([pattern])
-    found: dict[str, Any] = json.loads(json.dumps(spec.canonical()))
-    return found
+    result: dict[str, Any] = json.loads(json.dumps(spec.canonical()))
+    return result
 
 
 def test_features_say_what_is_computed() -> None:
@@ -98,7 +98,7 @@ def test_the_devices_own_rows_come_first() -> None:
 def test_what_is_measured_again_replaces_what_was() -> None:
     first, other = row("a", "b"), row("b", device="H100")
     table = Tuning("sm_90a").merged([first, other]).merged([replace(first, variants=(("c", 9.0), ("b", 12.5)))])
-    assert [each.variants for each in table.rows] == [(("c", 9.0), ("a", 10.0), ("b", 12.5)), other.variants]
+    assert [item.variants for item in table.rows] == [(("c", 9.0), ("a", 10.0), ("b", 12.5)), other.variants]
     placed = table.merged([replace(first, variants=(("b", None), ("d", None)))])
     assert placed.rows[0].variants == (("b", None), ("d", None), ("c", 9.0), ("a", 10.0))
     known = Tuning("sm_90a", (replace(first, variants=(("a", None),)),))
@@ -122,9 +122,9 @@ rows = st.builds(
 @given(st.lists(rows, max_size=5), st.randoms(use_true_random=False))
 def test_files(listed: list[Row], shuffler: Any) -> None:
     data = Tuning("sm_90a", tuple(listed)).to_bytes()
-    found = Tuning.from_bytes(data, "x.json", "sm_90a")
-    assert len(found.rows) == len(listed)
-    assert all(each in listed for each in found.rows)
+    result = Tuning.from_bytes(data, "x.json", "sm_90a")
+    assert len(result.rows) == len(listed)
+    assert all(item in listed for item in result.rows)
     shuffler.shuffle(listed)
     assert Tuning("sm_90a", tuple(listed)).to_bytes() == data
 
@@ -201,7 +201,7 @@ def test_tables_of_several_roots(tmp_path: Path) -> None:
     assert library(upper)[0].find("sample/fc1").name == NARROW
     (tmp_path / "upper" / "tuning" / "sm_90a.json").write_text("no table")
     assert library(upper)[0].find("sample/fc1").name == WIDE
-    # A table is no kernel: verify and gc leave it alone, and clear away what a killed writer left beside it.
+    # A table is no kernel: verify and gc leave it alone, and clear away what a killed writer left next to it.
     (tmp_path / "upper" / "tuning" / ".sm_90a.json.gone-1-x.tmp").write_text("")
     assert not upper.verify(full=True).bad
     upper.collect()
@@ -242,7 +242,7 @@ def test_where_keys_are_trusted_a_table_counts_that_one_of_them_signed(tmp_path:
 def test_the_packaged_table_names_packaged_variants(arch: str) -> None:
     by_features: dict[str, set[str]] = {}
     problems = set()
-    for spec in (each for each in find() if each.op != "extern"):
+    for spec in (item for item in find() if item.op != "extern"):
         data = json.loads(json.dumps(spec.canonical()))
         key = json.dumps(features(data), sort_keys=True)
         by_features.setdefault(key, set()).add(spec.variant)
@@ -250,10 +250,10 @@ def test_the_packaged_table_names_packaged_variants(arch: str) -> None:
             problems.add((key, json.dumps(data["problem"], sort_keys=True)))
     table = tuning.packaged(arch)
     assert table.rows
-    for each in table.rows:
-        key = json.dumps(each.features, sort_keys=True)
-        assert {variant for variant, _ in each.variants} <= by_features[key]
-        assert (key, json.dumps(dict(each.problem), sort_keys=True)) in problems
+    for entry in table.rows:
+        key = json.dumps(entry.features, sort_keys=True)
+        assert {variant for variant, _ in entry.variants} <= by_features[key]
+        assert (key, json.dumps(dict(entry.problem), sort_keys=True)) in problems
     path = Path(tuning.__file__).with_name(f"tuning-{arch}.json")
     assert path.read_bytes() == table.to_bytes(), "rows stand in the order in which they are written"
 
@@ -272,8 +272,8 @@ def test_what_packaged_kernels_load(kernel: str, variant: str) -> None:
         NameRecord(spec.full_name, spec.arch, "0" * 64, json.loads(json.dumps(spec.canonical())), {})
         for spec in find([kernel])
     ]
-    found = choose(records, None, tuning.packaged("sm_90a"), "NVIDIA H200")
-    assert found.name == f"{kernel}@{variant}"
+    result = choose(records, None, tuning.packaged("sm_90a"), "NVIDIA H200")
+    assert result.name == f"{kernel}@{variant}"
 
 
 def test_an_architecture_without_a_table() -> None:

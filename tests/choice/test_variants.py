@@ -137,22 +137,22 @@ built = st.sampled_from(["grouped-gemm", "dense-gemm", "grouped-wgrad"]).flatmap
 def test_one_of_the_built_variants_whatever_their_order(
     records: list[NameRecord], problem: dict[str, int] | None, shuffler: random.Random
 ) -> None:
-    found = choose(records, problem)
-    assert found in records
+    result = choose(records, problem)
+    assert result in records
     shuffled = list(records)
     shuffler.shuffle(shuffled)
-    assert choose(shuffled, problem).name == found.name
-    price = cost(found.spec, problem)
+    assert choose(shuffled, problem).name == result.name
+    price = cost(result.spec, problem)
     assert math.isfinite(price)
     assert price == min(cost(record.spec, problem) for record in records)
 
 
 def test_several_kernels_are_not_variants_of_one() -> None:
     one, *rest = variants()
-    others = [dataclasses.replace(each, name=each.name.replace("f/k", "f/other")) for each in rest]
-    for found in ([one, *others], [*others, one]):
+    others = [dataclasses.replace(item, name=item.name.replace("f/k", "f/other")) for item in rest]
+    for result in ([one, *others], [*others, one]):
         with pytest.raises(UsageError, match="f/k, f/other are kernels of their own"):
-            choose(found)
+            choose(result)
 
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=20), st.sampled_from([64, 128, 256]))
@@ -278,11 +278,11 @@ def test_the_model_is_near_what_was_measured() -> None:
                 records[spec.variant] = NameRecord(spec.full_name, spec.arch, "0" * 64, data, {})
         if times:
             assert records.keys() == times.keys()
-            found = choose(list(records.values()))
-            behind.append(times[found.name.partition("@")[2]] / min(times.values()) - 1)
+            result = choose(list(records.values()))
+            behind.append(times[result.name.partition("@")[2]] / min(times.values()) - 1)
     assert len(behind) > 20
     assert max(behind) < 0.04
-    assert sum(each < 0.02 for each in behind) >= 0.85 * len(behind)
+    assert sum(item < 0.02 for item in behind) >= 0.85 * len(behind)
 
 
 @given(problems, st.sampled_from(TILES), st.sampled_from(CLUSTERS))
@@ -300,7 +300,7 @@ def test_columns_are_padded_to_the_tile(problem: dict[str, int], tile: Any, clus
     assert cost(spec, full) <= cost(spec, problem) <= cost(spec, padded)
     if full != problem and full["N"]:
         many = {"M": problem["E"] * SMS * 256}  # more than one wave
-        low, some, high = (cost(spec, each | many) for each in (full, problem, padded))
+        low, some, high = (cost(spec, item | many) for item in (full, problem, padded))
         assert low + 0.249 * (high - low) < some < high
 
 
@@ -316,8 +316,8 @@ def test_columns_are_padded_to_the_tile(problem: dict[str, int], tile: Any, clus
 )
 def test_fewer_padded_columns(n: int, tile_n: int) -> None:
     pingpong = [tile for tile in LARGE if default_mainloop(tile) == "pingpong"]
-    found = choose(variants([(1, 2)], pingpong), {"E": 32, "M": 98304, "N": n, "K": 4096})
-    assert taken(found) == ((128, tile_n), (1, 2))
+    result = choose(variants([(1, 2)], pingpong), {"E": 32, "M": 98304, "N": n, "K": 4096})
+    assert taken(result) == ((128, tile_n), (1, 2))
 
 
 def test_a_long_reduction_makes_up_for_an_epilogue() -> None:

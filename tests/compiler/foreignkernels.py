@@ -328,7 +328,7 @@ def choose(stream: CUstream, value: "Known", **tensors: cute.Tensor):
 
 def chosen(dtype="Boolean"):
     """Tensors by `**`, of truth values too; an annotation as text, of a name that is another's."""
-    x, y = (make_fake_tensor(each, (cute.sym_int(),), (1,)) for each in (getattr(cutlass, dtype), cutlass.Int32))
+    x, y = (make_fake_tensor(item, (cute.sym_int(),), (1,)) for item in (getattr(cutlass, dtype), cutlass.Int32))
     memory = make_fake_tensor(cutlass.Int32, (32,), (1,))
     return choose, (CUstream(0), 7), {"x": x, "y": y, "memory": memory}
 

@@ -20,11 +20,11 @@ SOURCES = Sources()  # as they are; tests that change one have a copy
 
 def one_of_each() -> list[Any]:
     """A kernel of every planner, and of every epilogue."""
-    found: dict[Any, Any] = {}
+    result: dict[Any, Any] = {}
     for spec in find([]):
         if spec.op != "extern":
-            found.setdefault((roots_of(spec)[0], getattr(spec, "epilogue", "")), spec)
-    return list(found.values())
+            result.setdefault((roots_of(spec)[0], getattr(spec, "epilogue", "")), spec)
+    return list(result.values())
 
 
 EACH = pytest.mark.parametrize("spec", one_of_each(), ids=lambda spec: spec.full_name)

@@ -39,7 +39,7 @@ MODES = {
 
 @dataclass
 class Tally:
-    """Counts of a record's mutants. equivalent: those that mean the same for every allowed argument; refused: no record."""
+    """Counts of mutants. equivalent: those that mean the same for every allowed argument; refused: no record."""
 
     noticed: int = 0
     equivalent: int = 0
@@ -49,21 +49,21 @@ class Tally:
 
 def tally(record: LaunchRecord, recorded: Sequence[tuple[ArgumentSet, Any]]) -> Tally:
     """recorded: argument sets, and what the host code launched with each."""
-    algebra, found = Algebra(ranges(record)), Tally()
+    algebra, result = Algebra(ranges(record)), Tally()
     for label, make, pair in mutants(record):
         if pair is not None and algebra.term(pair[0]) is algebra.term(pair[1]):
-            found.equivalent += 1
+            result.equivalent += 1
             continue
         try:
             launches = make().launches
         except RecordError:
-            found.refused += 1
+            result.refused += 1
             continue
         if any(differs(launches, launched, arguments) for arguments, launched in recorded):
-            found.noticed += 1
+            result.noticed += 1
         else:
-            found.missed.append(label)
-    return found
+            result.missed.append(label)
+    return result
 
 
 def differs(launches: Sequence[LaunchRecord], launched: Any, arguments: ArgumentSet) -> bool:
@@ -155,7 +155,7 @@ def recorded_launches(plan: Any, record: LaunchRecord, host: Any, seed: str) -> 
     from fusekit.compiler.prove import LAUNCHES
 
     sets = argument_sets(record, seed, LAUNCHES)
-    return [(each, host.call(pack(plan, each), each.values["sm_count"])) for each in sets]
+    return [(item, host.call(pack(plan, item), item.values["sm_count"])) for item in sets]
 
 
 def main(patterns: list[str]) -> None:
@@ -170,10 +170,10 @@ def main(patterns: list[str]) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             traced = trace(trace_plan, Path(scratch))
         _, record = hostcode.read(traced.module, trace_plan, traced.cubin)
-        found = tally(record, recorded_launches(trace_plan, record, traced.host(record), spec.full_name))
+        result = tally(record, recorded_launches(trace_plan, record, traced.host(record), spec.full_name))
         for name in ("noticed", "equivalent", "refused"):
-            setattr(total, name, getattr(total, name) + getattr(found, name))
-        total.missed += [f"{spec.full_name} {label}" for label in found.missed]
+            setattr(total, name, getattr(total, name) + getattr(result, name))
+        total.missed += [f"{spec.full_name} {label}" for label in result.missed]
     lines = [f"noticed {total.noticed}, equivalent {total.equivalent}, no record {total.refused}"]
     lines += [f"missed {len(total.missed)}", *(f"  {label}" for label in total.missed)]
     sys.stdout.write("\n".join(lines) + "\n")

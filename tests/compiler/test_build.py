@@ -1,4 +1,4 @@
-"""fusekit.build over a real store, with the tests' small kernel in place of a GEMM."""
+"""fusekit.build over a real store, with the tests' small kernel instead of a GEMM."""
 
 import dataclasses
 
@@ -113,7 +113,7 @@ def test_names_that_share_a_kernel_share_the_work(build, store):
     report = build(named("one"), named("two", cluster_margin=3), jobs=2)
     assert [built.name for built in report.built] == ["quickstart/one@128x128-c2x1", "quickstart/two@128x128-c2x1"]
     assert len({built.key for built in report.built}) == 1
-    assert [found.record.defaults["cluster_margin"] for found in store.names()] == [0, 3]
+    assert [result.record.defaults["cluster_margin"] for result in store.names()] == [0, 3]
     # Another name of it later: nothing to compile, only to name.
     report = build(named("three"))
     assert report.cached == ["quickstart/three@128x128-c2x1"]
@@ -126,7 +126,7 @@ def test_a_failure_does_not_stop_the_others(build, store):
     assert [failed.name for failed in report.failed] == ["quickstart/broken@128x128-c2x1"]
     assert "this kernel cannot be traced" in report.failed[0].error
     assert [built.name for built in report.built] == ["quickstart/fine@128x128-c2x1"]
-    assert [found.record.name for found in store.names()] == ["quickstart/fine@128x128-c2x1"]
+    assert [result.record.name for result in store.names()] == ["quickstart/fine@128x128-c2x1"]
 
 
 def test_a_process_that_dies_is_named_and_the_rest_goes_on(tilecopy, store):

@@ -47,14 +47,14 @@ def copies(x: cute.Tensor, n: cutlass.Constexpr, scale: cutlass.Float32):
 
 
 def test_the_call_does_what_it_does_and_nothing_is_left_behind():
-    with fusekit.capture() as found:
+    with fusekit.capture() as result:
         compiled = compile_here(*flat(fusion.arguments()))
     assert callable(compiled)
     assert CompileCallable.__call__ is ORIGINAL
-    (kernel,) = found.kernels
+    (kernel,) = result.kernels
     assert (kernel.name, kernel.arch, kernel.source) == ("silu_add", "sm_90a", "examples.cute.fusion:silu_add")
     compile_here(*flat(fusion.arguments()))
-    assert len(found.kernels) == 1
+    assert len(result.kernels) == 1
 
 
 def flat(built):
@@ -64,13 +64,13 @@ def flat(built):
 def test_options_in_brackets_and_other_ways_to_call_are_found_too():
     from cutlass.cute import compile as compile_it
 
-    with fusekit.capture() as found:
+    with fusekit.capture() as result:
         compile_it(*flat(rows.arguments(1)), options=ARCH)
         cute.compile[OptLevel(2), GPUArch("sm_90a")](*flat(rows.arguments(1)))
         function, arguments = rows.arguments(1)
         compile_it(function.__call__, *arguments, options=ARCH + " --opt-level=2")
-    first, second, third = found.kernels
-    assert [each.name for each in found.kernels] == ["squaresum", "squaresum-2", "squaresum-3"]
+    first, second, third = result.kernels
+    assert [kernel.name for kernel in result.kernels] == ["squaresum", "squaresum-2", "squaresum-3"]
     assert "options" not in first.params
     assert second.params["options"] == "--opt-level=2" == third.params["options"]
     assert third.params["method"] == "__call__"
@@ -94,7 +94,7 @@ def test_host_functions_that_are_called_directly_are_found_as_if_they_were_compi
     monkeypatch.setattr(settings, "dryrun", True)  # nothing can be launched here
     monkeypatch.setattr(settings, "arch", "sm_90a")
     held = [np.zeros(64, np.float32) for _ in range(3)]
-    x, residual, y = (from_dlpack(each, assumed_align=16).mark_layout_dynamic() for each in held)
+    x, residual, y = (from_dlpack(item, assumed_align=16).mark_layout_dynamic() for item in held)
     stream, doubled = CUstream(0), Doubled()
     calls = [(fusion.silu_add, x, residual, y, cutlass.Float32(1.0), stream), (doubled, x, y, stream),
              (doubled.run, x, y, stream)]  # fmt: skip
@@ -111,18 +111,18 @@ def test_host_functions_that_are_called_directly_are_found_as_if_they_were_compi
 
 @pytest.mark.parametrize("name", ["Found.toml", "found", f"{'x' * 65}.toml", "a b.toml"])
 def test_a_name_that_no_spec_file_can_have_is_refused(tmp_path, name):
-    with fusekit.capture() as found:
+    with fusekit.capture() as result:
         compile_here(*flat(fusion.arguments()))
     with pytest.raises(UsageError, match=r"a spec file is NAME\.toml.*; a name is lower-case"):
-        found.write(tmp_path / name)
-    assert not list(tmp_path.iterdir()) and found.write(tmp_path / "found.toml").is_file()
+        result.write(tmp_path / name)
+    assert not list(tmp_path.iterdir()) and result.write(tmp_path / "found.toml").is_file()
 
 
 def test_the_same_thing_is_found_once_and_text_is_a_spec_file():
-    with fusekit.capture() as found:
+    with fusekit.capture() as result:
         for cluster in (1, 2, 1):
             compile_here(*flat(rows.arguments(cluster)))
-    specs = parse_text(found.toml(), "found", "found.toml")
+    specs = parse_text(result.toml(), "found", "found.toml")
     assert [spec.full_name for spec in specs] == ["found/squaresum@base", "found/squaresum-2@base"]
     assert [spec.params["state"] for spec in specs] == [{"cluster": 1}, {"cluster": 2}]
     assert specs[0].arguments == {
@@ -139,15 +139,15 @@ def test_what_a_spec_cannot_say_is_a_problem_and_is_compiled_all_the_same():
         return own
 
     fake = fusion.arguments()[1][0]
-    with fusekit.capture() as found:
+    with fusekit.capture() as result:
         assert compile_here(inside(), fake) is not None
         cute.compile[GPUArch("sm_90a"), FrontendNext](*flat(rows.arguments(1)))
-    assert not found.kernels
-    first, second = found.problems
+    assert not result.kernels
+    first, second = result.problems
     assert "made inside a function" in first
     assert "which a spec cannot say" in second
     with pytest.raises(SpecError, match=r"no kernel was captured: .*made inside a function"):
-        found.toml()
+        result.toml()
     with fusekit.capture() as nothing:
         pass
     with pytest.raises(SpecError, match="nothing was compiled"):
@@ -156,11 +156,11 @@ def test_what_a_spec_cannot_say_is_a_problem_and_is_compiled_all_the_same():
 
 def test_line_information_is_left_out_and_changes_no_instruction(tmp_path):
     cubins = []
-    with fusekit.capture() as found:
+    with fusekit.capture() as result:
         for extra in ("", " --generate-line-info"):
             options = f"{ARCH} --keep-cubin --dump-dir={tmp_path}{extra}"
             cubins.append(compile_here(*flat(rows.arguments(1)), options=options).artifacts.CUBIN)
-    (kernel,) = found.kernels
+    (kernel,) = result.kernels
     assert "options" not in kernel.params
     plain, lined = cubins
     assert plain != lined
@@ -177,23 +177,23 @@ def test_4_bit_codes_of_fixed_extents_are_counted_in_bytes():
 def test_an_object_of_a_module_that_no_key_would_know_is_a_problem():
     function, arguments = rows.arguments(1)
     function.other = Holder()
-    with fusekit.capture() as found:
+    with fusekit.capture() as result:
         compile_here(function, *arguments)
-    assert "which the module of examples.cute.rows:SquareSum does not import" in found.problems[0]
+    assert "which the module of examples.cute.rows:SquareSum does not import" in result.problems[0]
 
 
 def test_problems_stand_in_the_file():
-    with fusekit.capture() as found:
+    with fusekit.capture() as result:
         compile_here(*flat(rows.arguments(1)))
         cute.compile[GPUArch("sm_90a"), FrontendNext](*flat(rows.arguments(1)))
-    assert "# not captured: SquareSum: " in found.toml()
-    assert len(parse_text(found.toml(), "found", "found.toml")) == 1
+    assert "# not captured: SquareSum: " in result.toml()
+    assert len(parse_text(result.toml(), "found", "found.toml")) == 1
 
 
 def test_an_error_of_the_dsl_is_the_callers_and_no_kernel():
-    with fusekit.capture() as found, pytest.raises(cutlass.base_dsl.common.DSLBaseError):
+    with fusekit.capture() as result, pytest.raises(cutlass.base_dsl.common.DSLBaseError):
         cute.compile(fusion.silu_add, options=ARCH)
-    assert not found.kernels
+    assert not result.kernels
     assert CompileCallable.__call__ is ORIGINAL
 
 
@@ -209,8 +209,8 @@ def test_nested_captures_each_find_what_is_in_them():
         with fusekit.capture() as inner:
             compile_here(*flat(rows.arguments(2)))
         compile_here(*flat(rows.arguments(4)))
-    assert [each.params["state"]["cluster"] for each in outer.kernels] == [1, 2, 4]
-    assert [each.params["state"]["cluster"] for each in inner.kernels] == [2]
+    assert [kernel.params["state"]["cluster"] for kernel in outer.kernels] == [1, 2, 4]
+    assert [kernel.params["state"]["cluster"] for kernel in inner.kernels] == [2]
 
 
 def test_captures_of_several_threads_are_left_in_any_order():
@@ -227,19 +227,19 @@ def test_captures_of_several_threads_are_left_in_any_order():
 
 
 def test_one_that_is_open_is_not_opened_again():
-    with fusekit.capture() as found, pytest.raises(UsageError, match="open already"), found:
+    with fusekit.capture() as result, pytest.raises(UsageError, match="open already"), result:
         pass
     assert CompileCallable.__call__ is ORIGINAL
 
 
 def test_whoever_replaced_the_call_meanwhile_keeps_it(monkeypatch):
-    found = fusekit.capture()
-    found.__enter__()
+    result = fusekit.capture()
+    result.__enter__()
     between = CompileCallable.__call__
     monkeypatch.setattr(CompileCallable, "__call__", lambda self, *args, **kwargs: between(self, *args, **kwargs))
-    found.__exit__(None, None, None)
+    result.__exit__(None, None, None)
     compile_here(*flat(rows.arguments(1)))
-    assert not found.kernels
+    assert not result.kernels
     monkeypatch.undo()
     CompileCallable.__call__ = ORIGINAL
 

@@ -124,7 +124,7 @@ def captured_elsewhere(tmp_path, kernels):
     command = "from fusekit_cli.main import main; main()"
     built = run([sys.executable, "-c", command, "build", "found.toml", "--allow-extern", "--json"], other, environment)
     rows_ = json.loads(built.stdout)["built"]
-    return json.loads(done.stdout), [each["cubin_sha256"] for each in rows_]
+    return json.loads(done.stdout), [row["cubin_sha256"] for row in rows_]
 
 
 def run(command, folder, environment):

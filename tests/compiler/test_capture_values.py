@@ -52,20 +52,20 @@ def there_and_back(value):
     ids=str,
 )  # fmt: skip
 def test_values_come_back(value):
-    found = there_and_back(value)
-    assert found == value
-    assert type(found) is type(value)
+    result = there_and_back(value)
+    assert result == value
+    assert type(result) is type(value)
 
 
 def test_objects_come_back_with_their_attributes():
-    found = there_and_back(Holder(a=1, b=Holder(c=(cutlass.Float32, None))))
-    assert type(found) is Holder
-    assert (found.a, found.b.c) == (1, (cutlass.Float32, None))
+    result = there_and_back(Holder(a=1, b=Holder(c=(cutlass.Float32, None))))
+    assert type(result) is Holder
+    assert (result.a, result.b.c) == (1, (cutlass.Float32, None))
 
 
 def test_numbers_of_the_dsl_keep_their_type():
-    found = there_and_back([cutlass.Float32(0.5), cutlass.Int64(7), cutlass.Boolean(True)])
-    assert [(type(each), each.value) for each in found] == [
+    result = there_and_back([cutlass.Float32(0.5), cutlass.Int64(7), cutlass.Boolean(True)])
+    assert [(type(item), item.value) for item in result] == [
         (cutlass.Float32, 0.5), (cutlass.Int64, 7), (cutlass.Boolean, True),
     ]  # fmt: skip
 
@@ -88,13 +88,13 @@ LAMBDAS = (lambda x: x + 1, lambda x: x - 1, lambda *x, y=0: x)
 
 def test_a_lambda_comes_back_by_its_text_and_finds_the_names_of_its_module():
     for function in (doubling(), *LAMBDAS[:2]):
-        found = there_and_back(function)
-        assert found is not function
-        assert found(5) == function(5)
+        result = there_and_back(function)
+        assert result is not function
+        assert result(5) == function(5)
 
 
 def test_a_lambda_keeps_its_place_among_others_in_a_line():
-    assert [there_and_back(each)(5) for each in LAMBDAS[:2]] == [6, 4]
+    assert [there_and_back(item)(5) for item in LAMBDAS[:2]] == [6, 4]
 
 
 @pytest.mark.parametrize("function", [halving(), LAMBDAS[2]])
@@ -193,22 +193,23 @@ def scaled(by):
 
 @pytest.mark.parametrize(
     "function",
-    [within(3), within(2.5), Factory.create(within(3), True), Factory.create(abs, False), Factory.create(within(1), True)(4),
-     chosen(True, 2), chosen(False, 2), within(Config(2, int).threads), chosen(True, chosen(False, 5)(1))],
+    [within(3), within(2.5), Factory.create(within(3), True), Factory.create(abs, False),
+     Factory.create(within(1), True)(4), chosen(True, 2), chosen(False, 2), within(Config(2, int).threads),
+     chosen(True, chosen(False, 5)(1))],
 )  # fmt: skip
 def test_a_function_made_inside_a_function_comes_back(function):
     """By its place in the module's code and the values of its free variables."""
-    found = there_and_back(function)
-    assert found is not function and found.__code__ is function.__code__
-    result, wanted = found(5), function(5)
+    actual = there_and_back(function)
+    assert actual is not function and actual.__code__ is function.__code__
+    result, wanted = actual(5), function(5)
     assert result(6) == wanted(6) if callable(wanted) else result == wanted
 
 
 def test_a_function_of_the_dsl_comes_back_with_its_attributes():
-    found, plain = there_and_back(scaled(0.1)), there_and_back(Factory.tuned(3))
-    assert found.__vector_size__ == 2 and plain.__vector_size__ == 4
-    assert closures.is_jit(found) and not closures.is_jit(plain)
-    assert found.__wrapped__.__closure__[0].cell_contents == 0.1
+    result, plain = there_and_back(scaled(0.1)), there_and_back(Factory.tuned(3))
+    assert result.__vector_size__ == 2 and plain.__vector_size__ == 4
+    assert closures.is_jit(result) and not closures.is_jit(plain)
+    assert result.__wrapped__.__closure__[0].cell_contents == 0.1
 
 
 @pytest.mark.parametrize(
@@ -273,8 +274,8 @@ def test_a_tensor_comes_back_as_a_fake_of_the_type_that_is_compiled(name):
 
 
 def test_the_divisor_of_a_compact_extent_is_that_of_the_strides():
-    found = there_and_back(TENSORS["compact within"])
-    assert [each if isinstance(each, int) else each.divisibility for each in found.stride] == [8, 8, 1]
+    result = there_and_back(TENSORS["compact within"])
+    assert [item if isinstance(item, int) else item.divisibility for item in result.stride] == [8, 8, 1]
 
 
 def test_an_array_of_a_framework_is_what_the_dsl_makes_of_it():
@@ -288,14 +289,14 @@ def test_a_tensor_of_pytorch_becomes_a_fake_by_its_layout(dtype, wrap):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     tensor = torch.zeros(6, 16, 32, dtype=getattr(torch, dtype))[:, :, :16]
     dynamic = from_dlpack(tensor, assumed_align=16).mark_layout_dynamic()
-    found = there_and_back(dynamic if wrap else tensor)
-    assert facts(found) == facts(dynamic if wrap else from_dlpack(tensor).mark_layout_dynamic())
-    assert [extent if isinstance(extent, int) else "?" for extent in found.stride] == ["?", "?", 1]
+    result = there_and_back(dynamic if wrap else tensor)
+    assert facts(result) == facts(dynamic if wrap else from_dlpack(tensor).mark_layout_dynamic())
+    assert [extent if isinstance(extent, int) else "?" for extent in result.stride] == ["?", "?", 1]
 
 
 def test_a_pointer_keeps_type_space_and_alignment():
-    found = there_and_back(make_ptr(cutlass.Float16, 4096, cute.AddressSpace.gmem, assumed_align=32))
-    assert (found.dtype, found.memspace, found._assumed_align) == (cutlass.Float16, cute.AddressSpace.gmem, 32)
+    result = there_and_back(make_ptr(cutlass.Float16, 4096, cute.AddressSpace.gmem, assumed_align=32))
+    assert (result.dtype, result.memspace, result._assumed_align) == (cutlass.Float16, cute.AddressSpace.gmem, 32)
 
 
 def itself():

@@ -27,11 +27,11 @@ def tool(name, option, cubin):
 
 def test_resources_are_those_of_cuobjdump(compiled, symbol):
     text = tool("cuobjdump", "-res-usage", compiled.cubin)
-    found = dict(re.findall(r"(\w+):(\d+)", text.rpartition(symbol)[2]))
+    result = dict(re.findall(r"(\w+):(\d+)", text.rpartition(symbol)[2]))
     facts = cubins.read(compiled.cubin, symbol)
-    assert facts.registers == int(found["REG"])
-    assert facts.frame_bytes == int(found["STACK"]) == int(found["LOCAL"])
-    assert facts.static_shared == int(found["SHARED"]) == 0
+    assert facts.registers == int(result["REG"])
+    assert facts.frame_bytes == int(result["STACK"]) == int(result["LOCAL"])
+    assert facts.static_shared == int(result["SHARED"]) == 0
     assert compiled.resources["registers"] == facts.registers
     assert compiled.resources["dynamic_shared"] == 2048
 
@@ -41,8 +41,8 @@ def test_parameters_are_those_of_cuobjdump(compiled, symbol):
     rows = re.findall(r"Ordinal : 0x([0-9a-f]+)\s+Offset  : 0x([0-9a-f]+)\s+Size    : 0x([0-9a-f]+)", text)
     theirs = sorted(tuple(int(value, 16) for value in row) for row in rows)
     facts = cubins.read(compiled.cubin, symbol)
-    assert [(index, each.offset, each.size) for index, each in enumerate(facts.parameters)] == theirs
-    assert [each.size for each in facts.parameters] == [128, 128, 8, 4, 4, 8]
+    assert [(index, parameter.offset, parameter.size) for index, parameter in enumerate(facts.parameters)] == theirs
+    assert [parameter.size for parameter in facts.parameters] == [128, 128, 8, 4, 4, 8]
     assert check_cubin(compiled.cubin, [symbol], "demo") == {symbol: len(theirs)}
     assert facts.parameter_bytes == facts.parameters[-1].offset + facts.parameters[-1].size
     assert facts.max_threads == 128
@@ -57,7 +57,7 @@ def test_machine_code_is_read(compiled, symbol):
     assert counted["UTMACCTL"] == 2  # the two prefetched descriptors
     assert counted["EXIT"] >= 1
     assert counted["STL"] == 0
-    assert any(each.predicate for each in code)
+    assert any(item.predicate for item in code)
     with pytest.raises(BuildError, match="no kernel 'other'"):
         sass.instructions(compiled.cubin, "other")
 
@@ -78,11 +78,11 @@ def test_a_gemm_has_the_reserved_shared_memory_and_no_more(tmp_path):
     """As cuobjdump counts it is 1024 bytes, as the driver counts (CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES) none."""
     compiled = compile_plan(plan(find(["quickstart/moe-fc2"])[0]), tmp_path)
     text = tool("cuobjdump", "-res-usage", compiled.cubin)
-    found = dict(re.findall(r"(\w+):(\d+)", text))
-    assert int(found["SHARED"]) == cubins.RESERVED_SHARED
+    result = dict(re.findall(r"(\w+):(\d+)", text))
+    assert int(result["SHARED"]) == cubins.RESERVED_SHARED
     assert compiled.resources["static_shared"] == 0
-    assert compiled.resources["registers"] == int(found["REG"])
-    assert compiled.resources["spill_bytes"] == int(found["STACK"])
+    assert compiled.resources["registers"] == int(result["REG"])
+    assert compiled.resources["spill_bytes"] == int(result["STACK"])
     code = sass.counts(sass.instructions(compiled.cubin, compiled.launch["symbol"]))
     assert code["HGMMA"] > 0
     assert code["UTMALDG"] > 0

@@ -51,7 +51,7 @@ def test_the_record(built):
     assert pointers == [f"window.{rank}" for rank in range(spec.ranks)]
     scalars = {scalar.name: (scalar.minimum, scalar.divisor) for scalar in record.scalars}
     assert scalars == {"rank": (0, 1), "capacity": (128, 128), "timeout": (1, 1)}
-    assert next(each for each in record.scalars if each.name == "rank").maximum == spec.ranks - 1
+    assert next(scalar for scalar in record.scalars if scalar.name == "rank").maximum == spec.ranks - 1
     tokens = {"T": 33, "H": 64, "M": 5, "S": 128 * spec.ranks, "capacity": 128}
     grid = evaluate(record.grid[0], tokens)
     dispatch = {"all": 2 * spec.blocks + 1, "choices": spec.blocks + 1, "rows": spec.blocks + 64 + 1}
@@ -104,16 +104,16 @@ def test_regions_of_the_record_are_those_of_the_kernel(name, ranks, end):
 def test_the_window_of_codes_has_their_scales():
     (spec,) = parse_text(HEAD + KERNELS["dispatch-codes"], "s")
     (window,) = plan(spec).signature.peers
-    found = regions(384, 2880, 2, 16, 16, 4 * 23)
-    assert evaluate(window.bytes, {"capacity": 384, "H": 2880}) == found.end == found.scales + 4 * 23 * 2 * 384
+    result = regions(384, 2880, 2, 16, 16, 4 * 23)
+    assert evaluate(window.bytes, {"capacity": 384, "H": 2880}) == result.end == result.scales + 4 * 23 * 2 * 384
 
 
 def test_parts_of_a_window_overlap_nowhere():
     for capacity in (128, 384, 8192):
-        found = regions(capacity, 5760, 4, 16, 16)
+        result = regions(capacity, 5760, 4, 16, 16)
         sizes = [4 * capacity * 4 // 16, 4 * 64 * 4, 4 * capacity * 16, 4 * capacity * 16, 4 * capacity * 5760]
-        starts = list(found)
-        assert starts[0] == 512 and all(each % 128 == 0 for each in starts)
+        starts = list(result)
+        assert starts[0] == 512 and all(start % 128 == 0 for start in starts)
         assert all(start + size <= after for start, size, after in zip(starts, sizes, starts[1:], strict=False))
     words = {"EPOCH": 1, "TICKET": 1, "DONE": 1, "STATUS": 3, "CAME": 1, "OWN": 2, "WAIT": 1, "BEGUN": 1,
              "ROWS_TICKET": 1, "ROWS_DONE": 1, "DRAWN": 2, "NEXT": 2}  # fmt: skip

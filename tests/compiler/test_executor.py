@@ -230,7 +230,7 @@ def cluster(tmp_path_factory):
     """A scheduler and two worker processes, each with a home and a store of its own; its URL, workers and folder."""
     distributed = pytest.importorskip("distributed", reason="Dask (extra `dask`) is not installed")
     folder = tmp_path_factory.mktemp("cluster")
-    found, started = folder / "scheduler.json", []
+    result, started = folder / "scheduler.json", []
 
     def start(name, *arguments):
         home = folder / name
@@ -251,14 +251,14 @@ def cluster(tmp_path_factory):
 
     try:
         # The system chooses a port that is free, and the scheduler says which.
-        listening = ("--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file", str(found))
+        listening = ("--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file", str(result))
         scheduler = start("scheduler", "distributed.cli.dask_scheduler", *listening)
         deadline = time.monotonic() + 60
-        while not found.exists() or not found.read_text().rstrip().endswith("}"):
+        while not result.exists() or not result.read_text().rstrip().endswith("}"):
             assert scheduler.poll() is None, (folder / "scheduler" / "log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        address = json.loads(found.read_text())["address"]
+        address = json.loads(result.read_text())["address"]
         workers = [
             start(
                 f"worker-{index}", "distributed.cli.dask_worker", address,
@@ -287,7 +287,7 @@ def test_a_dask_cluster_builds_together(tilecopy, store, cluster):
     assert len(store.names()) == 6
     # Both had a share in it, and nobody has a store but the one that was given.
     assert not list(folder.glob("*/its-own-store"))
-    assert len({each.parent for each in folder.glob("worker-*/fusekit-executor-*")}) == 2
+    assert len({item.parent for item in folder.glob("worker-*/fusekit-executor-*")}) == 2
 
 
 def test_a_kernel_that_kills_its_process_on_a_cluster(tilecopy, store, cluster):
@@ -339,13 +339,13 @@ def test_a_cluster_without_workers_is_not_waited_for_in_silence(tilecopy, store,
     for worker in workers:
         worker.kill()
         worker.wait()
-    said = []
+    message = []
     with (
         pytest.raises(ToolchainError, match=r"had no worker for 3 s; start one with `dask worker tcp://127.0.0.1"),
-        connect(url, note=said.append, worker_seconds=3) as executor,
+        connect(url, note=message.append, worker_seconds=3) as executor,
     ):
         build(store, kernels(3), tilecopy.plan, executor)
-    (note,) = said
+    (note,) = message
     assert f"{url} has no worker; waiting up to 3 s; start one with `dask worker tcp://" in note
     done = subprocess.run(
         [

@@ -65,7 +65,7 @@ def test_two_launches_with_strides_and_scalars(tmp_path):
     assert (x.stride_divisor, x.alignment, y.role) == (4, 16, "output")
     assert [(dim.name, dim.divisor, dim.minimum) for dim in record.dims] == [("M", 1, 1), ("N", 4, 4)]
     # Members of a NamedTuple; a name that records reserve is given an underscore.
-    assert [(each.name, each.dtype) for each in (factor, rows)] == [
+    assert [(item.name, item.dtype) for item in (factor, rows)] == [
         ("options_factor", "f32"),
         ("options_sm_count", "i32"),
     ]
@@ -84,7 +84,7 @@ def test_types_of_tensor_maps(tmp_path, element, internal, dtype):
         arguments.x = {{ role = "input", shape = ["M", "N"] }}"""
     record, _ = compiled(tmp_path, "mapped", rest, arch="sm_100a")
     (parameter,) = record.parameters
-    # Of 4-bit codes a tensor counts bytes, a tensor map codes.
+    # Of 4-bit FP8 values a tensor counts bytes, a tensor map FP8 values.
     columns = ("mul", 2, "N") if dtype.startswith("u4") else "N"
     assert (parameter.dtype, parameter.dims, parameter.box, parameter.encoding) == (
         dtype,
@@ -107,7 +107,7 @@ def test_a_tensor_map_demands_the_alignment_that_the_trace_does_not_promise(tmp_
 
 def test_a_pointer_that_host_code_rounds_down_demands_the_alignment(tmp_path):
     record, _ = compiled(tmp_path, "rounded", FLAGGED)
-    (pointer,) = [each for _, each in flat(record.parameters) if getattr(each, "shift", 0)]
+    (pointer,) = [item for _, item in flat(record.parameters) if getattr(item, "shift", 0)]
     assert (record.arguments[0].alignment, pointer.argument, pointer.shift) == (64, "y", 512)
 
 
@@ -120,8 +120,8 @@ def test_a_stride_of_32_bits_in_a_tensor_map(tmp_path):
 
 def test_a_tensor_map_that_the_driver_encodes(tmp_path):
     record, kernel = compiled(tmp_path, "encoded", 'arguments.x = { role = "input", shape = ["M", "N"] }')
-    (found,) = record.parameters
-    assert (found.dtype, found.dims, found.strides, found.box, found.swizzle, found.encoding) == (
+    (result,) = record.parameters
+    assert (result.dtype, result.dims, result.strides, result.box, result.swizzle, result.encoding) == (
         "fp16", ("N", "M"), (("mul", 2, "N"),), (64, 32), "128B", "driver",
     )  # fmt: skip
     assert record.grid == (("floordiv", "M", 32), 1, 1)
@@ -176,10 +176,10 @@ def test_no_argument_has_the_name_of_an_option_of_launches():
     options = set()
     for function in (Kernel.__call__, Kernel.bind, CheckedKernel.__call__, CheckedKernel.bind):
         parameters = inspect.signature(function).parameters.values()
-        options |= {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+        options |= {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
     assert options == OPTIONS
-    said = refused("configuring", CONFIGURED + 'arguments.priority = { rename = "stream" }')
-    assert said == "arguments.priority.rename: 'stream' is reserved; take another name"
+    message = refused("configuring", CONFIGURED + 'arguments.priority = { rename = "stream" }')
+    assert message == "arguments.priority.rename: 'stream' is reserved; take another name"
 
 
 def test_a_stream_that_is_given_and_not_launched_on_is_refused(tmp_path):
@@ -200,7 +200,7 @@ def test_many_numbers_that_are_multiplied_are_proved(tmp_path):
 
 def test_bounds_of_an_integer(tmp_path):
     record, _ = compiled(tmp_path, "volumes", VOLUMES + "arguments.a = { minimum = 2, maximum = 8, divisor = 2 }")
-    bounds = {each.name: (each.minimum, each.maximum, each.divisor) for each in record.scalars}
+    bounds = {scalar.name: (scalar.minimum, scalar.maximum, scalar.divisor) for scalar in record.scalars}
     assert (bounds["a"], bounds["b"]) == ((2, 8, 2), (-(2**31), 2**31 - 1, 1))
 
 
@@ -208,7 +208,7 @@ def test_an_integer_that_is_an_extent_is_read_from_the_tensor(tmp_path):
     record, _ = compiled(tmp_path, "sized", 'arguments.y = { role = "output", shape = ["N"] }')
     assert [argument.name for argument in record.arguments] == ["y", "sizes_1"]
     assert record.grid == ("sizes_1", 1, 1)
-    assert ("N", "i64") in [(each.value, each.dtype) for _, each in flat(record.parameters) if hasattr(each, "value")]
+    assert ("N", "i64") in [(item.value, item.dtype) for _, item in flat(record.parameters) if hasattr(item, "value")]
 
 
 def test_dims_bounds_defaults_and_names(tmp_path):
@@ -229,14 +229,14 @@ def test_dims_bounds_defaults_and_names(tmp_path):
 
 
 def test_a_fixed_extent_is_a_number_a_param_or_a_star(tmp_path):
-    for said in ("96", '"columns"', '"*"', '["mul", "columns", 1]'):
+    for message in ("96", '"columns"', '"*"', '["mul", "columns", 1]'):
         rest = f"""params.columns = 96
-            arguments.x = {{ role = "input", shape = ["M", {said}] }}
+            arguments.x = {{ role = "input", shape = ["M", {message}] }}
             arguments.y = {{ role = "output", shape = ["M", 96] }}"""
         record, _ = compiled(tmp_path, "twice", rest)
         assert record.tensors[0].shape == ("M", 96)
-    said = refused("twice", rest.replace("96] }", "95] }"))
-    assert said == (
+    message = refused("twice", rest.replace("96] }", "95] }"))
+    assert message == (
         'arguments.y.shape[1] is 95; the trace fixes this extent at 96; say 96, a param of that value, or "*"'
     )
 
@@ -261,13 +261,17 @@ def test_prescribed_strides(tmp_path):
     rest = TWICE.replace('"output", shape', '"output", strides = ["N", 1], shape')
     record, _ = compiled(tmp_path, "twice", rest)
     assert record.tensors[1].strides == ("N", 1)
-    said = refused("twice", TWICE.replace('"output", shape', '"output", strides = ["N", 2], shape'))
-    assert said == "arguments.y.strides[1] is 2; the trace fixes this stride at 1"
+    message = refused("twice", TWICE.replace('"output", shape', '"output", strides = ["N", 2], shape'))
+    assert message == "arguments.y.strides[1] is 2; the trace fixes this stride at 1"
 
 
 def test_a_workspace_and_a_computed_integer(tmp_path):
     record, _ = compiled(tmp_path, "filled", FILLED)
-    assert (record.scratch, record.workspace, [each.name for each in record.arguments]) == (("mul", 4, "N"), 0, ["y"])
+    assert (record.scratch, record.workspace, [argument.name for argument in record.arguments]) == (
+        ("mul", 4, "N"),
+        0,
+        ["y"],
+    )
     zeroed = FILLED.replace('bytes = ["mul", 4, "N"]', "bytes = 64, zeroed = true")
     record, _ = compiled(tmp_path, "filled", zeroed)
     assert (record.scratch, record.workspace, record.workspace_zeroed) == (0, 64, True)
@@ -283,7 +287,7 @@ arguments.memory = { role = "workspace", bytes = 128 }
 @pytest.mark.parametrize(("dtype", "recorded"), [("Boolean", "u8"), ("Int8", "u8"), ("Int16", "u16")])
 def test_tensors_by_their_own_names_of_types_that_no_record_has(tmp_path, dtype, recorded):
     record, kernel = compiled(tmp_path, "chosen", CHOSEN + f'params.dtype = "{dtype}"')
-    assert [(each.name, each.dtype) for each in record.arguments] == [("x", recorded), ("y", "i32")]
+    assert [(argument.name, argument.dtype) for argument in record.arguments] == [("x", recorded), ("y", "i32")]
     assert kernel.proof["launches"] >= 64
 
 
@@ -368,22 +372,22 @@ def test_of_a_64_bit_integer_callers_pass_values_of_32(tmp_path):
     record, kernel = compiled(tmp_path, "filled", FILLED.replace('value = ["mul", 2, "N"]', "minimum = 0"))
     count = record.arguments[-1]
     assert (count.name, count.dtype, count.minimum, count.maximum) == ("count", "i32", 0, 2**31 - 1)
-    (field,) = [each for _, each in flat(record.parameters) if getattr(each, "value", None) == "count"]
+    (field,) = [item for _, item in flat(record.parameters) if getattr(item, "value", None) == "count"]
     assert (field.dtype, kernel.proof["launches"] >= 64) == ("i64", True)
 
 
 def test_a_number_of_python_is_as_wide_as_its_parameter(tmp_path):
     """The host code reads 64 bits of it, and the upper ones of a negative number are not 0."""
     record, kernel = compiled(tmp_path, "plainly", FILLED.replace('arguments.count = { value = ["mul", 2, "N"] }', ""))
-    (field,) = [each for _, each in flat(record.parameters) if getattr(each, "value", None) == "count"]
+    (field,) = [item for _, item in flat(record.parameters) if getattr(item, "value", None) == "count"]
     assert (field.dtype, kernel.proof["launches"] >= 64) == ("i64", True)
 
 
 @pytest.mark.parametrize("kind", ["dict", "event", "set"])
 def test_a_type_that_no_record_knows_is_named(kind):
-    said = refused("anything", Y_ALONE + f'params.kind = "{kind}"')
+    message = refused("anything", Y_ALONE + f'params.kind = "{kind}"')
     name = {"event": "cudaEvent_t"}.get(kind, kind)
-    assert said.startswith(f"what is a {name}, which launch records do not know; pass tensors, pointers, Int32, ")
+    assert message.startswith(f"what is a {name}, which launch records do not know; pass tensors, pointers, Int32, ")
 
 
 @pytest.mark.parametrize("kind", ["None", "function"])
@@ -448,8 +452,8 @@ def test_what_the_spec_forgets_is_asked_for():
 
 
 def test_what_the_trace_does_not_have():
-    said = refused("twice", TWICE + 'arguments.z = { role = "input", shape = ["M"] }')
-    assert said.startswith("arguments.z: the trace has no such argument; it has x (f32, rank 2: [?, ?]), y (f32,")
+    message = refused("twice", TWICE + 'arguments.z = { role = "input", shape = ["M"] }')
+    assert message.startswith("arguments.z: the trace has no such argument; it has x (f32, rank 2: [?, ?]), y (f32,")
     refusals = {
         'arguments.z = { role = "input", shape = ["M"], optional = true }': None,
         "dims.K = { divisor = 2 }": "dims.K: no shape has this dim; the dims are M, N",
@@ -505,7 +509,7 @@ arguments.y = { role = "output", shape = ["M", 128] }
 def test_address_sums_of_32_bits_do_not_reach_2_31_elements(tmp_path, bits, large, bounded):
     rest = ROWS.replace("128] }", "128], large = true }", 1) if large else ROWS
     record, _ = compiled(tmp_path, "rows", f"{rest}params.bits = {bits}")
-    assert len([each for each in record.constraints if "2**31 elements" in each.message]) == bounded
+    assert len([constraint for constraint in record.constraints if "2**31 elements" in constraint.message]) == bounded
     most = 2**24 if bits == 0 else (2**31 - 128) // 200 + 1
     for m, fits in ((1, True), (most, True), (most + 1, bounded == 0)):
         views = [View("fp16", (m, 128), (200 if bits else 128, 1), 0) for _ in range(2)]

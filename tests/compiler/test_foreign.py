@@ -57,7 +57,7 @@ class Package:
             old.rmdir()
         info = f"{self.module}-{version}.dist-info"
         lines = ["Metadata-Version: 2.1", f"Name: {self.name}", f"Version: {version}", "License-Expression: MIT"]
-        metadata = "\n".join(lines + [f"Requires-Dist: {each}" for each in requires]) + "\n"
+        metadata = "\n".join(lines + [f"Requires-Dist: {require}" for require in requires]) + "\n"
         files = {**self.files, f"{info}/METADATA": metadata, f"{info}/top_level.txt": f"{self.module}\n"}
         listed = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD", f"{self.module}/__pycache__/x.pyc"])
         for name, text in {**files, f"{info}/RECORD": listed}.items():
@@ -333,8 +333,8 @@ def test_every_module_that_is_loaded_is_in_the_key(tmp_path, name, arch):
         path = Path(file)
         if top == "fusekit" and module.startswith("fusekit.providers"):
             seen.add(fields[f"foreign.module.fusekit/{path.relative_to(Path(fusekit.__file__).parent).as_posix()}"])
-        for owner in {normal(each) for each in owners.get(top, ())} & whole:
-            listed = {Path(str(each.locate())).resolve() for each in metadata.distribution(owner).files}
+        for owner in {normal(item) for item in owners.get(top, ())} & whole:
+            listed = {Path(str(file.locate())).resolve() for file in metadata.distribution(owner).files}
             assert path.resolve() in listed, f"{module} is no file of {owner}, whose files are in the key"
             seen.add(owner)
     assert whole
@@ -349,7 +349,7 @@ def test_a_missing_package_fails_its_own_kernel_alone(folder):
     lost = [spec_of("mine:f", "no-such-thing"), spec_of("nowhere_to_be_found.x:f")]
     store = Store(folder / "store")
     wanted = plan_build([*lost, spec_of("mine:f")], store)
-    assert [each.error for each in wanted.failed] == [
+    assert [item.error for item in wanted.failed] == [
         "no-such-thing is not installed, whose kernels the spec names; pip install 'no-such-thing'",
         "source nowhere_to_be_found.x: there is no module nowhere_to_be_found on Python's path or in the current"
         " folder; install it, or build from the folder that it is in",
@@ -395,8 +395,8 @@ def test_what_a_source_leaves_in_a_module_reaches_no_other_kernel(folder):
         imported = folder / "mine.log"
         assert imported.read_text() == "imported\n"  # once for all of them
         (folder / "mine.py").write_text(STATEFUL.format(at_import="CALLS = 'edited'").replace("call {", "edited {"))
-        said = compiled_by(first, {"foreign.module.mine.py": "2"})
-        assert said == f"source mine:f raised ValueError: edited 1 ({folder}/mine.py, line 12)"
+        message = compiled_by(first, {"foreign.module.mine.py": "2"})
+        assert message == f"source mine:f raised ValueError: edited 1 ({folder}/mine.py, line 12)"
         (folder / "mine.py").write_text(STATEFUL.format(at_import="print('bye', flush=True); os._exit(7)"))
-        said = compiled_by(first, {"foreign.module.mine.py": "3"})
-        assert said == "importing mine ends the process (exit code 7); its last words: bye"
+        message = compiled_by(first, {"foreign.module.mine.py": "3"})
+        assert message == "importing mine ends the process (exit code 7); its last words: bye"

@@ -49,9 +49,9 @@ def test_it_is_read_and_proved(traced, name):
 @pytest.mark.parametrize("name", READ)
 def test_the_proof_notices_every_change(traced, name):
     plan, record, host = traced(name)
-    found = tally(record, recorded_launches(plan, record, host, "seed"))
-    assert found.noticed >= 5
-    assert not found.missed
+    result = tally(record, recorded_launches(plan, record, host, "seed"))
+    assert result.noticed >= 5
+    assert not result.missed
 
 
 def test_a_tensor_by_value_is_a_struct(traced):

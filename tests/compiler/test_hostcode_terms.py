@@ -236,7 +236,7 @@ def test_a_guard_under_a_condition_holds_there_only() -> None:
     (guard,) = lowering.guards
     assert guard.condition is algebra.term(("lt", "M", 4))
     lowering.lower(wide)
-    assert any(each.condition.is_const for each in lowering.guards)
+    assert any(guard.condition.is_const for guard in lowering.guards)
 
 
 def test_guards_of_both_ways_are_one_and_none_is_said_twice() -> None:

@@ -112,16 +112,16 @@ def test_of_the_specs_only_what_a_family_reads_is_in_its_closure():
     def of_specs(root, modules=()):
         return {name for name in closure(root, modules=modules) if name.startswith("spec/")}
 
-    assert of_specs("fusekit.compiler.tokens") == set()  # what comes of them stands in the spec
+    assert of_specs("fusekit.compiler.tokens") == set()  # what comes of them is in the spec
     assert of_specs("fusekit.compiler.gemm", SPEC.plan.modules) == {"spec/model.py"}
 
 
 def test_every_distribution_of_the_dsl_is_named():
-    found = distributions()
-    assert found["nvidia-cutlass-dsl"] == metadata.version("nvidia-cutlass-dsl")
-    assert any("libs" in name for name in found)
-    assert all(name.startswith("nvidia-cutlass-dsl") for name in found)
-    assert describe(found)["distributions"] == found
+    result = distributions()
+    assert result["nvidia-cutlass-dsl"] == metadata.version("nvidia-cutlass-dsl")
+    assert any("libs" in name for name in result)
+    assert all(name.startswith("nvidia-cutlass-dsl") for name in result)
+    assert describe(result)["distributions"] == result
 
 
 def test_a_missing_dsl_is_a_toolchain_error(monkeypatch):

@@ -43,7 +43,8 @@ FP8 = (
     "wgrad-bf16@128x128-c1x2-coop", "wgrad-dense@128x192-c2x1-coop-dynamic",
 )  # fmt: skip
 CODED = [name for name in MATRIX if name.startswith("matrix_coded/")]
-# Each way to store codes, from each kind of factors, in each layout, and every operand that such a kernel may have.
+# Each way to store FP8 values, from each kind of factors, in each layout, and every operand that such a kernel may
+# have.
 CODED_SAMPLE = [
     f"matrix_coded/{name}"
     for name in (
@@ -64,7 +65,7 @@ def distinct(specs):
     return tuple({repr(spec.device_spec()): spec for spec in reversed(specs)}.values())[::-1]
 
 
-# The epilogues with most to hold beside accumulators, in every tile that a packaged layer offers; and other layouts.
+# The epilogues with most to hold next to accumulators, in every tile that a packaged layer offers; and other layouts.
 CROWDED = (
     *distinct(find(["*/moe.fc2-dgrad@*", "*/moe-fp8.fc2-dgrad@*"])),
     *find([f"{GPU}/layers.toml/{name}.fc2-dgrad@128x192-c2x1-dynamic" for name in ("llama4", "mlp", "plain")]),
@@ -146,8 +147,8 @@ def instructions(entry, cubin):
 def test_all_are_built_and_proven(built, pytestconfig):
     store, report = built
     assert not report.failed
-    assert {each.name for each in report.built} == {spec.full_name for spec in every(pytestconfig)}
-    assert all(each.proved_launches >= 8 for each in report.built)
+    assert {item.name for item in report.built} == {spec.full_name for spec in every(pytestconfig)}
+    assert all(item.proved_launches >= 8 for item in report.built)
     assert not store.verify(full=True).bad
 
 
@@ -168,22 +169,22 @@ def test_nothing_is_spilled(built, spec):
 
 def test_tensor_cores_multiply_what_tma_brings(built, spec):
     code = instructions(*loaded(built, spec))
-    products = {each.opcode.partition(".F32")[0] for each in code if each.base in ("HGMMA", "QGMMA")}
+    products = {item.opcode.partition(".F32")[0] for item in code if item.base in ("HGMMA", "QGMMA")}
     kind, depth = ("QGMMA", 32) if spec.plan.quant.coded_inputs else ("HGMMA", 16)
     assert products == {f"{kind}.64x{spec.tile[1] // spec.plan.waves}x{depth}"}
-    loads = [each.opcode for each in code if each.base == "UTMALDG"]
+    loads = [item.opcode for item in code if item.base == "UTMALDG"]
     assert loads
-    assert any("MULTICAST" in each for each in loads) is (spec.cluster != (1, 1))
-    assert any(each.base in ("UTMASTG", "UTMAREDG") for each in code)  # stored, or added
-    assert not any(each.base == "HMMA" for each in code)  # the older tensor core path
+    assert any("MULTICAST" in load for load in loads) is (spec.cluster != (1, 1))
+    assert any(item.base in ("UTMASTG", "UTMAREDG") for item in code)  # stored, or added
+    assert not any(item.base == "HMMA" for item in code)  # the older tensor core path
 
 
 def test_no_product_is_waited_for_before_the_next_begins(built, spec):
-    """Where ptxas runs out of registers for the pipeline, it waits behind every wgmma, and nobody is told."""
+    """Where ptxas runs out of registers for the pipeline, it waits after every wgmma, and nobody is told."""
     code = [
-        each
-        for each in instructions(*loaded(built, spec))
-        if each.opcode.startswith(("HGMMA", "QGMMA", "WARPGROUP.DEPBAR"))
+        instruction
+        for instruction in instructions(*loaded(built, spec))
+        if instruction.opcode.startswith(("HGMMA", "QGMMA", "WARPGROUP.DEPBAR"))
     ]
     groups = [list(group) for base, group in groupby(code, key=lambda each: each.base) if base != "WARPGROUP"]
     assert groups
@@ -199,7 +200,9 @@ def test_the_record_says_what_the_cubin_takes(built, spec):
     assert entry.resources["max_threads"] == spec.plan.threads
     last = max(product.parameters, key=lambda parameter: parameter.offset)
     assert last.offset + last.size == entry.resources["parameter_bytes"]
-    assert entry.proof["parameters"] == [each.name for launch in record.launches for each in launch.parameters]
+    assert entry.proof["parameters"] == [
+        parameter.name for launch in record.launches for parameter in launch.parameters
+    ]
 
 
 def variables(record):
@@ -229,9 +232,9 @@ def test_what_was_read_is_what_was_planned(built, spec):
     assert product.cluster == (spec.cluster[0] * spec.cluster[1], 1, 1)
     assert product.dynamic_shared == plan.shared.bytes <= SM90A.shared_bytes
     env = variables(record)
-    for each in product.parameters:
-        if isinstance(each, TensorMapParameter):
-            expected_map(each, env).check()
+    for parameter in product.parameters:
+        if isinstance(parameter, TensorMapParameter):
+            expected_map(parameter, env).check()
     size, blocks = product.cluster[0], evaluate(product.grid[0], env)
     assert blocks % size == 0
     assert size <= blocks <= 132
@@ -246,14 +249,14 @@ def test_parts_of_rows_are_added_up_by_a_second_launch(split, tmp_path):
     assert compiled.proof["launches"] >= 8
     assert (compiled.resources["registers"], compiled.resources["spill_bytes"]) == (65536 // 384 // 8 * 8, 0)
     assert (first.dynamic_shared, second.dynamic_shared) == (split.plan.shared.bytes, 0)
-    for each in record.launches:
+    for launch in record.launches:
         try:
-            code = sass.instructions(compiled.cubin, each.symbol)
+            code = sass.instructions(compiled.cubin, launch.symbol)
         except ToolchainError as error:
             pytest.skip(str(error))
         counted = sass.counts(code)
         assert (counted["STL"], counted["LDL"], counted["UTMASTG"], counted["UTMAREDG"]) == (0, 0, 0, 0)
-        assert not any("F32" in each.opcode for each in code if each.base.startswith(("ATOM", "RED")))
+        assert not any("F32" in item.opcode for item in code if item.base.startswith(("ATOM", "RED")))
     for problem, parts in (
         ({"M": 24576, "N": 128, "K": 2880}, 8),
         ({"M": 1025, "N": 128, "K": 2880}, 3),
@@ -263,7 +266,7 @@ def test_parts_of_rows_are_added_up_by_a_second_launch(split, tmp_path):
     ):
         env = variables(record) | problem
         assert evaluate(record.scratch, env) == 4 * parts * problem["N"] * (problem["K"] + 1)
-        counts = {evaluate(each.value, env) for each in second.parameters if each.name == "integer"}
+        counts = {evaluate(parameter.value, env) for parameter in second.parameters if parameter.name == "integer"}
         assert counts == {parts}
         assert evaluate(second.grid[0], env) == problem["N"] * -(-problem["K"] // 512)
 
@@ -276,7 +279,7 @@ def test_sums_of_blocks_are_added_up_by_another_launch(built, summed):
         code = sass.instructions(cubin, second.symbol)
     except ToolchainError as error:
         pytest.skip(str(error))
-    assert not any(each.base in ("STL", "LDL") or each.base.startswith(("ATOM", "RED.")) for each in code)
+    assert not any(item.base in ("STL", "LDL") or item.base.startswith(("ATOM", "RED.")) for item in code)
     env = variables(record)
     groups, sides = (1, 1) if MATRIX[summed].op == "dense-gemm" else (5, 2)
     for i in (384, 16, 2880):
@@ -292,13 +295,13 @@ def test_codes_wait_for_no_barrier_of_the_cta(built, name):
     """None joins both consumer warpgroups; the transpose goes through stmatrix."""
     spec = MATRIX[name]
     code = instructions(*loaded(built, spec))
-    barriers = [each for each in code if each.opcode.startswith("BAR.SYNC")]
-    assert sum(each.operands.startswith("0x0") for each in barriers) <= 2  # before the roles part, and at the end
+    barriers = [item for item in code if item.opcode.startswith("BAR.SYNC")]
+    assert sum(barrier.operands.startswith("0x0") for barrier in barriers) <= 2  # before the roles part, and at the end
     if not spec.plan.pingpong:  # which takes turns in the main loop
-        assert not any(each.operands.endswith(",0x100") for each in barriers)
-    turned = [each.opcode for each in code if each.base == "STSM"]
-    assert any(".MT88" in each for each in turned) is spec.plan.quant.transpose
-    stores = sum(each.base == "UTMASTG" for each in code)
+        assert not any(barrier.operands.endswith(",0x100") for barrier in barriers)
+    turned = [item.opcode for item in code if item.base == "STSM"]
+    assert any(".MT88" in item for item in turned) is spec.plan.quant.transpose
+    stores = sum(item.base == "UTMASTG" for item in code)
     assert stores >= 1 + spec.plan.quant.keep + spec.plan.quant.transpose
 
 
@@ -308,12 +311,14 @@ def test_chosen_rows_come_by_copies_of_16_bytes_that_a_barrier_tracks(built, gat
     wgrad = gathering.op == "grouped-wgrad"
     rows = 64 if wgrad else gathering.tile[0]
     row_bytes = 2 * gathering.tile[gathering.operands["gather"] == "x"] if wgrad else 128  # of a stage
-    copies = [number for number, each in enumerate(code) if each.base == "LDGSTS"]
+    copies = [number for number, item in enumerate(code) if item.base == "LDGSTS"]
     assert len(copies) == 2 * rows * row_bytes // 16 // 32 // 4  # of one warp of four; the last stages apart
     assert {code[number].opcode for number in copies} == {"LDGSTS.E.BYPASS.LTC256B.128"}
     assert sass.counts(code)["ARRIVES"] == 2
     maps = {
-        each.name for each in product_of(LaunchRecord.from_json(dict(entry.launch))).parameters if "map" in each.name
+        parameter.name
+        for parameter in product_of(LaunchRecord.from_json(dict(entry.launch))).parameters
+        if "map" in parameter.name
     }
     other = ({"x": "dy", "dy": "x"} if wgrad else {"x": "w"})[gathering.operands["gather"]]
     assert f"map_{gathering.operands['gather']}" not in maps
@@ -368,6 +373,6 @@ def test_an_error_planted_in_a_real_record_is_caught(proven, planted):
 def test_the_proof_notices_every_change_of_a_real_record(proven):
     """`python -m tests.compiler.mutations` does this for all packaged kernels: none of 14,588 goes unnoticed there."""
     traced, record, host, seed = proven
-    found = tally(record, recorded_launches(traced, record, host, seed))
-    assert found.noticed >= 100
-    assert not found.missed
+    result = tally(record, recorded_launches(traced, record, host, seed))
+    assert result.noticed >= 100
+    assert not result.missed

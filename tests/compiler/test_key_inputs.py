@@ -92,14 +92,14 @@ class Distribution:
 @pytest.fixture
 def installed(monkeypatch):
     """What is installed, as a dict that a test may change."""
-    found = {each.name: each.version for each in metadata.distributions() if each.name}
+    result = {distribution.name: distribution.version for distribution in metadata.distributions() if distribution.name}
 
     def distributions():
-        return iter(Distribution(name, version) for name, version in found.items())
+        return iter(Distribution(name, version) for name, version in result.items())
 
     monkeypatch.setattr(toolchain.metadata, "distributions", distributions)
     monkeypatch.setattr(toolchain, "_local", lambda *_: {})  # whose files are looked at in test_toolchain_files.py
-    return found
+    return result
 
 
 def test_every_distribution_of_the_toolchain(installed):
@@ -124,7 +124,7 @@ def test_every_distribution_of_the_toolchain(installed):
 )
 def test_of_two_cuda_libraries_the_one_that_the_dsl_loads(installed, monkeypatch, driver, taken):
     """The newest that the driver supports, as the DSL's own loader has it; the other one is no input."""
-    names = {f"nvidia-cutlass-dsl-libs-{each}" for each in ("cu12", "cu13")}
+    names = {f"nvidia-cutlass-dsl-libs-{item}" for item in ("cu12", "cu13")}
     installed.update(dict.fromkeys(names, "4.8.1"))
     monkeypatch.setattr(toolchain, "_driver_major", lambda: driver)
     both = key()
@@ -201,7 +201,7 @@ def test_nothing_of_the_surroundings_is_an_input(tmp_path):
     """Another place, folder, hash seed, user, locale, time zone, optimisation: the same keys."""
     place = tmp_path / "a path with spaces" / "fusekit"
     shutil.copytree(PACKAGE, place, ignore=shutil.ignore_patterns("__pycache__"))
-    # Specs are data beside the package or inside it, depending on how it is installed.
+    # Specs are data next to the package or inside it, depending on how it is installed.
     if (PACKAGE.parent / "kernel_specs").is_dir():
         shutil.copytree(PACKAGE.parent / "kernel_specs", place.parent / "kernel_specs")
     here = keys_in(tmp_path, PACKAGE, PYTHONHASHSEED="0")

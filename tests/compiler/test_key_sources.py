@@ -77,7 +77,7 @@ OF_GEMMS = ("fusekit.plan", "fusekit.spec.model")
 
 @EACH
 def test_what_is_loaded_while_a_kernel_is_compiled_is_in_its_key(spec):
-    """By construction: every module of fusekit that the process has in the end counts, or stands in the list above."""
+    """By construction: every module of fusekit that the process has in the end counts, or is in the list above."""
     pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
     run = subprocess.run(
         [sys.executable, "-P", "-c", COMPILE, pickle.dumps(alone(spec)).hex()],
@@ -123,7 +123,7 @@ def test_every_source_file(copy, spec):
     for name in before:
         data = (copy / name).read_bytes()
         (copy / name).write_bytes(data + b"\nedited = 1\n")
-        others = {each: file for each, file in sources._files.items() if each != name}
+        others = {item: file for item, file in sources._files.items() if item != name}
         assert Sources(copy, others).closure(roots) != before, name
         (copy / name).write_bytes(data)
 
@@ -153,7 +153,7 @@ def test_how_a_source_is_written_down_is_no_input(copy, spec):
 
 
 def reworded(text):
-    """The same code with another docstring, other messages and a comment behind each statement that has room."""
+    """The same code with another docstring, other messages and a comment after each statement that has room."""
     tree, lines = ast.parse(text), text.splitlines()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -229,7 +229,7 @@ def test_words_and_other_operations_change_no_key_of_a_token_operation(monkeypat
     specs = find(["router", "permutation"])
     old = [key(spec) for spec in specs]
     for name, row in TOKENS.items():
-        reworded = tuple(dataclasses.replace(each, words="Other words.") for each in row.operands)
+        reworded = tuple(dataclasses.replace(operand, words="Other words.") for operand in row.operands)
         monkeypatch.setitem(TOKENS, name, dataclasses.replace(row, operands=reworded))
     assert [key(spec) for spec in specs] == old
     for change in ({"role": "inout"}, {"dtype": "fp16"}, {"shape": "T 7"}, {"name": "other"}, {"when": lambda keys: 0}):

@@ -34,8 +34,8 @@ KERNELS = ("gemm@base", "silu-add@base", "square-sum@cluster2", "square-sum@clus
 
 def block(language: str, holds: str) -> str:
     """The page's block that holds a text."""
-    (found,) = (text for kind, text in BLOCKS if kind == language and holds in text)
-    return found
+    (result,) = (text for kind, text in BLOCKS if kind == language and holds in text)
+    return result
 
 
 def run(command, place, **changes):
@@ -54,8 +54,8 @@ def run_block(holds, place):
 
 def test_the_page_says_what_a_workspace_is():
     (size, zeroed) = re.findall(r"^\| `arguments\.NAME\.(?:bytes|zeroed)` .*$", PAGE, re.MULTILINE)
-    assert all(said in size for said in ("needs", "in place of a shape", "of dims", "fixed extents"))
-    assert all(said in zeroed for said in ("before the first launch", "the last one left", "`sm_count` at most"))
+    assert all(message in size for message in ("needs", "in place of a shape", "of dims", "fixed extents"))
+    assert all(message in zeroed for message in ("before the first launch", "the last one left", "`sm_count` at most"))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def opened(place, name="kernels/silu-add@base"):
     """A library over a driver that records, for the kernel `name`."""
     store, entry, _ = stored(place, name)
     record = LaunchRecord.from_json(dict(entry.launch))
-    fake = FakeDriver([(each.offset, each.size) for each in record.parameters], symbol=record.symbol)
+    fake = FakeDriver([(parameter.offset, parameter.size) for parameter in record.parameters], symbol=record.symbol)
     return Library(store, Driver(fake)), fake
 
 
@@ -90,7 +90,7 @@ def vectors(n=4096):
 
 
 @pytest.mark.parametrize(
-    ("language", "text"), [each for each in BLOCKS if each[0] in ("toml", "c") or "arguments():" in each[1]]
+    ("language", "text"), [item for item in BLOCKS if item[0] in ("toml", "c") or "arguments():" in item[1]]
 )
 def test_what_the_page_shows_of_the_files_stands_in_them(language, text):
     assert any(text in source for source in SOURCES.values())
@@ -102,8 +102,8 @@ def test_the_kernel_on_the_page_is_the_one_in_the_file():
 
 def test_the_commands_build_and_prove_the_kernels(place):
     listed = json.loads(run(["fusekit", "ls", "kernels/*", "--json"], place).stdout)
-    assert sorted(each["name"] for each in listed) == [f"kernels/{name}" for name in KERNELS]
-    assert all(each["spill_bytes"] == 0 for each in listed)
+    assert sorted(item["name"] for item in listed) == [f"kernels/{name}" for name in KERNELS]
+    assert all(item["spill_bytes"] == 0 for item in listed)
     for name in KERNELS:
         _, entry, _ = stored(place, f"kernels/{name}")
         assert entry.proof["launches"] >= 64
@@ -113,8 +113,8 @@ def test_the_records_say_what_the_kernels_do(place):
     records = {name: LaunchRecord.from_json(dict(stored(place, f"kernels/{name}")[1].launch)) for name in KERNELS}
     assert records["square-sum@cluster4"].cluster == (4, 1, 1)
     assert records["square-sum@cluster4"].grid == (("mul", 4, "M"), 1, 1)
-    maps = [each for each in records["gemm@base"].parameters if hasattr(each, "box")]
-    assert [each.argument for each in maps] == ["a", "b"]
+    maps = [parameter for parameter in records["gemm@base"].parameters if hasattr(parameter, "box")]
+    assert [tensor_map.argument for tensor_map in maps] == ["a", "b"]
     assert records["gemm@base"].grid[0][:2] == ("min", "sm_count")
     assert records["silu-add@base"].scalars[0].default == 1.0
     assert [launch.grid for launch in records["total@base"].launches] == [(256, 1, 1), (1, 1, 1)]

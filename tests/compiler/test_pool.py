@@ -122,11 +122,11 @@ def test_few_servers_of_foreign_modules_are_kept(server):
             with server.at(job) as each:
                 servers.append(each)
         assert not used.closed
-    assert [each.closed for each in servers] == [True] * 3 + [False] * (HOMES - 1)
+    assert [item.closed for item in servers] == [True] * 3 + [False] * (HOMES - 1)
     with server.at(homes[0]) as again, server.at(homes[-1]) as last, server.at(homes[1]) as new:
         assert again is used and last is servers[-1] and new is not servers[0]
     server.close()
-    assert used.closed and all(each.closed for each in servers) and new.closed
+    assert used.closed and all(item.closed for item in servers) and new.closed
 
 
 def alive(pid):

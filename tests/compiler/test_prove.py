@@ -33,12 +33,16 @@ def prove(traced, change=lambda record: record, plan=None):
 
 def with_parameter(record, name, **changes):
     assert any(parameter.name == name for parameter in record.parameters)
-    parameters = [replace(each, **changes) if each.name == name else each for each in record.parameters]
+    parameters = [
+        replace(parameter, **changes) if parameter.name == name else parameter for parameter in record.parameters
+    ]
     return replace(record, parameters=tuple(parameters))
 
 
 def with_argument(plan, of, **changes):
-    arguments = [replace(each, **changes) if each.name == of else each for each in plan.signature.arguments]
+    arguments = [
+        replace(argument, **changes) if argument.name == of else argument for argument in plan.signature.arguments
+    ]
     return replace(plan, signature=replace(plan.signature, arguments=tuple(arguments)))
 
 
@@ -90,7 +94,7 @@ def test_a_wrong_tensor_map_is_caught(traced, change, parameter, message):
 
 
 def test_a_wrong_swizzle_is_caught(traced):
-    # A swizzle other than 128B cannot stand beside a 128-byte box, so none is what a record could wrongly say.
+    # A swizzle other than 128B cannot stand next to a 128-byte box, so none is what a record could wrongly say.
     with pytest.raises(ProofError, match=r"^map_y: swizzle is none in the launch record and 128B in the DSL"):
         prove(traced, lambda record: with_parameter(record, "map_y", swizzle="none"))
 

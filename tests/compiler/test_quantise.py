@@ -37,8 +37,8 @@ def test_nothing_is_spilled_and_loads_run_ahead(built):
         assert bool(counted["LDGSTS"]) is not name.startswith(("rows", "amax", "wide")), name
         if name.startswith("wide"):
             order = "".join(
-                each.base[0] for each in sass.instructions(cubin, entry.launch["symbol"])
-                if each.base in ("LDG", "STS")
+                instruction.base[0] for instruction in sass.instructions(cubin, entry.launch["symbol"])
+                if instruction.base in ("LDG", "STS")
             )  # fmt: skip
             assert "L" * AHEAD + "S" * AHEAD in order, name
         if counted["LDGSTS"]:  # of several tiles, the first one's copies are a group of their own: else nobody waits

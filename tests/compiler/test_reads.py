@@ -65,7 +65,7 @@ def refused(folder, tmp_path):
 
     def run(source="mine:f", files=(), env=()):
         variables = environment(scratch, "sm_90a") | dict.fromkeys(env, "7")
-        lists = [json.dumps([*each]) for each in (files, env)]
+        lists = [json.dumps([*item]) for item in (files, env)]
         done = subprocess.run(
             [sys.executable, "-P", "-c", PROGRAM, source, *lists, str(folder), *sys.path], cwd=scratch, env=variables,
             capture_output=True, text=True, check=False,
@@ -95,8 +95,8 @@ def source(folder, body, head=""):
 )
 def test_a_file_that_a_source_reads_is_refused_unless_it_is_listed(folder, refused, body):
     source(folder, body)
-    said = refused()
-    assert said == (
+    message = refused()
+    assert message == (
         f'mine.py reads {folder}/n.txt while it is built, which is in no key; list it in the spec: files = ["n.txt"]'
     )
     assert refused(files=["n.txt"]) == ""
@@ -132,8 +132,8 @@ def test_a_path_from_the_current_folder_and_one_elsewhere_have_another_remedy(fo
 )
 def test_a_variable_that_a_source_reads_is_refused_unless_it_is_listed(folder, refused, body):
     source(folder, f"try:\n    {body}\nexcept KeyError: pass")
-    said = "mine.py reads the environment variable N while it is built, which is in no key; list it in the spec: "
-    assert refused() == f'{said}env = ["N"]'
+    message = "mine.py reads the environment variable N while it is built, which is in no key; list it in the spec: "
+    assert refused() == f'{message}env = ["N"]'
     assert refused(env=["N"]) == ""
 
 
@@ -197,7 +197,7 @@ def test_what_the_spec_lists_is_in_the_key(folder, monkeypatch):
     monkeypatch.setenv("N", "2")
     after = Foreign().fields(spec_of(files=["n.txt", "data/m.txt"], env=["N", "UNSET_HERE"]))
     assert differing(before, after) == ["foreign.env.N", "foreign.file.n.txt"]
-    keys = {key_of(Identity(toolchain={"x": "1"}).key_fields(spec_of(env=each))) for each in ([], ["N"], ["M"])}
+    keys = {key_of(Identity(toolchain={"x": "1"}).key_fields(spec_of(env=item))) for item in ([], ["N"], ["M"])}
     assert len(keys) == 3
 
 

@@ -173,17 +173,17 @@ def test_the_row_stays_in_registers(built):
 
 def test_rows_move_in_16_bytes(kernels):
     code = machine_code(kernels("dense")[1])
-    loads = [each.opcode for each in code if each.base == "LDG"]
+    loads = [item.opcode for item in code if item.base == "LDG"]
     assert len(loads) == 2304 * 4 // (16 * 32) and all(".128" in opcode for opcode in loads)
     # 18 stores clear the probabilities, 5 the map (the last for half a warp); two of each write what was chosen.
-    stores = [each.opcode for each in code if each.base == "STG"]
+    stores = [item.opcode for item in code if item.base == "STG"]
     assert sum(".128" in opcode for opcode in stores) == 18 + 5
     assert len(stores) == 18 + 5 + 2 * 2
 
 
 def test_a_sparse_backward_reads_no_row(kernels):
     code = machine_code(kernels("backward")[1])
-    assert len([each for each in code if each.base == "LDG" and ".128" in each.opcode]) == 5  # the map
+    assert len([item for item in code if item.base == "LDG" and ".128" in item.opcode]) == 5  # the map
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])

@@ -37,15 +37,15 @@ def test_the_same_seed_gives_the_same_sets():
 def test_edges_and_rules():
     launch = record()
     sets = argument_sets(launch, "a", 64)
-    assert len([each for each in sets if ":" not in each.label]) == 64
-    by_label = {each.label: each.values for each in sets}
+    assert len([item for item in sets if ":" not in item.label]) == 64
+    by_label = {item.label: item.values for item in sets}
     assert (by_label["smallest"]["M"], by_label["smallest"]["K"], by_label["smallest"]["E"]) == (1, 8, 1)
     assert (by_label["next to smallest"]["M"], by_label["next to smallest"]["K"]) == (2, 16)
     assert by_label["largest M"]["M"] == 2**31 - 1
     assert by_label["largest E"]["E"] == 100
     assert by_label["largest K"]["K"] == 2**31 - 8
-    for each in sets:
-        values = each.values
+    for entry in sets:
+        values = entry.values
         assert values["K"] % 8 == 0
         assert values["K"] >= 8
         assert 1 <= values["E"] <= 100
@@ -55,25 +55,25 @@ def test_edges_and_rules():
         assert values["table.address"] % 4 == 0
         assert values["x.address"] + 2 * values["M"] * values["x.stride0"] < 2**47
         expected_map(launch.parameters[0], values).check()
-    assert any(each.values["x.stride0"] > each.values["K"] for each in sets)
-    assert any(each.values["cluster_margin"] for each in sets)
-    assert len({each.values["sm_count"] for each in sets}) > 3
+    assert any(item.values["x.stride0"] > item.values["K"] for item in sets)
+    assert any(item.values["cluster_margin"] for item in sets)
+    assert len({item.values["sm_count"] for item in sets}) > 3
 
 
 def test_boundaries_have_sets_on_both_sides():
     tiles = ["max", 1, ["min", ["floordiv", "sm_count", 2], ["ceildiv", "M", 64]]]
     sets = argument_sets(record(grid=(tiles, ["if", ["lt", "E", 7], 1, 2], 1)), "a", 8)
-    rows, experts = {each.values["M"] for each in sets}, {each.values["E"] for each in sets}
+    rows, experts = {item.values["M"] for item in sets}, {item.values["E"] for item in sets}
     assert {63, 64, 65} <= rows  # a tile
     assert {132 * 64, 132 * 64 + 1} <= rows  # as many tiles as half of 264 multiprocessors, and one more
     assert {6, 7} <= experts
-    assert {each.values["sm_count"] for each in sets} >= {1, 2, 3}  # a multiple of 2, and where the maximum takes over
+    assert {item.values["sm_count"] for item in sets} >= {1, 2, 3}  # a multiple of 2, and where the maximum takes over
 
 
 def test_boundaries_are_those_of_named_values_and_of_every_launch():
     step = LaunchStep((), (["ceildiv", "wide", 5], 1, 1), (32, 1, 1))
     sets = argument_sets(record(values={"wide": ["mul", 3, "E"]}, then=(step,)), "a", 8)
-    assert {each.values["E"] for each in sets if each.label.startswith("multiples of 5")} >= {4, 5, 6}
+    assert {item.values["E"] for item in sets if item.label.startswith("multiples of 5")} >= {4, 5, 6}
 
 
 def test_values_that_read_others_many_times_are_sampled_in_time():
@@ -81,7 +81,7 @@ def test_values_that_read_others_many_times_are_sampled_in_time():
     names = ["M", *(f"v{step}" for step in range(60))]
     values = {now: ["if", ["lt", before, 9], before, ["sub", before, 1]] for before, now in itertools.pairwise(names)}
     sets = argument_sets(record(values=values, grid=(["add", 1, ["floordiv", names[-1], 64]], 1, 1)), "a", 8)
-    assert {each.values["M"] for each in sets} >= {8, 9, 10}
+    assert {item.values["M"] for item in sets} >= {8, 9, 10}
 
 
 def test_a_dim_that_may_be_zero_is_tried_at_zero():
@@ -91,7 +91,7 @@ def test_a_dim_that_may_be_zero_is_tried_at_zero():
 
 def test_constraints_hold():
     launch = record(constraints=(Constraint(["mod", "K", 32], "K must be a multiple of 32"),))
-    assert all(each.values["K"] % 32 == 0 for each in argument_sets(launch, "a", 24))
+    assert all(argument_set.values["K"] % 32 == 0 for argument_set in argument_sets(launch, "a", 24))
 
 
 def test_rules_that_nothing_meets_are_an_error():
@@ -110,5 +110,5 @@ def test_multiples_are_found_without_a_search():
         for slope in (-7, -4, 1, 6, 12):
             for start in range(-9, 9):
                 wanted = [index for index in range(1, divisor + 1) if (start + index * slope) % divisor == 0][:1]
-                found = list(_multiples(divisor, lambda index, a=start, b=slope: a + index * b, far))
-                assert found[:1] == wanted
+                actual = list(_multiples(divisor, lambda index, a=start, b=slope: a + index * b, far))
+                assert actual[:1] == wanted

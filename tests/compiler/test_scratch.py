@@ -96,8 +96,8 @@ def test_a_build_that_is_stopped_leaves_nothing(temporary, tmp_path, number):
     assert "1/" in build.stderr.readline()  # the first kernel is there, the next one is being compiled
     assert list(temporary.glob("fusekit-build-*"))
     build.send_signal(number)
-    _, said = build.communicate(timeout=60)
+    _, message = build.communicate(timeout=60)
     assert build.returncode == 128 + number
-    assert f"interrupted ({number.name})" in said
+    assert f"interrupted ({number.name})" in message
     assert not list(temporary.glob("fusekit-*"))
     assert not list(temporary.glob("tmp*"))

@@ -89,7 +89,7 @@ def launched(config, monkeypatch):
         store = Store.open(config)
         entry, _ = store.load(store.find_name(compiled.name, compiled.arch).key)
         first, *rest = LaunchRecord.from_json(dict(entry.launch)).launches
-        sizes = {each.symbol: [(item.offset, item.size) for item in each.parameters] for each in (first, *rest)}
+        sizes = {entry.symbol: [(item.offset, item.size) for item in entry.parameters] for entry in (first, *rest)}
         fake = FakeDriver(sizes.pop(first.symbol), symbol=first.symbol, others=sizes)
         compiled._library = stand_in._overlapping(store, Driver(fake))
         return fake
@@ -109,9 +109,9 @@ def test_what_is_not_there_is_compiled_and_what_is_there_is_not(monkeypatch, req
 
 def test_a_store_that_was_filled_from_a_captured_spec_serves(config, tmp_path, request):
     function, arguments = rows.arguments(2)
-    with fusekit.capture() as found:
+    with fusekit.capture() as result:
         cute.compile(function, *arguments, options=ARCH)
-    report = build([found.write(tmp_path / "found.toml")], config=config, allow_extern=True)
+    report = build([result.write(tmp_path / "found.toml")], config=config, allow_extern=True)
     assert report.ok, report.failed
     request.getfixturevalue("no_compiler")
     function, arguments = rows.arguments(2)
@@ -176,7 +176,7 @@ def test_a_truth_value_is_given_as_to_the_dsl(launched):
     long = Torchlike((300,), "torch.float32", 0x1000_0000)
     compiled(long, False)
     compiled(long, True)
-    assert [each.grid[0] for each in fake.launches] == [1, 3]
+    assert [launch.grid[0] for launch in fake.launches] == [1, 3]
 
 
 def test_what_configures_the_launch_is_that_of_the_call_that_was_compiled(launched):
@@ -282,8 +282,8 @@ class Holder:
 def test_members_are_taken_as_the_trace_has_them():
     template = Holder(Pair(cutlass.Int32(1), 64, (vector(), None, cutlass.Float32(1.0))))
     value = Holder(Pair(7, 128, (A, None, 0.5)), 9)
-    found = [(leaf.name, item) for leaf, item in stand_in._pairs("it", template, value)]
-    assert found == [("it_pair_first", 7), ("it_pair_rest_0", A), ("it_pair_rest_2", 0.5)]
+    result = [(leaf.name, item) for leaf, item in stand_in._pairs("it", template, value)]
+    assert result == [("it_pair_first", 7), ("it_pair_rest_0", A), ("it_pair_rest_2", 0.5)]
 
 
 def test_one_library_serves_a_store(config):

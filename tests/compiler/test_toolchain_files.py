@@ -178,7 +178,7 @@ def test_keys_do_not_depend_on_the_python_that_makes_them(tmp_path):
             continue
         site = install(tmp_path / version, "cp" + version.replace(".", ""))
         package = site / "nvidia_cutlass_dsl/dsl_packages"
-        paths = [str(each) for each in (package, site, ROOT, tmp_path / "needed")]
+        paths = [str(item) for item in (package, site, ROOT, tmp_path / "needed")]
         done = subprocess.run(
             [python, "-B", "-S", "-c", KEYS, *paths], cwd=tmp_path, env={"HOME": str(tmp_path)}, capture_output=True,
             text=True, check=False,
@@ -210,4 +210,4 @@ def test_every_option_of_the_cubin_that_has_a_default_is_named():
 def test_this_installation_is_that_of_the_wheels():
     if sys.modules.get("cutlass") is None and not metadata.packages_distributions().get("nvidia_cutlass_dsl"):
         pytest.skip("the CuTe DSL (extra `build`) is not installed")
-    assert not any("local" in each for each in toolchain.distributions().values())
+    assert not any("local" in distribution for distribution in toolchain.distributions().values())

@@ -54,7 +54,7 @@ def test_processes_folders_and_hash_seeds_give_the_same_bytes(tilecopy, tmp_path
 
 @pytest.mark.parametrize("folder", ["a blank", "x --opt-level=0 --gpu-arch=sm_80", "a 'quote\" \\ $HOME;#"])
 def test_the_scratch_folder_is_no_option(tilecopy, tmp_path, folder):
-    """Whatever stands in its path, such as that of TMPDIR, never reaches the compiler's options."""
+    """Whatever is in its path, such as that of TMPDIR, never reaches the compiler's options."""
     cubins = []
     for scratch in (tmp_path / "plain", tmp_path / folder):
         scratch.mkdir()

@@ -42,8 +42,8 @@ def test_a_name_of_another_version(store, tilecopy):
 def test_an_entry_of_another_version(store, tilecopy):
     (path,) = (path for path in (store.root / "entries").rglob("*") if path.is_file())
     newer(path)
-    found = explain(store, LINEAR, Identity().key_fields(LINEAR))
-    assert (found.status, "of another version of fusekit" in found.reason) == ("miss", True)
+    result = explain(store, LINEAR, Identity().key_fields(LINEAR))
+    assert (result.status, "of another version of fusekit" in result.reason) == ("miss", True)
     assert store.verify(full=True).bad == ()
     assert execute(plan_build([LINEAR], store), store, planner=tilecopy.plan).ok
     assert explain(store, LINEAR, Identity().key_fields(LINEAR)).status == "hit"

@@ -90,10 +90,10 @@ def test_a_change_is_refused_after_a_fresh_import(module, what, label, fresh):
     values.check((before.run,), there, Foreign())
     with pytest.raises(BuildError) as caught:
         values.check((module().run,), there, Foreign())
-    said = str(caught.value)
-    assert said.startswith(label)
-    assert fresh in said
-    assert "give the function the value as an argument, or compile with cute.compile" in said
+    message = str(caught.value)
+    assert message.startswith(label)
+    assert fresh in message
+    assert "give the function the value as an argument, or compile with cute.compile" in message
 
 
 def test_a_variable_that_was_read_at_import_is_a_value(module, monkeypatch):

@@ -46,8 +46,8 @@ class Loose(Layer):
     def kernel_name(self, part: str, tokens: int) -> str:
         name = super().kernel_name(part, tokens)
         if not pinned(self.program.parts[part]):
-            found = self._library.variants(name.partition("@")[0], self._library.find(name).arch)
-            name = str(self._rng.choice([record.name for record in found]))
+            result = self._library.variants(name.partition("@")[0], self._library.find(name).arch)
+            name = str(self._rng.choice([record.name for record in result]))
         self.taken.setdefault(part, set()).add(name)
         return name
 
@@ -69,18 +69,18 @@ class Batches:
         inputs = self.layer.inputs(FORWARD) | self.layer.inputs(BACKWARD)
         self.outputs = self.layer.outputs(FORWARD) | self.layer.outputs(BACKWARD)
         self.fixed: Arrays = {"dloss": [0.5], "aux_coefficient": [LOSS], "total_tokens": [POOL]}
-        self.fixed = {each: value for each, value in self.fixed.items() if each in inputs}
-        for each, buffer in inputs.items():
-            if each not in ROWS:
-                known = self.fixed.get(each)
-                known = known or random_tensor(each, buffer.extents({}), buffer.dtype, self.options, seed).block
-                self.fixed[each] = np.resize(np.asarray(known, held(buffer.dtype)), buffer.extents({}))
-        self.kinds = {each: buffers[each].dtype for each in (*inputs, *self.outputs)}
-        self.given = [each for each in ROWS if each in inputs]
+        self.fixed = {item: value for item, value in self.fixed.items() if item in inputs}
+        for entry, buffer in inputs.items():
+            if entry not in ROWS:
+                known = self.fixed.get(entry)
+                known = known or random_tensor(entry, buffer.extents({}), buffer.dtype, self.options, seed).block
+                self.fixed[entry] = np.resize(np.asarray(known, held(buffer.dtype)), buffer.extents({}))
+        self.kinds = {item: buffers[item].dtype for item in (*inputs, *self.outputs)}
+        self.given = [item for item in ROWS if item in inputs]
         self.pool = self.tokens(POOL, skewed=False)
         # What a token alone decides: of a loss of the whole batch, the gradient is not.
         rows = ("y",) if self.options.router.get("aux_loss") else ("y", "dx", "dlogits", "dweights")
-        self.rows = [each for each in rows if each in self.outputs]
+        self.rows = [row for row in rows if row in self.outputs]
 
     def tokens(self, count: int, skewed: bool) -> Arrays:
         """Inputs of random tokens; skewed: all of them want the same experts."""
@@ -90,38 +90,40 @@ class Batches:
             logits += 50 * rng.permutation(o.experts)
         best = np.argsort(-logits, axis=1, kind="stable")[:, : o.topk].astype(np.int32)
         choices = {"logits": logits, "indices": best, "weights": rng.random((count, o.topk), np.float32)}
-        for each in ("x", "dy"):
-            choices[each] = bits((count, o.hidden), o.dtype, int(rng.integers(1 << 30)))
-            choices[each] = (
-                np.resize(choices[each][:1], choices[each].shape) if skewed and each == "x" else choices[each]
+        for entry in ("x", "dy"):
+            choices[entry] = bits((count, o.hidden), o.dtype, int(rng.integers(1 << 30)))
+            choices[entry] = (
+                np.resize(choices[entry][:1], choices[entry].shape) if skewed and entry == "x" else choices[entry]
             )
-        return {each: choices[each] for each in self.given}
+        return {item: choices[item] for item in self.given}
 
     def run(self, layer: Layer, tokens: Arrays) -> Arrays:
         """Every output of both passes, in bits."""
         devices, count = self.library.devices, len(tokens["x"])
         dims, sizes = layer.program.dims(count), layer.sizes(count)
-        arrays = {each: self.place(value, self.kinds[each]) for each, value in (self.fixed | tokens).items()}
+        arrays = {item: self.place(value, self.kinds[item]) for item, value in (self.fixed | tokens).items()}
         for each, buffer in self.outputs.items():
             arrays[each] = DeviceArray(devices, buffer.extents(dims), buffer.dtype)
             arrays[each].fill(0xFF)
-        memory = {each: DeviceArray(devices, (getattr(sizes, each),), "u8") for each in ("kept", "scratch")}
-        for each in memory.values():
-            each.fill(0xFF)
+        memory = {item: DeviceArray(devices, (getattr(sizes, item),), "u8") for item in ("kept", "scratch")}
+        for entry in memory.values():
+            entry.fill(0xFF)
         driver = devices.driver
         driver.check(driver.api.cuCtxSynchronize(), "tensors")
         try:
             for which, launch in ((FORWARD, layer.forward), (BACKWARD, layer.backward)):
                 names = (*layer.inputs(which), *layer.outputs(which))
-                launch(**memory, **{each: arrays[each] for each in names})
+                launch(**memory, **{name: arrays[name] for name in names})
             driver.check(driver.api.cuCtxSynchronize(), layer.name)
             return {
-                each: np.frombuffer(arrays[each].download(), held(arrays[each].dtype)).reshape(arrays[each].shape)
-                for each in self.outputs
+                output: np.frombuffer(arrays[output].download(), held(arrays[output].dtype)).reshape(
+                    arrays[output].shape
+                )
+                for output in self.outputs
             }
         finally:
-            for each in (*arrays.values(), *memory.values()):
-                each.free()
+            for element in (*arrays.values(), *memory.values()):
+                element.free()
 
     def place(self, values: Any, dtype: str) -> DeviceArray:
         array = DeviceArray(self.library.devices, values.shape, dtype)
@@ -133,19 +135,19 @@ class Batches:
         the same batch.
         """
         want = self.run(self.layer, self.pool)
-        found = [f"{each}: a second run differs" for each, bits in self.run(self.layer, self.pool).items()
-                 if bits.tobytes() != want[each].tobytes()]  # fmt: skip
+        actual = [f"{item}: a second run differs" for item, bits in self.run(self.layer, self.pool).items()
+                 if bits.tobytes() != want[item].tobytes()]  # fmt: skip
         for trial in range(trials):
             rows = self.rng.permutation(POOL)[: self.rng.integers(1, POOL + 1)]
             between = int(self.rng.integers(0, MOST - len(rows))) if trial else 0  # the first: a part of the pool alone
             others = self.tokens(between, skewed=bool(trial % 2))
             place = self.rng.permutation(len(rows) + between)
-            batch = {each: np.concatenate([self.pool[each][rows], others[each]])[place] for each in self.pool}
+            batch = {item: np.concatenate([self.pool[item][rows], others[item]])[place] for item in self.pool}
             outputs = self.run(self.loose, batch)
             back = np.argsort(place)[: len(rows)]
-            for each in self.rows:
-                apart = (outputs[each][back].view(np.uint8) != want[each][rows].view(np.uint8)).reshape(len(rows), -1)
+            for row in self.rows:
+                apart = (outputs[row][back].view(np.uint8) != want[row][rows].view(np.uint8)).reshape(len(rows), -1)
                 if apart.any():
                     tokens = int(apart.any(axis=1).sum())
-                    found.append(f"{each}: {tokens} of {len(rows)} tokens differ in a batch of {len(place)}")
-        return found
+                    actual.append(f"{row}: {tokens} of {len(rows)} tokens differ in a batch of {len(place)}")
+        return actual

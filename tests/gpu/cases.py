@@ -150,7 +150,7 @@ def _dense_cases(spec: KernelSpec) -> list[Case]:
 
 
 def _wgrad_cases(spec: KernelSpec) -> list[Case]:
-    """The tile lies on N and K; rows are the reduction, in stages of 64, or of 128 codes."""
+    """The tile lies on N and K; rows are the reduction, in stages of 64, or of 128 FP8 values."""
     tile_n, tile_k = spec.tile
     least, step = spec.plan.vector, spec.plan.tile_k
     n, k = tile_n + least, tile_k + least

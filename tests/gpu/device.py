@@ -48,7 +48,7 @@ class View:
 
 @dataclass(frozen=True)
 class CodeView:
-    """The same of 8-bit codes, which array interfaces have no name for: a tensor as frameworks have it."""
+    """The same of 8-bit FP8 values, which array interfaces have no name for: a tensor as frameworks have it."""
 
     memory: DeviceArray
     offset: int
@@ -128,7 +128,7 @@ class Gpu:
             kernel(**placed, cluster_margin=case.margin)
             self.finish(f"{spec.full_name} in case {case.name}")
             self.download(run, placed)
-        found = faults(launch) + differences(launch, second) + self._changed(launch, placed)
+        result = faults(launch) + differences(launch, second) + self._changed(launch, placed)
         for tensor in kernel.record.tensors:
             if tensor.in_place_of:
                 third, over = in_place(launch, tensor.name, tensor.in_place_of), placed[tensor.in_place_of]
@@ -138,8 +138,8 @@ class Gpu:
                 kernel(**placed | {tensor.name: over}, cluster_margin=case.margin)
                 self.finish(f"{spec.full_name} in place, in case {case.name}")
                 self.download(third, placed | {tensor.name: over})
-                found += differences(laid_over(launch, tensor.name, tensor.in_place_of), third)
-        return found
+                result += differences(laid_over(launch, tensor.name, tensor.in_place_of), third)
+        return result
 
     def _changed(self, launch: Launch, placed: dict[str, View | float]) -> list[str]:
         if launch.case.sample is not None:

@@ -153,12 +153,12 @@ def _choose(inputs: dict[str, Any], gathered: str, case: Case) -> None:
 
 def faults(launch: Launch) -> list[str]:
     """What is wrong with the outputs after the launch, one line each; empty if all is right."""
-    found = []
+    actual = []
     for name in (name for name in launch.outputs if name.endswith(CODED)):
-        found += _strays_of_codes(launch, name)
+        actual += _strays_of_codes(launch, name)
     for name in (name for name in launch.outputs if not name.endswith(CODED)):
         buffer, parts = launch.arguments[name], _parts(launch, name)
-        found += _strays(name, buffer, len(parts)) + _gaps(name, buffer, np.flatnonzero(parts))
+        actual += _strays(name, buffer, len(parts)) + _gaps(name, buffer, np.flatnonzero(parts))
     for name, want in _wanted(launch):
         array, parts = launch.arguments[name].array, _parts(launch, name)
         rows = want.rows
@@ -166,10 +166,10 @@ def faults(launch: Launch) -> list[str]:
             rows = rows * len(parts) // len(want.table(array))
         want = want.only(parts[rows])
         result = reference.measure(name, want.of(array), want)
-        found += [] if result.ok else [str(result)]
-        found += _empty_groups(launch, name) if name in reference.BY_GROUP else []
+        actual += [] if result.ok else [str(result)]
+        actual += _empty_groups(launch, name) if name in reference.BY_GROUP else []
     arrays = {name: launch.arguments[name].array for name in launch.outputs}
-    return found + reference.coded_check(launch.spec, launch.inputs, arrays)
+    return actual + reference.coded_check(launch.spec, launch.inputs, arrays)
 
 
 def differences(first: Launch, second: Launch) -> list[str]:
@@ -287,7 +287,7 @@ def _poison(array: np.ndarray, where: Any) -> None:
 
 
 def _poison_blocks(inputs: dict[str, Any], case: Case) -> None:
-    """Codes and scales of spare blocks of tokens, and of those of a group that is full of NaN."""
+    """FP8 values and scales of spare blocks of tokens, and of those of a group that is full of NaN."""
     if "offsets" not in inputs:  # a dense one takes all tokens
         return
     starts = padded_starts(inputs["offsets"])

@@ -46,7 +46,7 @@ def loss(f):
 
 
 def both(f, x, params, more):
-    floats = {name: each for name, each in more.items() if name in FLOATS}
+    floats = {name: item for name, item in more.items() if name in FLOATS}
     step = jax.jit(jax.value_and_grad(loss(f), argnums=(0, 1, 2), has_aux=True))
     return step(x, params, floats, more)
 
@@ -60,7 +60,7 @@ for tokens in (1000, 127, 1, 0):
     assert all(map(jnp.array_equal, jax.tree.leaves(again), jax.tree.leaves(gradients)))
     assert y.dtype == x.dtype and gradients[1]["w1"].dtype == params["w1"].dtype
     if tokens == 0:
-        assert y.shape == x.shape and not any(each.any() for each in jax.tree.leaves(gradients))
+        assert y.shape == x.shape and not any(leave.any() for leave in jax.tree.leaves(gradients))
         continue
     close(y, wanted_y, 1e-2, f"{tokens} tokens: y")
     if layer.options.router.get("aux_loss"):
@@ -68,8 +68,8 @@ for tokens in (1000, 127, 1, 0):
     most = 2e-2 if tokens > 1 else 4e-2  # one token: a gradient through a router is a difference of few terms
     close(gradients[0], wanted[0], most, f"{tokens} tokens: x")
     for group in (1, 2):
-        for name, each in wanted[group].items():
-            close(gradients[group][name], each, most, f"{tokens} tokens: {name}")
+        for name, element in wanted[group].items():
+            close(gradients[group][name], element, most, f"{tokens} tokens: {name}")
     if not more:
         result = jax.jit(fused)(x, params)
         assert (result == y).all(), "inference has other bits"
@@ -101,8 +101,8 @@ if not {"router"} & params.keys():  # the choice of a deep layer hangs on the ro
 else:
     found = jax.jit(jax.grad(deep, argnums=2), static_argnums=0)(fused, x, stacked)
     again = jax.jit(jax.grad(deep, argnums=2), static_argnums=0)(jax.checkpoint(fused), x, stacked)
-    for name, each in found.items():
-        close(again[name], each, 3e-2, f"scan with recomputation: {name}")
+    for name, entry in found.items():
+        close(again[name], entry, 3e-2, f"scan with recomputation: {name}")
 
 
 def train(f, params, x, target):

@@ -214,7 +214,7 @@ CALLS: dict[str, Callable[..., Call]] = {
     "topk-softmax@n256-k8": partial(topk, n=256, k=8, softmax=True),
     "topk-bwd@n1024-k8": partial(topk_backward, n=1024, k=8),
     "hadamard@n4096": partial(hadamard, n=4096),
-    **{f"rotary@dim128-{'' if each else 'no'}interleaved": partial(rotary, interleaved=each) for each in (False, True)},
+    **{f"rotary@dim128-{'' if item else 'no'}interleaved": partial(rotary, interleaved=item) for item in (False, True)},
     "gemm@tile128x192": gemm,
     "gemm@tile128x256": partial(gemm, tile=(128, 256)),
     "gemm-c@tile128x192": partial(gemm, c=True),

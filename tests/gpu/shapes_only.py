@@ -40,14 +40,14 @@ def compare(library, kernel):
         kernels = [library.load(record.name, "sm_90a", 0) for record in records]
         tensors = Tensors(library.devices, kernels[0], problem, sizes_of("uneven", problem["M"], problem["E"]))
         try:
-            runs = [each.bind(**tensors.arguments) for each in kernels]
+            runs = [item.bind(**tensors.arguments) for item in kernels]
             with Stopwatch(library.devices, device, stream) as watch:
                 times = dict(zip((record.key for record in records), map(median, watch.steady(runs, STEADY_MS)),
                                  strict=True))  # fmt: skip
         finally:
             tensors.free()
-            for each in kernels:
-                each.unload()
+            for entry in kernels:
+                entry.unload()
     return reference, chosen, {record.name: times[record.key] for record in records}, times
 
 

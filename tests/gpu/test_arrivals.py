@@ -100,7 +100,7 @@ def test_rows_that_come_late(product, wanted, order):
     product.begin(NUMBER - 1, 20_000)
     chunks, local = list(range(TOKENS // CHUNK)), range(LOCAL_PLACES[0] // CHUNK, LOCAL_PLACES[1] // CHUNK)
     if order == "own first":
-        chunks = [*local, *(each for each in chunks if each not in local)]
+        chunks = [*local, *(chunk for chunk in chunks if chunk not in local)]
     time.sleep(0.02)
     if order == "at once":
         product.arrive(0, len(chunks))
@@ -116,27 +116,27 @@ def test_rows_that_never_come_are_zeros_and_told(product, wanted):
     begin = time.monotonic()
     product.begin(NUMBER - 1, 200)
     product.arrive(0, LOCAL_PLACES[1] // CHUNK)
-    found = [np.frombuffer(each, np.uint16).reshape(TOKENS * TOPK, -1) for each in product.results()]
+    actual = [np.frombuffer(result, np.uint16).reshape(TOKENS * TOPK, -1) for result in product.results()]
     assert 0.15 < time.monotonic() - begin < 3
     missing, stage, launch = product.status()
     assert (missing, stage, launch) == (1 + LOCAL_PLACES[1] // (LOCAL_PLACES[1] - LOCAL_PLACES[0]), SENDING, NUMBER)
     places = np.frombuffer(product.arrays["index"].download(), np.int32)
-    for each, want in zip(found, wanted, strict=True):
+    for item, want in zip(actual, wanted, strict=True):
         want = np.frombuffer(want, np.uint16).reshape(TOKENS * TOPK, -1)
         here = places < LOCAL_PLACES[1]
-        assert (each[here] == want[here]).all()
-        assert ((each[~here] & 0x7FFF) == 0).all()
+        assert (item[here] == want[here]).all()
+        assert ((item[~here] & 0x7FFF) == 0).all()
 
 
 def test_a_group_whose_offsets_fall_has_no_rows(product):
     """Its rows would be those of the group before, by another w."""
     product.arrays["x"].upload(product.x)
-    offsets, found = product.arrays["offsets"].download(), []
+    offsets, result = product.arrays["offsets"].download(), []
     try:
         for second in (1000, 600):
             product.arrays["offsets"].upload(np.array([1000] + [second] * (GROUPS - 1), np.int32))
             product.begin(NUMBER, 1000)
-            found.append(product.results())
+            result.append(product.results())
     finally:
         product.arrays["offsets"].upload(np.frombuffer(offsets, np.int32))
-    assert found[0] == found[1]
+    assert result[0] == result[1]

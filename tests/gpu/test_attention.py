@@ -76,7 +76,7 @@ def test_sequences_over_a_paged_cache(torch, launch):
     table = torch.randperm(pages, device="cuda").int().view(4, 16)
     q, o = rand(torch, 3000, HEADS, SIZE), poisoned(torch, 3000, HEADS, SIZE)
     k, v = (rand(torch, pages, page, KEYS, SIZE) for _ in range(2))
-    starts, seen = (torch.tensor(each, dtype=torch.int32, device="cuda") for each in (ends, used))
+    starts, seen = (torch.tensor(item, dtype=torch.int32, device="cuda") for item in (ends, used))
     given = {"mCuSeqlensQ": starts, "mSeqUsedK": seen, "mPageTable": table, "softmax_scale": SIZE**-0.5}
     launch("forward-paged", mQ=q, mK=k, mV=v, mO=o, **given)
     for number, (begin, end) in enumerate(pairwise(ends)):
@@ -87,7 +87,7 @@ def test_sequences_over_a_paged_cache(torch, launch):
 def test_backward(torch, launch):
     batch, tokens, scale = 2, 1024, SIZE**-0.5
     q, k, v, do = (rand(torch, batch, tokens, heads, SIZE) for heads in (HEADS, KEYS, KEYS, HEADS))
-    wide = [each.double().requires_grad_() for each in (q, k, v)]
+    wide = [item.double().requires_grad_() for item in (q, k, v)]
     o, lse = attention(torch, *wide)
     o.backward(do.double())
     sums, logs = (poisoned(torch, batch, HEADS, tokens, dtype="float32") for _ in range(2))

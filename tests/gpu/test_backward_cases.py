@@ -8,5 +8,5 @@ from .conftest import BACKWARD
 
 @each_case(spec for spec in parse_file(BACKWARD) if spec.activation.backward)
 def test_case(gpu, spec, case):
-    found = gpu.trial(spec, case)
-    assert not found, "\n".join(found)
+    result = gpu.trial(spec, case)
+    assert not result, "\n".join(result)

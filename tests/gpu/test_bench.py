@@ -58,7 +58,7 @@ def test_tokens(bench):
     targets = ("block/topk", "block/index", "block/permute", "block/unpermute")
     code, document = bench(*targets, "--rows", "512", "--alone", "--check")
     assert code == 0, document
-    names = {each["name"] for each in document["tokens"]}
+    names = {item["name"] for item in document["tokens"]}
     assert names == set(targets)
     for kernel in document["tokens"]:
         for line in kernel["lines"]:
@@ -83,10 +83,10 @@ def test_a_sweep_of_a_layer(bench, tmp_path):
     assert code == 0, document
     (swept,) = document["models"]
     assert swept["model"] == "layers/qwen3" and document["layers"] == []
-    assert all(line["error"] is None and line["ms"] > 0 for each in swept["kernels"] for line in each["lines"])
-    for each in swept["kernels"]:  # the chosen one is the fastest, or what saves less than half a percent is not taken
-        ms = {line["variant"]: line["ms"] for line in each["lines"]}
-        assert ms[each["chosen"]] * 0.994 <= min(ms.values())
+    assert all(line["error"] is None and line["ms"] > 0 for item in swept["kernels"] for line in item["lines"])
+    for entry in swept["kernels"]:  # the chosen one is the fastest, or what saves less than half a percent is not taken
+        ms = {line["variant"]: line["ms"] for line in entry["lines"]}
+        assert ms[entry["chosen"]] * 0.994 <= min(ms.values())
     rows = Tuning.from_bytes(path.read_bytes(), path, "sm_90a").rows
     assert document["tuning"]["rows"] == len(rows) > 3
     assert any(row.features.get("gather") for row in rows)
@@ -96,6 +96,6 @@ def test_what_pinning_costs(opened, capsys):
     if not opened.store.names("layers/*"):
         pytest.skip(f"no kernels of layers in {opened}; build tests/gpu/layers.toml there and name the store")
     assert pinned.main(["layers/qwen3", "--rows", "512", "--seconds", "0.05"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["kernels"]
-    assert found["kernel"] == "layers/qwen3.fc2-dgrad"
-    assert 0 <= found["cost"] < 1
+    (result,) = json.loads(capsys.readouterr().out)["kernels"]
+    assert result["kernel"] == "layers/qwen3.fc2-dgrad"
+    assert 0 <= result["cost"] < 1

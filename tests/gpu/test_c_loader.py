@@ -79,10 +79,10 @@ def loader(gpu, specs, tmp_path_factory):
 
 def test_the_bundle_is_whole(loader):
     shared, path = loader
-    found = Loader(shared)
-    status, bundle = found.open(path)
-    assert (status, found.verify(bundle)) == (OK, OK), str(found.error)
-    found.close(bundle)
+    result = Loader(shared)
+    status, bundle = result.open(path)
+    assert (status, result.verify(bundle)) == (OK, OK), str(result.error)
+    result.close(bundle)
 
 
 def case(spec, number=0):

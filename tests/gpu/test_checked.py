@@ -56,10 +56,10 @@ def test_the_kernel_says_what_the_reference_says(gpu, checked, groups):
         kernel(offsets=offsets, report=report, rows=ROWS)
         gpu.finish(f"the check of {values[:8]}")
         after = np.frombuffer(report.download(), np.int32)
-        found = first_wrong(values, ROWS)
+        actual = first_wrong(values, ROWS)
         wanted = before.copy()
-        if found is not None:
-            wanted[:6] = [before[0] + 1, *found, ROWS, before[0] + 1]
+        if actual is not None:
+            wanted[:6] = [before[0] + 1, *actual, ROWS, before[0] + 1]
         assert np.array_equal(after, wanted), (values, after, wanted)
         before = after.copy()
     kernel.unload()

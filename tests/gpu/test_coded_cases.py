@@ -1,4 +1,4 @@
-"""Every kernel that stores its result as codes, in every case that breaks GEMMs; see ``cases`` and ``harness``."""
+"""Every kernel that stores its result as FP8 values, in every case that breaks GEMMs; see ``cases`` and ``harness``."""
 
 import numpy as np
 
@@ -18,12 +18,12 @@ ODD = (0x7F80, 0xFF80, 0x7FC0, 0xFFC0, 0x7F7F)  # infinities, NaN
 
 @each_case(SPECS.values())
 def test_case(gpu, spec, case):
-    found = gpu.trial(spec, case)
-    assert not found, "\n".join(found)
+    result = gpu.trial(spec, case)
+    assert not result, "\n".join(result)
 
 
 def run(gpu, spec, launch):
-    """The outputs, and what is wrong with the codes."""
+    """The outputs, and what is wrong with the FP8 values."""
     placed = gpu.arguments(launch)
     gpu.kernel(spec)(**placed)
     gpu.finish(f"{spec.full_name} with hard numbers")
@@ -49,8 +49,8 @@ def test_blocks_of_hard_numbers_in_rows_and_columns(gpu):
     put(launch, "x", x)
     put(launch, "w", np.where(np.eye(side, dtype=bool), 0x3F80, 0).astype(np.uint16)[None])
     put(launch, "bias", np.uint16(0))
-    outputs, found = run(gpu, spec, launch)
-    assert not found, "\n".join(found)
+    outputs, result = run(gpu, spec, launch)
+    assert not result, "\n".join(result)
     tiny = (x & 0x7F80) == 0  # tensor cores may make what they like of zeros' signs and of subnormals
     assert np.array_equal(np.where(tiny, 0, outputs["y"]), np.where(tiny, 0, x))
 
@@ -65,8 +65,8 @@ def test_infinities_and_nans_stay_for_themselves(gpu):
         bias[group, group::11] = ODD[group % len(ODD)]
         bias[group, 128 : 128 + group] = 0
     put(launch, "bias", bias)
-    outputs, found = run(gpu, spec, launch)
-    assert not found, "\n".join(found)
+    outputs, result = run(gpu, spec, launch)
+    assert not result, "\n".join(result)
     infinite = np.isinf(reference.decode(outputs["y"][:1], "bf16"))
     assert infinite.any()
     assert (outputs["y_s"][0, 0] == 1) == infinite[0, :128].any()
@@ -82,5 +82,7 @@ def test_more_codes_than_32_bits_count(gpu):
     gpu.kernel(spec)(**placed)
     gpu.finish(f"{spec.full_name} with more than 2^31 codes")
     gpu.download(launch, placed)
-    found = reference.coded_check(spec, launch.inputs, {name: buffer.array for name, buffer in outputs.items()}, most=5)
-    assert not found, "\n".join(found)
+    result = reference.coded_check(
+        spec, launch.inputs, {name: buffer.array for name, buffer in outputs.items()}, most=5
+    )
+    assert not result, "\n".join(result)

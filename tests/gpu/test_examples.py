@@ -84,8 +84,8 @@ def problem(gpu, tmp_path_factory):
     wanted = {name: bytes(arrays[name].download()) for name in shapes}
     outputs = {name: np.frombuffer(wanted[name], np.uint16).reshape(shape) for name, shape in shapes.items()}
     rows = reference.sample_rows(inputs["offsets"], 24)
-    found = reference.check(kernel.spec, inputs, outputs, rows)
-    assert all(result.ok for result in found.values()), "\n".join(map(str, found.values()))
+    actual = reference.check(kernel.spec, inputs, outputs, rows)
+    assert all(result.ok for result in actual.values()), "\n".join(map(str, actual.values()))
     return folder, wanted, kernel.name
 
 

@@ -42,7 +42,7 @@ def ranks_of(opened):
         loaded = [opened.load(f"exchange-matrix/{name}") for name in names]
         count = loaded[0].spec["ranks"]
         devices = [rank % opened.devices.count for rank in range(count)]
-        ranks = Ranks(opened, *(each.name for each in loaded), devices, tokens, hidden)
+        ranks = Ranks(opened, *(item.name for item in loaded), devices, tokens, hidden)
         try:
             yield ranks
         finally:
@@ -86,7 +86,7 @@ def test_codes_come_with_their_scales(ranks_of, name, hidden):
                 arrays = {"x": (x, "e4m3"), "x_s": (scales, "f32"), "indices": (chosen, "i32")}
                 arrays |= {"weights": (weights, "f32")} if spec["weighted"] else {}
                 placed = [
-                    {each: ranks.array(rank, values[rank], dtype) for each, (values, dtype) in arrays.items()}
+                    {item: ranks.array(rank, values[rank], dtype) for item, (values, dtype) in arrays.items()}
                     for rank in range(len(tokens))
                 ]
                 for rank, stream in enumerate(ranks.streams):
@@ -97,19 +97,19 @@ def test_codes_come_with_their_scales(ranks_of, name, hidden):
                 given = weights if spec["weighted"] else None
                 wanted = reference.dispatch(spec, x, chosen, given, ranks.capacity, scales)
                 for rank, right in enumerate(wanted):
-                    found, sent = ranks.received(rank), right["sent"]
-                    assert np.array_equal(found["rows"][sent], right["rows"][sent]), (seed, kind, tokens, rank)
-                    assert np.array_equal(found["scales"][:, sent], right["scales"][:, sent])
-                    for each in ("indices", "weights"):
-                        assert each not in right or np.array_equal(found[each], right[each])
+                    actual, sent = ranks.received(rank), right["sent"]
+                    assert np.array_equal(actual["rows"][sent], right["rows"][sent]), (seed, kind, tokens, rank)
+                    assert np.array_equal(actual["scales"][:, sent], right["scales"][:, sent])
+                    for entry in ("indices", "weights"):
+                        assert entry not in right or np.array_equal(actual[entry], right[entry])
 
 
 @pytest.mark.parametrize("pair", ["weighted", "gradients"])
 def test_the_same_bits_again(ranks_of, pair):
     """Two launches of each kernel on the same data."""
     with ranks_of(pair) as ranks:
-        found = [once(ranks, 7) for _ in range(2)]
-    assert found[0] == found[1]
+        result = [once(ranks, 7) for _ in range(2)]
+    assert result[0] == result[1]
 
 
 def once(ranks, seed):

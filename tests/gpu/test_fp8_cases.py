@@ -8,5 +8,5 @@ from .conftest import FP8
 
 @each_case(parse_file(FP8))
 def test_case(gpu, spec, case):
-    found = gpu.trial(spec, case)
-    assert not found, "\n".join(found)
+    result = gpu.trial(spec, case)
+    assert not result, "\n".join(result)

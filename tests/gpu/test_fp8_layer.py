@@ -1,4 +1,4 @@
-"""Layers with a recipe on the GPU: against the definition, codes bit for bit, the same bits, graphs, hard batches.
+"""Layers with a recipe on the GPU: against the definition, FP8 values bit for bit, the same bits, graphs, hard batches.
 
 fusekit --store STORE build tests/gpu/fp8-layers.toml      on any machine
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_fp8_layer.py
@@ -49,8 +49,8 @@ def trial(layers):
         return trials[-1]
 
     yield make
-    for each in trials:
-        each.close()
+    for item in trials:
+        item.close()
 
 
 def bits(trial, name):
@@ -68,8 +68,8 @@ def run(trial, *passes):
     """Queues passes one after the other, and waits."""
     bound = [trial.bind(which) for which in passes]
     with own_stream(trial.devices, trial.device) as stream:
-        for each in bound:
-            each(stream)
+        for item in bound:
+            item(stream)
         trial._wait(stream)
 
 
@@ -83,13 +83,13 @@ def test_a_layer_is_its_definition(trial, name, tokens):
 
 
 def test_errors_are_not_above_those_of_transformer_engines_recipe(trial):
-    """Against float64 of the numbers that codes are made of."""
+    """Against float64 of the numbers that FP8 values are made of."""
     one = trial("choices", 1000)
     one.launch()
     tensors = definitions(
         one.options, {name: tensor for name, tensor in one.tensors.items() if name not in one.outputs}
     )
-    tensors |= {name: np.stack([tensors[name][each] for each in range(one.options.experts)]) for name in ("w1", "w2")}
+    tensors |= {name: np.stack([tensors[name][index] for index in range(one.options.experts)]) for name in ("w1", "w2")}
     tensors["router"] = np.zeros((one.options.experts, one.options.hidden))
     keys = {"op": "router-topk", "experts": one.options.experts, "topk": one.options.topk, "dtype": "f32",
             "out_dtype": "f32", "outputs": "compact", "routing_map": "none", "score_function": "softmax",
@@ -104,10 +104,10 @@ def test_errors_are_not_above_those_of_transformer_engines_recipe(trial):
     yardstick = blocks_of_te.layer(meant.activation, meant.glu_layout, tensors, kept, dy)
     off = {}
     for name, want in exact.items():
-        found = np.frombuffer(one.arrays[name].download(), np.uint16).reshape(want.shape)
-        found = reference.decode(found, "bf16").astype(np.float64)
-        off[name] = blocks_of_te.error(found, want), blocks_of_te.error(yardstick[name], want)
-    print({name: tuple(f"{each:.4f}" for each in both) for name, both in off.items()})  # noqa: T201 - of the page
+        actual = np.frombuffer(one.arrays[name].download(), np.uint16).reshape(want.shape)
+        actual = reference.decode(actual, "bf16").astype(np.float64)
+        off[name] = blocks_of_te.error(actual, want), blocks_of_te.error(yardstick[name], want)
+    print({name: tuple(f"{item:.4f}" for item in both) for name, both in off.items()})  # noqa: T201 - of the page
     assert all(ours <= 1.03 * theirs for ours, theirs in off.values()), off
 
 
@@ -143,7 +143,7 @@ def test_float32_weights_give_the_bits_of_their_rounding(trial):
     one = trial("masters", 300)
     outputs = ("y", "dx", "dw1", "dw2", "dshared_w1", "dshared_w2")
     run(one, QUANTISE, FORWARD, BACKWARD)
-    wide = {each: bits(one, each).copy() for each in outputs}
+    wide = {output: bits(one, output).copy() for output in outputs}
     for name in one.layer.inputs(QUANTISE):
         block = one.tensors[name].block
         rounded = reference.decode(reference.encode(block, "bf16"), "bf16")
@@ -151,23 +151,23 @@ def test_float32_weights_give_the_bits_of_their_rounding(trial):
         one.tensors[name] = replace(one.tensors[name], block=rounded)
         one.tensors[name].place(one.arrays[name])
     run(one, QUANTISE, FORWARD, BACKWARD)
-    for each in outputs:
-        assert np.array_equal(bits(one, each), wide[each]), each
+    for item in outputs:
+        assert np.array_equal(bits(one, item), wide[item]), item
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_runs_and_a_graph_give_the_same_bits(trial, name):
     one = trial(name, 600)
     outputs = [
-        each for each in one.outputs if not (one.options.accumulate and each.startswith(("dw", "dshared", "dr")))
+        output for output in one.outputs if not (one.options.accumulate and output.startswith(("dw", "dshared", "dr")))
     ]
     run(one, QUANTISE, FORWARD, BACKWARD)
-    first = {each: bits(one, each).copy() for each in outputs}
+    first = {output: bits(one, output).copy() for output in outputs}
     one.arrays["scratch"].fill(0xFF)
     one.devices.synchronize(one.device)
     run(one, FORWARD, BACKWARD)
-    for each in outputs:
-        assert np.array_equal(bits(one, each), first[each]), each
+    for item in outputs:
+        assert np.array_equal(bits(one, item), first[item]), item
     forward, backward = one.bind(FORWARD), one.bind(BACKWARD)
     with own_stream(one.devices, one.device) as stream:
         graph = Replay(one.devices, [forward, backward], 2, stream)
@@ -178,10 +178,10 @@ def test_two_runs_and_a_graph_give_the_same_bits(trial, name):
         graph(stream)
         one._wait(stream)
         graph.close()
-    replayed = {each: bits(one, each).copy() for each in outputs}
+    replayed = {output: bits(one, output).copy() for output in outputs}
     run(one, FORWARD, BACKWARD)
-    for each in outputs:
-        assert np.array_equal(bits(one, each), replayed[each]), each
+    for entry in outputs:
+        assert np.array_equal(bits(one, entry), replayed[entry]), entry
     assert not np.array_equal(replayed["y"], first["y"])
 
 
@@ -216,14 +216,14 @@ def test_equal_logits_leave_experts_without_tokens(trial, name):
 def test_a_nan_stays_with_its_token(trial, name):
     one = trial(name, 200)
     run(one, QUANTISE, FORWARD, BACKWARD)
-    clean = {each: np.frombuffer(one.arrays[each].download(), np.uint16).reshape(200, -1) for each in ("y", "dx")}
+    clean = {item: np.frombuffer(one.arrays[item].download(), np.uint16).reshape(200, -1) for item in ("y", "dx")}
     x = one.tensors["x"].whole()
     x[77, 5] = np.nan
     place(one, "x", x)
     run(one, FORWARD, BACKWARD)
     others = np.arange(200) != 77
-    for each, before in clean.items():
-        after = np.frombuffer(one.arrays[each].download(), np.uint16).reshape(200, -1)
-        assert np.array_equal(after[others], before[others]), each
+    for entry, before in clean.items():
+        after = np.frombuffer(one.arrays[entry].download(), np.uint16).reshape(200, -1)
+        assert np.array_equal(after[others], before[others]), entry
     y = reference.decode(np.frombuffer(one.arrays["y"].download(), np.uint16).reshape(200, -1)[77], "bf16")
     assert np.isnan(y).all()

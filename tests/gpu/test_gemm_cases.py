@@ -12,5 +12,5 @@ from .conftest import MATRIX
 
 @each_case(parse_file(MATRIX))
 def test_case(gpu, spec, case):
-    found = gpu.trial(spec, case)
-    assert not found, "\n".join(found)
+    result = gpu.trial(spec, case)
+    assert not result, "\n".join(result)

@@ -109,10 +109,10 @@ class Counted:
         self._api, self.names = api, []
 
     def __getattr__(self, name):
-        found = getattr(self._api, name)
-        if name.startswith("cu") and callable(found) and not isinstance(found, type):
+        result = getattr(self._api, name)
+        if name.startswith("cu") and callable(result) and not isinstance(result, type):
             self.names.append(name)
-        return found
+        return result
 
 
 def test_nothing_waits_and_nothing_is_allocated(gpu, step, alone):
@@ -252,5 +252,5 @@ def test_results_are_right(gpu, specs, step):
         "offsets": ENDS[3],
     }
     y = np.frombuffer(step.y[0].download(), np.uint16).reshape(ROWS, I)
-    found = reference.check(spec, inputs, {"y": y})
-    assert all(result.ok for result in found.values()), "\n".join(map(str, found.values()))
+    actual = reference.check(spec, inputs, {"y": y})
+    assert all(result.ok for result in actual.values()), "\n".join(map(str, actual.values()))

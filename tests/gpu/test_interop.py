@@ -20,9 +20,9 @@ def random_inputs(spec):
 
 
 def assert_right(spec, inputs, outputs):
-    found = reference.check(spec, inputs, outputs)
-    assert set(found) == set(outputs)
-    assert all(result.ok for result in found.values()), "\n".join(map(str, found.values()))
+    actual = reference.check(spec, inputs, outputs)
+    assert set(actual) == set(outputs)
+    assert all(result.ok for result in actual.values()), "\n".join(map(str, actual.values()))
 
 
 class OnlyDLPack:

@@ -74,9 +74,9 @@ def test_layer_over_ranks(opened, usable, processes, more, flags):
         for rank in range(processes)
     ]  # fmt: skip
     try:
-        out = "".join(each.communicate(timeout=300)[0] for each in started)
+        out = "".join(item.communicate(timeout=300)[0] for item in started)
     finally:
-        for each in started:
-            each.kill()
-    assert [each.returncode for each in started] == [0] * processes and out.count("right") == 2, out[-6000:]
+        for entry in started:
+            entry.kill()
+    assert [item.returncode for item in started] == [0] * processes and out.count("right") == 2, out[-6000:]
     assert not more or "rank 0 waited in launch" in out, out[-6000:]

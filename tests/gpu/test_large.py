@@ -70,16 +70,16 @@ def test_outputs(gpu, specs, name):
     ends = reference.sample_rows(reference.offsets_of(sizes), 40)
     chosen = np.unique([row for row in [*seams, *ends.tolist()] if 0 <= row < owned])
     got = {output: rows_of(memory[output], chosen, shape[1]) for output, (shape, _) in shapes.items()}
-    found = judge(spec, inputs, chosen, got)
+    result = judge(spec, inputs, chosen, got)
     for output, (shape, _) in shapes.items():
         end = owned * shape[1] * 2
         if missing := poison_in(memory[output], 0, end):
-            found.append(f"{output}: {missing} elements not written")
+            result.append(f"{output}: {missing} elements not written")
         beyond = memory[output].nbytes - end
         if (strays := beyond // 2 - poison_in(memory[output], end, memory[output].nbytes)) > 0:
-            found.append(f"{output}: {strays} elements written beyond row {owned}")
+            result.append(f"{output}: {strays} elements written beyond row {owned}")
         memory[output].free()
-    assert not found, "\n".join(found)
+    assert not result, "\n".join(result)
 
 
 def test_outputs_of_a_backward_activation(gpu, specs):
@@ -120,16 +120,16 @@ def test_outputs_of_a_backward_activation(gpu, specs):
         "offsets": np.searchsorted(chosen, ends).astype(np.int32),
     }
     got = {output: rows_of(memory[output], chosen, shape[1]) for output, (shape, _) in shapes.items()}
-    found = judge(spec, few, None, got)
+    result = judge(spec, few, None, got)
     for output, (shape, _) in shapes.items():
         end = owned * shape[1] * 2
         if missing := poison_in(memory[output], 0, end):
-            found.append(f"{output}: {missing} elements not written")
+            result.append(f"{output}: {missing} elements not written")
         if poison_in(memory[output], end, memory[output].nbytes) != (memory[output].nbytes - end) // 2:
-            found.append(f"{output}: written beyond row {owned}")
+            result.append(f"{output}: written beyond row {owned}")
         memory[output].free()
     z.free()
-    assert not found, "\n".join(found)
+    assert not result, "\n".join(result)
 
 
 @pytest.mark.parametrize("name", ["identity@128x128-c1x1", "identity-n@128x192-c1x2"])
@@ -176,11 +176,11 @@ def test_rows_of_x(gpu, specs):
     gpu.finish(f"{spec.full_name} with {rows} x {k} inputs")
     memory.free()
     written = np.frombuffer(y.download(), np.uint16).reshape(rows, n)
-    found = judge(spec, small, np.arange(600), {"y": written[-600:]})
+    actual = judge(spec, small, np.arange(600), {"y": written[-600:]})
     constant = {"x": np.full((1, k), 0x3C3C, np.uint16), "w": small["w"][:1], "offsets": np.array([1], np.int32)}
     want = encode(reference.gemm(spec, constant)["y"], spec.out_dtype)
-    found += judge(spec, constant, [0], {"y": written[:1]})
-    assert not found, "\n".join(found)
+    actual += judge(spec, constant, [0], {"y": written[:1]})
+    assert not actual, "\n".join(actual)
     assert (written[:-600] == written[0]).all(), f"rows of equal numbers differ; each should be about {want}"
 
 
@@ -202,15 +202,15 @@ def test_strides(gpu, specs):
     gpu.finish(f"{spec.full_name} with row strides of {stride}")
     owned = np.arange(rows - 10)
     got = {name: rows_of(memory[name], owned, shape[1] + 64, stride) for name, (shape, _) in shapes.items()}
-    found = judge(spec, inputs, owned, {name: got[name][:, : shape[1]] for name, (shape, _) in shapes.items()})
+    result = judge(spec, inputs, owned, {name: got[name][:, : shape[1]] for name, (shape, _) in shapes.items()})
     for name, (shape, _) in shapes.items():
         if (got[name][:, shape[1] :] != reference.POISON).any():
-            found.append(f"{name}: written past the end of a row")
+            result.append(f"{name}: written past the end of a row")
         if (rows_of(memory[name], np.arange(rows - 10, rows), shape[1], stride) != reference.POISON).any():
-            found.append(f"{name}: spare rows written")
+            result.append(f"{name}: spare rows written")
         memory[name].free()
     far.free()
-    assert not found, "\n".join(found)
+    assert not result, "\n".join(result)
 
 
 def test_weight_gradients(gpu, specs):
@@ -226,13 +226,13 @@ def test_weight_gradients(gpu, specs):
     # Rows on either side of 2**31 and 2**32 bytes and of 2**31 elements, and of each group with rows.
     seams = [seam // k + step for seam in (2**30, 2**31) for step in (-1, 0, 1)]
     rows = np.unique([*seams, *(group * n + row for group in (0, 1, 31, 32) for row in (0, 1, n - 1))])
-    found = judge(spec, inputs, rows, {"dw": rows_of(dw, rows, k)})
+    result = judge(spec, inputs, rows, {"dw": rows_of(dw, rows, k)})
     if missing := poison_in(dw, 0, dw.nbytes - TAIL):
-        found.append(f"dw: {missing} elements not written")
+        result.append(f"dw: {missing} elements not written")
     if poison_in(dw, dw.nbytes - TAIL, dw.nbytes) != TAIL // 2:
-        found.append("dw: written past its end")
+        result.append("dw: written past its end")
     dw.free()
-    assert not found, "\n".join(found)
+    assert not result, "\n".join(result)
 
 
 def test_rows_of_a_weight_gradient(gpu, specs):
@@ -254,10 +254,10 @@ def test_rows_of_a_weight_gradient(gpu, specs):
     gpu.finish(f"{spec.full_name} with {rows} x {k} inputs")
     memory.free()
     written = np.frombuffer(dw.download(), np.uint16).reshape(3, n, k)
-    found = judge(spec, small, None, {"dw": written[1:].reshape(-1, k)})
+    actual = judge(spec, small, None, {"dw": written[1:].reshape(-1, k)})
     number = decode(np.array([0x3C3C], np.uint16), spec.dtype).astype(np.float64)[0]
     want = encode(np.array([number**2 * (rows - 600)]), spec.out_dtype)
-    assert not found, "\n".join(found)
+    assert not actual, "\n".join(actual)
     assert (written[0] == written[0, 0, 0]).all()
     got = decode(written[0, 0, :1], spec.out_dtype)
     assert np.isclose(got, decode(want, spec.out_dtype), rtol=2e-2), f"sums of equal products are {got}, not {want}"

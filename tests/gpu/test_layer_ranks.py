@@ -63,7 +63,7 @@ def shared(ranks, tokens):
 @pytest.mark.parametrize("name", [*NAMES, *CODED])
 def test_outputs_and_gradients(over, name):
     with over(name) as ranks:
-        few = [(120, 70), (0, 17)]  # the definition of a layer with codes takes seconds
+        few = [(120, 70), (0, 17)]  # the definition of a layer with FP8 values takes seconds
         for seed, tokens in enumerate(few if name in CODED else [(300, 300), (512, 0), (1, 400), (0, 17), (0, 0)]):
             ranks.fill(shared(ranks, tokens), seed)
             ranks.launch()
@@ -85,25 +85,25 @@ def test_routings(over, soak, name):
 @pytest.mark.parametrize(("tokens", "kind"), [((3000, 2500), ANY), ((4000, 0), ANY), ((900, 4096), OTHERS)])
 def test_the_same_bits_as_without_overlap(over, tokens, kind):
     """Many tiles of either rank's rows, in another order."""
-    found = []
+    result = []
     for name in ("choices", "choices-overlap"):
         with over(name, tokens=4096) as ranks:
             for seed in (1, 2):
                 ranks.fill(list(tokens), seed, kind)
                 ranks.launch()
-            found.append(ranks.bits())
-    assert found[0] == found[1]
+            result.append(ranks.bits())
+    assert result[0] == result[1]
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "choices", "gpt-oss-overlap", "fp8", "fp8-gpt-oss", *OF_FOUR])
 def test_the_same_bits_again(over, name):
     with over(name) as ranks:
-        found = []
+        result = []
         for _ in range(2):
             ranks.fill(shared(ranks, (400, 77)), 5)
             ranks.launch()
-            found.append(ranks.bits())
-        assert found[0] == found[1]
+            result.append(ranks.bits())
+        assert result[0] == result[1]
 
 
 @pytest.mark.parametrize("tokens", [[300, 0], [300, 210]])
@@ -115,27 +115,27 @@ def test_tokens_of_one_rank_have_the_bits_of_one_gpu(over, opened, name, tokens)
         ranks.launch()
         layer = opened.layer(f"layer-ranks/{name}-alone", device=ranks.devices[0])
         sizes, count = layer.sizes(sum(tokens)), sum(tokens)
-        local_weights = {each: ranks.array(0, ranks.tensors[each].whole(), "bf16") for each in ("w1", "w2")}
-        for each, buffer in (layer.inputs(FORWARD) | layer.inputs(BACKWARD)).items():
-            if each in ranks.inputs[0]:
-                rows = np.concatenate([rank_inputs[each] for rank_inputs in ranks.inputs])
-                local_weights[each] = ranks.array(0, rows, buffer.dtype)
+        local_weights = {item: ranks.array(0, ranks.tensors[item].whole(), "bf16") for item in ("w1", "w2")}
+        for value, buffer in (layer.inputs(FORWARD) | layer.inputs(BACKWARD)).items():
+            if value in ranks.inputs[0]:
+                rows = np.concatenate([rank_inputs[value] for rank_inputs in ranks.inputs])
+                local_weights[value] = ranks.array(0, rows, buffer.dtype)
         for which in (QUANTISE, FORWARD, BACKWARD):
-            for each, buffer in layer.outputs(which).items():
+            for element, buffer in layer.outputs(which).items():
                 extents = buffer.extents(layer.program.dims(count))
-                local_weights[each] = DeviceArray(opened.devices, extents, buffer.dtype, ranks.devices[0])
-        memory = {each: DeviceArray(opened.devices, (size,), "u8", ranks.devices[0])
-                  for each, size in (("kept", sizes.kept), ("scratch", sizes.scratch))}  # fmt: skip
-        given = {which: {each: local_weights[each] for each in (*layer.inputs(which), *layer.outputs(which))}
+                local_weights[element] = DeviceArray(opened.devices, extents, buffer.dtype, ranks.devices[0])
+        memory = {item: DeviceArray(opened.devices, (size,), "u8", ranks.devices[0])
+                  for item, size in (("kept", sizes.kept), ("scratch", sizes.scratch))}  # fmt: skip
+        given = {which: {item: local_weights[item] for item in (*layer.inputs(which), *layer.outputs(which))}
                  for which in (QUANTISE, FORWARD, BACKWARD)}  # fmt: skip
         if given[QUANTISE]:
             layer.quantise(**given[QUANTISE], stream=ranks.streams[0])
         layer.forward(**given[FORWARD], **memory, stream=ranks.streams[0])
         layer.backward(**given[BACKWARD], **memory, stream=ranks.streams[0])
         ranks.wait()
-        for each in ("y", "dx", "dweights", "dw1", "dw2"):
-            of_ranks = [bytes(ranks.tensors[rank][each].download()) for rank in range(2)]
-            assert bytes(local_weights[each].download()) == b"".join(of_ranks), each
+        for entry in ("y", "dx", "dweights", "dw1", "dw2"):
+            of_ranks = [bytes(ranks.tensors[rank][entry].download()) for rank in range(2)]
+            assert bytes(local_weights[entry].download()) == b"".join(of_ranks), entry
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss-overlap", "fp8", "gpt-oss-4"])
@@ -200,17 +200,17 @@ def test_an_overflow_is_of_one_layer_and_one_pass(over, opened, name):
     """Two layers in turns, of which one overflows in every third pass."""
     with over(name, rows=1000) as ranks:
         layers = ranks.layers
-        other = [opened.layer(f"layer-ranks/{name}", ranks=each, tokens=512, rows=1000) for each in ranks.ranks]
+        other = [opened.layer(f"layer-ranks/{name}", ranks=rank, tokens=512, rows=1000) for rank in ranks.ranks]
         for seed in range(12):
             beyond = seed % 3 == 1
-            for each, tokens in ((layers, 512 if beyond else 31), (other, 7)):
-                ranks.layers = each
+            for item, tokens in ((layers, 512 if beyond else 31), (other, 7)):
+                ranks.layers = item
                 ranks.fill([tokens] * len(ranks.devices), seed, ONE)
                 ranks.launch(check=False)
                 if tokens < 512:
                     assert ranks.problems() == [], seed
-            found = ranks.overflows(layers)
-            assert len(set(found)) == 1 and (found[0][1] > 1000) == beyond, (seed, found)
+            result = ranks.overflows(layers)
+            assert len(set(result)) == 1 and (result[0][1] > 1000) == beyond, (seed, result)
             assert set(ranks.overflows(layers) + ranks.overflows(other)) == {("", 0)}, seed
 
 

@@ -90,13 +90,13 @@ def test_persistent_gemm(gpu, kernel, place, m, n, k):
 def test_a_sum_in_two_launches(gpu, kernel, place, n):
     x = np.random.default_rng(n).standard_normal(n, dtype=np.float32)
     total, arrays = kernel("total"), {"x": place(x, "f32"), "y": place((1,), "f32")}
-    found = []
+    result = []
     for launch in (total, lambda **arrays: total.bind(**arrays)()):
         launch(**arrays)
         gpu.finish("total")
-        found.append(read(arrays["y"])[0])
-    assert found[0] == found[1]
-    assert abs(found[0] - x.sum(dtype=np.float64)) <= 1e-6 * np.abs(x).sum(dtype=np.float64)
+        result.append(read(arrays["y"])[0])
+    assert result[0] == result[1]
+    assert abs(result[0] - x.sum(dtype=np.float64)) <= 1e-6 * np.abs(x).sum(dtype=np.float64)
 
 
 def test_the_host_time_of_two_launches(kernel, figure):
@@ -158,7 +158,7 @@ def test_the_stand_in_gives_the_bits_of_the_dsl(gpu, tmp_path, monkeypatch):
         stored = fusekit.compile(function, *fakes, options="--gpu-arch=sm_90a")
         stored(*inputs, outputs[0], *rest, stream)
         compiled = cute.compile(function, *fakes, options="--gpu-arch=sm_90a")
-        wrapped = [from_dlpack(each, assumed_align=16).mark_layout_dynamic() for each in (*inputs, outputs[1])]
+        wrapped = [from_dlpack(item, assumed_align=16).mark_layout_dynamic() for item in (*inputs, outputs[1])]
         compiled(*wrapped, *rest, stream)
         torch.cuda.synchronize()
         assert not outputs[0].isnan().any()

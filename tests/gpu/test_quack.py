@@ -144,11 +144,11 @@ def test_the_same_bits_as_quacks_own_launch(torch, load, name, count):
     launch(**call.inputs, **ours)
     call.own({**call.inputs, **theirs})
     torch.cuda.synchronize()
-    for output, found in ours.items():
+    for output, actual in ours.items():
         if output == "tile_count":
             continue
-        assert not found.isnan().any(), f"{output} was not written whole"
-        assert torch.equal(found.view(torch.uint8), theirs[output].view(torch.uint8)), output
+        assert not actual.isnan().any(), f"{output} was not written whole"
+        assert torch.equal(actual.view(torch.uint8), theirs[output].view(torch.uint8)), output
 
 
 def test_a_capture_on_the_gpu_builds_what_was_run(torch, tmp_path, monkeypatch):
@@ -161,13 +161,13 @@ def test_a_capture_on_the_gpu_builds_what_was_run(torch, tmp_path, monkeypatch):
 
     monkeypatch.setattr(cache, "CACHE_ENABLED", False)
     x = rows(torch, 257, 1536)
-    with fusekit.capture() as found:
+    with fusekit.capture() as actual:
         theirs = softmax_fwd(x)
-    assert [each.arch for each in found.kernels] == ["sm_90a"], found.problems
-    report = fusekit.build([found.write(tmp_path / "found.toml")], config=Config(store=tmp_path / "store"),
+    assert [kernel.arch for kernel in actual.kernels] == ["sm_90a"], actual.problems
+    report = fusekit.build([actual.write(tmp_path / "found.toml")], config=Config(store=tmp_path / "store"),
                            allow_extern=True)  # fmt: skip
     assert not report.failed, report.failed
-    (name,) = (each.name for each in report.built)
+    (name,) = (item.name for item in report.built)
     kernel = fusekit.open_library(Config(store=tmp_path / "store")).load(name)
     ours = empty(torch, 257, 1536)
     source, result = kernel.record.tensors
@@ -181,9 +181,9 @@ def test_the_first_launch_of_a_process(opened, figure, case):
     """Imports neither a framework nor a compiler; how long it takes is printed."""
     if not opened.store.names("quack/*"):
         pytest.skip("no kernels of quack in the store")
-    found = first_launch.run(first_launch.ours(case, opened.store))
-    assert found["modules"] == []
-    figure(f"{case.name}: first launch {found['process']:.3f} s after the start of the process")
+    result = first_launch.run(first_launch.ours(case, opened.store))
+    assert result["modules"] == []
+    figure(f"{case.name}: first launch {result['process']:.3f} s after the start of the process")
 
 
 @pytest.mark.parametrize("name", ["rmsnorm@n4096", "gemm-nn@tile128x192", "gemm-varlen-k@tile128x192"])

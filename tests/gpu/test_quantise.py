@@ -46,20 +46,20 @@ def trial(opened, name, inputs, shapes):
         pytest.skip(f"no kernels of quantise-matrix.toml in {opened}; build it there")
     kernel = opened.load(SPECS[name].full_name)
     arrays = {}
-    for each, value in inputs.items():
+    for entry, value in inputs.items():
         dtype = {"uint16": "bf16", "float32": "f32", "int32": "i32"}[str(value.dtype)]
-        arrays[each] = DeviceArray(opened.devices, value.shape, dtype)
-        arrays[each].upload(np.ascontiguousarray(value))
-    for each, (shape, dtype) in shapes.items():
-        arrays[each] = DeviceArray(opened.devices, shape, dtype, offset=512, tail=512)
-        arrays[each].fill(0xFF)
+        arrays[entry] = DeviceArray(opened.devices, value.shape, dtype)
+        arrays[entry].upload(np.ascontiguousarray(value))
+    for item, (shape, dtype) in shapes.items():
+        arrays[item] = DeviceArray(opened.devices, shape, dtype, offset=512, tail=512)
+        arrays[item].fill(0xFF)
     kernel(**arrays)
     opened.devices.synchronize(opened.devices.get(0), name)
     outputs = {}
-    for each, (shape, dtype) in shapes.items():
-        around = arrays[each].download(-512, 512) + arrays[each].download(arrays[each].nbytes, 512)
-        assert set(around) == {0xFF}, f"{each}: written outside"
-        outputs[each] = np.frombuffer(arrays[each].download(), reference.held(dtype)).reshape(shape)
+    for element, (shape, dtype) in shapes.items():
+        around = arrays[element].download(-512, 512) + arrays[element].download(arrays[element].nbytes, 512)
+        assert set(around) == {0xFF}, f"{element}: written outside"
+        outputs[element] = np.frombuffer(arrays[element].download(), reference.held(dtype)).reshape(shape)
     return outputs
 
 
@@ -72,8 +72,8 @@ def test_rows(opened, name, sizes, columns):
     inputs = reference.quantise_inputs(spec, M=rows, K=columns, E=len(groups), seed=1, sizes=groups)
     hard(inputs["x"])
     outputs = trial(opened, name, inputs, shapes_of(spec, rows, columns, len(groups)))
-    found = reference.quantise_check(spec, inputs, outputs)
-    assert not found, "\n".join(found)
+    result = reference.quantise_check(spec, inputs, outputs)
+    assert not result, "\n".join(result)
 
 
 @pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.blocks == "1x128" and not spec.groups])
@@ -92,8 +92,8 @@ def test_squares(opened, name, shape):
     inputs = reference.quantise_inputs(spec, M=rows, K=columns, E=groups, seed=2)
     hard(inputs["w"])
     outputs = trial(opened, name, inputs, shapes_of(spec, rows, columns, groups))
-    found = reference.quantise_check(spec, inputs, outputs)
-    assert not found, "\n".join(found)
+    result = reference.quantise_check(spec, inputs, outputs)
+    assert not result, "\n".join(result)
 
 
 def shapes_of(spec, rows, columns, groups):

@@ -28,8 +28,8 @@ def exported(tmp_path_factory):
 
 @pytest.fixture
 def device(opened):
-    found = opened.devices.get(0)
-    with opened.devices.active(found):
+    result = opened.devices.get(0)
+    with opened.devices.active(result):
         yield opened.devices
 
 

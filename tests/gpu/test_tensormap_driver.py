@@ -143,5 +143,5 @@ def test_another_address_put_in_is_the_same_as_encoding_with_it(driver):
     encoded = cuda.CUtensorMap()
     encoded.opaque = [cuda.cuuint64_t(int.from_bytes(encode(first)[at : at + 8], "little")) for at in range(0, 128, 8)]
     assert cuda.cuTensorMapReplaceAddress(encoded, second.address)[0] == 0
-    found = b"".join(int(word).to_bytes(8, "little") for word in encoded.opaque)[:DEFINED_BYTES]
-    assert found.hex() == driver(second).hex()
+    result = b"".join(int(word).to_bytes(8, "little") for word in encoded.opaque)[:DEFINED_BYTES]
+    assert result.hex() == driver(second).hex()

@@ -77,13 +77,13 @@ def inputs(moe, tokens, seed=1):
 
 
 def tensors_of(moe, dtype):
-    found = {}
+    result = {}
     for name, path in moe.names.items():
         tensor = moe
         for part in path.split("."):
             tensor = getattr(tensor, part)
-        found[name] = tensor.detach().to(dtype).requires_grad_(name != "expert_bias")
-    return found
+        result[name] = tensor.detach().to(dtype).requires_grad_(name != "expert_bias")
+    return result
 
 
 @cache
@@ -94,32 +94,32 @@ def direction(shape):
 
 def total(outputs):
     y, loss = outputs if isinstance(outputs, tuple) else (outputs, None)
-    found = (y.to(torch.promote_types(y.dtype, torch.float32)) * direction(y.shape)).sum()
-    return found if loss is None else found + 3.0 * loss
+    result = (y.to(torch.promote_types(y.dtype, torch.float32)) * direction(y.shape)).sum()
+    return result if loss is None else result + 3.0 * loss
 
 
 def step(moe, given, call=None):
     """(outputs, gradients by name) of a forward and a backward pass."""
     moe.zero_grad(set_to_none=True)
-    given = [each.detach().requires_grad_(each.is_floating_point()) for each in given]
+    given = [item.detach().requires_grad_(item.is_floating_point()) for item in given]
     outputs = (moe if call is None else call)(*given)
     total(outputs).backward()
-    grads = {f"input{number}": each.grad for number, each in enumerate(given) if each.is_floating_point()}
-    grads |= {name: each.grad for name, each in moe.named_parameters()}
+    grads = {f"input{number}": item.grad for number, item in enumerate(given) if item.is_floating_point()}
+    grads |= {name: item.grad for name, item in moe.named_parameters()}
     return (outputs if isinstance(outputs, tuple) else (outputs,)), grads
 
 
 def reference(moe, given):
     """The same in float64: plain PyTorch."""
     tensors = tensors_of(moe, torch.float64)
-    given = [each.detach().double() if each.is_floating_point() else each for each in given]
-    for each in given:
-        each.requires_grad_(each.is_floating_point())
+    given = [item.detach().double() if item.is_floating_point() else item for item in given]
+    for entry in given:
+        entry.requires_grad_(entry.is_floating_point())
     more = dict(zip({2: ("logits",), 3: ("indices", "weights")}.get(len(given), ()), given[1:], strict=True))
     y, loss = plain_torch.forward(moe.layer.options, tensors, given[0], coefficient=COEFFICIENT, **more)
     total(y if loss is None else (y, loss)).backward()
-    grads = {f"input{number}": each.grad for number, each in enumerate(given) if each.is_floating_point()}
-    grads |= {moe.names[name]: each.grad for name, each in tensors.items() if name != "expert_bias"}
+    grads = {f"input{number}": item.grad for number, item in enumerate(given) if item.is_floating_point()}
+    grads |= {moe.names[name]: tensor.grad for name, tensor in tensors.items() if name != "expert_bias"}
     return ((y,) if loss is None else (y, loss)), grads
 
 
@@ -169,9 +169,9 @@ def test_logits_of_float32_weights_are_float32_products(layers):
     outputs = {"y": torch.empty_like(x), "loss": torch.empty(1, **new), "kept": kept}
     layer.forward(x=x.detach(), **parameters, **outputs, scratch=torch.empty(sizes.forward, dtype=torch.uint8, **new))
     start = layer.program.kept(layer.program.dims(tokens))[0]["logits"]
-    found = kept[start : start + 4 * tokens * layer.options.experts].view(torch.float32).view(tokens, -1).double()
+    actual = kept[start : start + 4 * tokens * layer.options.experts].view(torch.float32).view(tokens, -1).double()
     want = torch.nn.functional.linear(x.detach().double(), t["router"], t["router_bias"]).detach()
-    assert ((found - want).abs().max() / want.std()).item() <= 4e-6
+    assert ((actual - want).abs().max() / want.std()).item() <= 4e-6
 
 
 def test_a_layer_for_inference(layers):
@@ -212,10 +212,10 @@ def test_a_token_has_the_same_bits_in_any_batch(layers, name):
     given = inputs(moe, 777)
     outputs, grads = step(moe, given)
     for rows in (slice(0, 1), slice(300, 433), slice(776, 777)):
-        alone = [each[rows] for each in given]
+        alone = [item[rows] for item in given]
         with torch.no_grad():
             assert same(moe(*alone), outputs[0][rows])
-        part = [each.detach().clone().requires_grad_(each.is_floating_point()) for each in alone]
+        part = [item.detach().clone().requires_grad_(item.is_floating_point()) for item in alone]
         (moe(*part).float() * direction(outputs[0].shape)[rows]).sum().backward()
         assert same(part[0].grad, grads["input0"][rows])
 
@@ -224,12 +224,12 @@ def test_a_token_has_the_same_bits_in_any_batch(layers, name):
 def test_a_graph_of_both_passes_is_replayed_with_other_tokens(layers, name):
     moe = module(layers, name)
     first, second = inputs(moe, 300, 1), inputs(moe, 300, 2)
-    static = [each.detach().clone().requires_grad_(each.is_floating_point()) for each in first]
+    static = [item.detach().clone().requires_grad_(item.is_floating_point()) for item in first]
 
     def run():
         moe.zero_grad(set_to_none=True)
-        for each in static:
-            each.grad = None
+        for item in static:
+            item.grad = None
         outputs = moe(*static)
         total(outputs).backward()
         return outputs if isinstance(outputs, tuple) else (outputs,)
@@ -243,11 +243,11 @@ def test_a_graph_of_both_passes_is_replayed_with_other_tokens(layers, name):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = run()
-    held = {path: each.grad for path, each in moe.named_parameters()} | {"input0": static[0].grad}
+    held = {path: item.grad for path, item in moe.named_parameters()} | {"input0": static[0].grad}
     for given in (second, first):
         with torch.no_grad():
-            for each, new in zip(static, given, strict=True):
-                each.copy_(new)
+            for entry, new in zip(static, given, strict=True):
+                entry.copy_(new)
         graph.replay()
         torch.cuda.synchronize()
         want, grads = step(copy.deepcopy(moe), given)
@@ -280,7 +280,7 @@ def test_calls_on_tensors_that_come_and_go_have_the_same_bits(layers):
     held = []
     for size in (1, 1 << 12, 1 << 20, 1 << 24):
         held.append(torch.empty(size, device="cuda"))
-        outputs, grads = step(moe, [each.detach().clone().requires_grad_() for each in given])
+        outputs, grads = step(moe, [item.detach().clone().requires_grad_() for item in given])
         held.append((outputs, grads))
         assert all(map(same, outputs, want)) and all(same(grads[path], want_grads[path]) for path in grads)
 
@@ -308,9 +308,9 @@ def test_a_nan_reaches_its_token_and_its_experts(layers):
     outputs, grads = step(moe, given)
     x = given[0].detach().clone()
     x[17] = float("nan")
-    found, found_grads = step(moe, (x, *given[1:]))
+    result, found_grads = step(moe, (x, *given[1:]))
     others = torch.arange(200, device="cuda") != 17
-    assert found[0][17].isnan().all() and same(found[0][others], outputs[0][others])
+    assert result[0][17].isnan().all() and same(result[0][others], outputs[0][others])
     assert same(found_grads["input0"][others], grads["input0"][others])
     hit = torch.zeros(16, dtype=torch.bool, device="cuda")
     hit[given[1][17].long()] = True
@@ -322,14 +322,14 @@ def test_a_nan_reaches_its_token_and_its_experts(layers):
 def test_a_nan_in_a_gradient_reaches_its_token_and_its_experts(layers):
     moe = module(layers, "choices")
     given = inputs(moe, 200)
-    dy, found = direction((200, moe.layer.options.hidden)).clone(), []
+    dy, result = direction((200, moe.layer.options.hidden)).clone(), []
     for value in (1.0, float("nan")):
         dy[17] = value
         moe.zero_grad(set_to_none=True)
-        inside = [each.detach().requires_grad_(each.is_floating_point()) for each in given]
+        inside = [item.detach().requires_grad_(item.is_floating_point()) for item in given]
         moe(*inside).backward(dy.to(moe.operator.dtype))
-        found.append({name: each.grad for name, each in moe.named_parameters()} | {"x": inside[0].grad})
-    before, after = found
+        result.append({name: item.grad for name, item in moe.named_parameters()} | {"x": inside[0].grad})
+    before, after = result
     others = torch.arange(200, device="cuda") != 17
     assert after["x"][17].isnan().all() and same(after["x"][others], before["x"][others])
     hit = torch.zeros(16, dtype=torch.bool, device="cuda")
@@ -347,9 +347,9 @@ def test_a_nan_behind_a_router_reaches_no_other_token(layers, name):
     outputs, grads = step(moe, given)
     x = given[0].detach().clone()
     x[17] = float("nan")
-    found, found_grads = step(moe, (x,))
+    result, found_grads = step(moe, (x,))
     others = torch.arange(200, device="cuda") != 17
-    assert found[0][17].isnan().all() and same(found[0][others], outputs[0][others])
+    assert result[0][17].isnan().all() and same(result[0][others], outputs[0][others])
     if not moe.operator.loss:
         assert same(found_grads["input0"][others], grads["input0"][others])
 
@@ -404,8 +404,8 @@ def test_compiled(layers, name):
     for tokens in (127, 300):
         given = inputs(moe, tokens)
         outputs, grads = step(moe, given)
-        found, found_grads = step(moe, given, compiled)
-        assert same(found[0], outputs[0])
+        result, found_grads = step(moe, given, compiled)
+        assert same(result[0], outputs[0])
         for path in grads:
             assert error(found_grads[path], grads[path].double()) <= 1e-5, path
 
@@ -415,8 +415,8 @@ def test_checkpointed(layers):
     given = inputs(moe, 300)
     outputs, grads = step(moe, given)
     for reentrant in (False, True):
-        found, again = step(moe, given, lambda x, way=reentrant: checkpoint(moe, x, use_reentrant=way))
-        assert same(found[0], outputs[0]) and all(same(grads[path], again[path]) for path in grads)
+        result, again = step(moe, given, lambda x, way=reentrant: checkpoint(moe, x, use_reentrant=way))
+        assert same(result[0], outputs[0]) and all(same(grads[path], again[path]) for path in grads)
 
 
 def test_autocast(layers):
@@ -424,7 +424,7 @@ def test_autocast(layers):
     with torch.no_grad():
         for parameter in moe.parameters():
             parameter.copy_(parameter.bfloat16())
-    given = [each.detach().float().requires_grad_() for each in inputs(module(layers, "gpt-oss"), 300)]
+    given = [item.detach().float().requires_grad_() for item in inputs(module(layers, "gpt-oss"), 300)]
     with torch.autocast("cuda", dtype=torch.bfloat16):
         outputs = moe(*given)
     assert outputs.dtype == torch.bfloat16
@@ -459,7 +459,7 @@ def test_another_stream(layers):
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
         late[0].copy_(given[0].detach())
-        found, again = step(moe, late)
+        result, again = step(moe, late)
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    assert same(found[0], outputs[0]) and all(same(grads[path], again[path]) for path in grads)
+    assert same(result[0], outputs[0]) and all(same(grads[path], again[path]) for path in grads)

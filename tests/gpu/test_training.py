@@ -1,4 +1,4 @@
-"""Small models of Transformers, trained with codes of 8 bits: their loss stays with that in 16 bits.
+"""Small models of Transformers, trained with FP8 values of 8 bits: their loss stays with that in 16 bits.
 
 fusekit --store STORE build tests/gpu/training.toml        on any machine
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_training.py -s
@@ -46,13 +46,13 @@ def test_the_loss_with_codes_stays_with_that_in_bf16(name, masters, backends):
         model = models.model(name, backend, H, I, dtype=masters, device="cuda")
         losses[recipe] = training.train(model, ids)
         idle[recipe] = training.without_experts(model, ids[-1])
-    means = {recipe: found[-LAST:].mean().item() for recipe, found in losses.items()}
+    means = {recipe: result[-LAST:].mean().item() for recipe, result in losses.items()}
     apart = means["fp8-block"] / means["none"] - 1
     message = (
         f"{name}, {str(masters).removeprefix('torch.')} parameters: loss {losses['none'][0]:.3f}, then"
         f" {means['none']:.4f} in bf16, {means['fp8-block']:.4f} with codes ({apart:+.2%}); without experts"
         f" {idle['none']:.2f}, {idle['fp8-block']:.2f}; every 25 steps:"
-        + "".join(f"\n  {recipe:10}" + "".join(f"{x:7.3f}" for x in found[::25]) for recipe, found in losses.items())
+        + "".join(f"\n  {recipe:10}" + "".join(f"{x:7.3f}" for x in result[::25]) for recipe, result in losses.items())
     )
     print(f"\n{message}")  # noqa: T201 - the figures of the page
     assert not torch.equal(losses["none"], losses["fp8-block"]), "both trainings are the same"

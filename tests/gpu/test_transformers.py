@@ -55,10 +55,10 @@ def test_experts_alone(name, tokens, backend):
     dy = torch.randn(tokens, H, device="cuda").bfloat16()
 
     def run(module, dtype):
-        given = [each.detach().to(dtype, copy=True).requires_grad_() for each in (x, weights)]
+        given = [item.detach().to(dtype, copy=True).requires_grad_() for item in (x, weights)]
         y = module(given[0], indices, given[1])
         y.backward(dy.to(y.dtype))
-        return y, [given[0].grad, given[1].grad, *(each.grad for each in module.parameters())]
+        return y, [given[0].grad, given[1].grad, *(parameter.grad for parameter in module.parameters())]
 
     y, grads = run(experts, torch.bfloat16)
     want, want_grads = run(wide, torch.float64)
@@ -80,10 +80,10 @@ def test_loss_logits_and_gradients_are_those_of_eager(name, backend):
             result.logits,
             {path: p.grad for path, p in each.named_parameters()},
         )
-    found, want = results[backend], results["eager"]
-    assert found[0] == pytest.approx(want[0], rel=1e-3)
-    assert error(found[1], want[1]) <= 1e-2
-    off = {path: error(found[2][path], grad) for path, grad in want[2].items() if grad is not None}
+    actual, want = results[backend], results["eager"]
+    assert actual[0] == pytest.approx(want[0], rel=1e-3)
+    assert error(actual[1], want[1]) <= 1e-2
+    off = {path: error(actual[2][path], grad) for path, grad in want[2].items() if grad is not None}
     assert all(value <= 2e-2 for value in off.values()), off
 
 
@@ -115,12 +115,12 @@ def test_compiled_block(name, backend):
     compiled = torch.compile(block, fullgraph=True, dynamic=True)
     for tokens in (64, 100):
         x = torch.randn(2, tokens, H, device="cuda", dtype=torch.bfloat16)
-        found = []
+        result = []
         for call in (block, compiled):
             y = call(x)
-            found.append(y[0] if isinstance(y, tuple) else y)
+            result.append(y[0] if isinstance(y, tuple) else y)
         # The compiler's router rounds otherwise, and may choose otherwise where scores are close.
-        apart = (found[1].double() - found[0].double()).norm(dim=-1) / found[0].double().norm(dim=-1)
+        apart = (result[1].double() - result[0].double()).norm(dim=-1) / result[0].double().norm(dim=-1)
         assert (apart <= 2e-2).double().mean() >= 0.9, apart
 
 

@@ -15,8 +15,8 @@ WGRAD = [spec for spec in parse_file(BACKWARD) if spec.epilogue == "wgrad"]
 
 @each_case(WGRAD)
 def test_case(gpu, spec, case):
-    found = gpu.trial(spec, case)
-    assert not found, "\n".join(found)
+    result = gpu.trial(spec, case)
+    assert not result, "\n".join(result)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_nan_reaches_its_own_row_or_column(gpu, spec, name, row, column):
 def test_parts_give_the_same_bits_in_every_variant(gpu, specs, sizes):
     """And for any margin: how many parts there are follows from the problem."""
     rows, n, k = sizes
-    found = []
+    result = []
     for name in ("dense-wgrad-split@128x192-c2x1-dynamic", "dense-wgrad-split@64x64-c2x1-dynamic"):
         launch = prepare(specs[name], Case("variants", (rows,), n, k))
         for margin in (0, 7, 50):
@@ -75,9 +75,9 @@ def test_parts_give_the_same_bits_in_every_variant(gpu, specs, sizes):
             gpu.kernel(specs[name])(**placed, cluster_margin=margin)
             gpu.finish(name)
             gpu.download(launch, placed)
-            found.append(np.array(launch.arguments["dw"].array))
-    assert not (found[0] == 0xFFFF).any()
-    assert all(np.array_equal(found[0], each) for each in found[1:])
+            result.append(np.array(launch.arguments["dw"].array))
+    assert not (result[0] == 0xFFFF).any()
+    assert all(np.array_equal(result[0], item) for item in result[1:])
 
 
 class Nothing:

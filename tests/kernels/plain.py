@@ -22,7 +22,7 @@ def plain(module, **names):
     spec = importlib.util.spec_from_file_location(f"{module.__name__}_plain", module.__file__)
     copy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)
-    for holder in [copy, *(each for each in vars(copy).values() if inspect.isclass(each))]:
+    for holder in [copy, *(var for var in vars(copy).values() if inspect.isclass(var))]:
         for name, value in list(vars(holder).items()):
             if inspect.isfunction(value) and hasattr(value, "__wrapped__") and holder_of(value) == copy.__name__:
                 setattr(holder, name, value.__wrapped__)

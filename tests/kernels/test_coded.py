@@ -1,4 +1,4 @@
-"""Where codes and numbers lie in shared memory, on plain integers in the place of registers."""
+"""Where FP8 values and numbers lie in shared memory, on plain integers in the place of registers."""
 
 from types import SimpleNamespace
 
@@ -22,14 +22,14 @@ def fragment(warp, lane, chunk, r):
 
 
 def test_codes_of_rows_lie_as_the_tensor_map_reads_them():
-    found = {}
+    result = {}
     for lane in range(32):
         for chunk in range(16):
             for r in range(2):
                 row, columns = fragment(0, lane, chunk, r)
                 at = codes.unit_place(lane >> 2, chunk // 2) + (lane & 3) * 2 + chunk % 2 * 8 + r * 8 * SIDE
-                found |= {at + side: (row, column) for side, column in enumerate(columns)}
-    assert found == {swizzled(row * SIDE + column): (row, column) for row in range(16) for column in range(SIDE)}
+                result |= {at + side: (row, column) for side, column in enumerate(columns)}
+    assert result == {swizzled(row * SIDE + column): (row, column) for row in range(16) for column in range(SIDE)}
 
 
 def test_stores_of_codes_meet_in_no_bank():
@@ -62,14 +62,16 @@ def test_the_idle_warp_finds_every_token_of_its_column():
     for column in range(SIDE):
         for unit in range(16):
             start = column // 32 * 32 * turned.LINE + turned.place(column % 32, unit)
-            assert [memory[start + 2 * each] for each in range(8)] == [(unit * 8 + each, column) for each in range(8)]
+            assert [memory[start + 2 * index] for index in range(8)] == [
+                (unit * 8 + index, column) for index in range(8)
+            ]
 
 
 def test_units_of_neighbouring_columns_lie_in_different_banks():
     for unit in range(16):
         for first in range(0, 32, 8):
-            assert len({turned.place(first + each, unit) // 16 % 8 for each in range(8)}) == 8
-    # Codes of 16 tokens, in lines of 128 bytes.
+            assert len({turned.place(first + index, unit) // 16 % 8 for index in range(8)}) == 8
+    # FP8 values of 16 tokens, in lines of 128 bytes.
     for slab in range(8):
         places = np.array([column * SIDE + (slab ^ (column & 7)) * 16 for column in range(32)])
         assert set(places) == {swizzled(column * SIDE + slab * 16) for column in range(32)}
@@ -106,13 +108,13 @@ def test_blocks_of_dz_are_in_order(layout):
 
 
 def test_four_codes_of_a_lane_lie_as_the_tensor_map_reads_them():
-    found = {}
+    result = {}
     for lane in range(32):
         for chunk in range(8):
             for r in range(2):
                 at = codes.unit_place(lane >> 2, chunk) + (lane & 3) * 4 + r * 8 * SIDE
-                found |= {at + c: ((lane >> 2) + 8 * r, 16 * chunk + 4 * (lane & 3) + c) for c in range(4)}
-    assert found == {swizzled(row * SIDE + column): (row, column) for row in range(16) for column in range(SIDE)}
+                result |= {at + c: ((lane >> 2) + 8 * r, 16 * chunk + 4 * (lane & 3) + c) for c in range(4)}
+    assert result == {swizzled(row * SIDE + column): (row, column) for row in range(16) for column in range(SIDE)}
 
 
 def slab(layout):
@@ -144,13 +146,15 @@ def test_the_fourth_warpgroup_finds_every_token_of_its_column(layout):
     for column in range(columns):
         for half in range(2):
             start = column // 32 * 32 * turned.SLAB + turned.slab_place(column % 32, half)
-            assert [memory[start + 2 * each] for each in range(8)] == [(half * 8 + each, column) for each in range(8)]
+            assert [memory[start + 2 * index] for index in range(8)] == [
+                (half * 8 + index, column) for index in range(8)
+            ]
 
 
 def test_units_of_a_slab_lie_in_different_banks():
     for half in range(2):
         for first in range(0, 32, 8):
-            assert len({turned.slab_place(first + each, half) // 16 % 8 for each in range(8)}) == 8
+            assert len({turned.slab_place(first + index, half) // 16 % 8 for index in range(8)}) == 8
     half_ = object.__new__(turned.DzTurned)
     half_.plan = SimpleNamespace(warp_bytes=14336)
     for slab in range(turned.SLABS):  # lines of 32 bytes; a tensor map exchanges their halves by four rows

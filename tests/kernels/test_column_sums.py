@@ -22,8 +22,8 @@ def plan(tile=(128, 192), cluster=(1, 1), pingpong=True, dynamic=False, **change
 
 
 def column_sums_of(plan):
-    (found,) = (operand for operand in plan.operands if operand.name == "column_sums")
-    return found
+    (result,) = (operand for operand in plan.operands if operand.name == "column_sums")
+    return result
 
 
 def swizzled(dy):
@@ -56,7 +56,7 @@ def test_every_column_is_summed_over_all_tokens(tile, pingpong, tiles_n, monkeyp
     sharers = sums.sharers(tiles_n)
     assert sharers <= tiles_n < 2 * sharers or sharers == sums.units
     units = sums.units // sharers
-    found = {}
+    result = {}
     for part, warp in itertools.product(range(sharers), range(sums.warps)):
         token, unit = sums.of_lane(LANES, part * sums.warps + warp, units)
         totals = [np.zeros(32, np.int64) for _ in range(UNIT)]
@@ -69,9 +69,9 @@ def test_every_column_is_summed_over_all_tokens(tile, pingpong, tiles_n, monkeyp
             assert mates.tolist() == list(range(lane, lane + 32 // units))  # what the shuffles add up
             for index, total in enumerate(totals):
                 column = unit[lane] * UNIT + index
-                assert column not in found
-                found[column] = total[mates].sum()
-    assert [found[column] for column in range(tile[0])] == dy.sum(axis=0, dtype=np.int64).tolist()
+                assert column not in result
+                result[column] = total[mates].sum()
+    assert [result[column] for column in range(tile[0])] == dy.sum(axis=0, dtype=np.int64).tolist()
 
 
 @pytest.mark.parametrize(

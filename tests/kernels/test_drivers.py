@@ -22,8 +22,8 @@ def test_a_driver_knows_no_operand_by_name(name):
             parameters = ast.unparse(node.value) in ("operands", "given", "work.operands", "idle.operands")
             assert not parameters or node.attr not in NAMES | ARGUMENTS, ast.unparse(node)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("has", "get", "getattr"):
-            said = {each.value for each in node.args if isinstance(each, ast.Constant)}
-            assert not said & (NAMES | ARGUMENTS), ast.unparse(node)
+            message = {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+            assert not message & (NAMES | ARGUMENTS), ast.unparse(node)
         elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             assert node.slice.value not in NAMES | ARGUMENTS, ast.unparse(node)
         elif isinstance(node, ast.ImportFrom) and name != "kit.py":
@@ -37,7 +37,7 @@ def test_operands_reach_their_architecture_through_the_kit_alone():
     for path in (*(GEMM / "operands").glob("*.py"), *GEMM.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [each.name for each in node.names] if isinstance(node, ast.Import) else []
-            assert not [each for each in names if each.startswith("fusekit.kernels.gemm.sm")], path
+            names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            assert not [name for name in names if name.startswith("fusekit.kernels.gemm.sm")], path
             if isinstance(node, ast.keyword) and node.arg == "barrier_id":
                 assert not isinstance(node.value, ast.Constant), ast.unparse(node)

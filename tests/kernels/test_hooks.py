@@ -114,9 +114,9 @@ class Boxes:
         first, end = where[0] + (where[2] * self.half_n if len(where) == 5 else 0), where[-1]
         assert where[-2] == BIG
         assert len(numbers) == columns // 2
-        for index, each in enumerate(numbers):
+        for index, number in enumerate(numbers):
             chunk, r, c = index // 4, index // 2 % 2, index % 2
-            result[end - (BIG - where[1]) + LANES // 4 + 8 * r, first + chunk * 8 + 2 * (LANES % 4) + c] = each
+            result[end - (BIG - where[1]) + LANES // 4 + 8 * r, first + chunk * 8 + 2 * (LANES % 4) + c] = number
 
 
 def kernel(spec):
@@ -150,14 +150,14 @@ def columns_of(plan, w, n_tile, n):
 
 def accumulators(plan, products, columns):
     """A warp's fragments of rows FIRST.. of a tile: number (chunk, r, c) of each lane."""
-    found = []
+    result = []
     for number in range(plan.tile[1] // 2):
         chunk, r, c = number // 4, number // 2 % 2, number % 2
         column = columns[chunk * 8 + 2 * (LANES % 4) + c]
         there = column < products.shape[1]
         row = FIRST + LANES // 4 + 8 * r
-        found.append(np.where(there, products[row, np.where(there, column, 0)], 0.0))
-    return found
+        result.append(np.where(there, products[row, np.where(there, column, 0)], 0.0))
+    return result
 
 
 def plain_product(spec, given):
@@ -177,13 +177,13 @@ def run_forward(warp, spec, n):
     given = make_inputs(spec, E=len(SIZES), M=sum(SIZES), N=n, K=64, sizes=SIZES)
     epilogue, halves = kernel(spec)
     products, width = plain_product(spec, given), n // 2 if plan.halved else n
-    found = {"y": np.full((sum(SIZES), width + 256), np.nan), "preactivation": np.full((sum(SIZES), n + 256), np.nan)}
-    found["codes"] = np.full((sum(SIZES), width + 256), np.nan)
-    operands = SimpleNamespace(**found, row_scale=given.get("row_scale"), alpha=given.get("alpha"), y_codes=None,
+    actual = {"y": np.full((sum(SIZES), width + 256), np.nan), "preactivation": np.full((sum(SIZES), n + 256), np.nan)}
+    actual["codes"] = np.full((sum(SIZES), width + 256), np.nan)
+    operands = SimpleNamespace(**actual, row_scale=given.get("row_scale"), alpha=given.get("alpha"), y_codes=None,
                                x_scale=given.get("x_s"), w_scale=given.get("w_s"),
                                activation=tuple(SCALARS.values()))  # fmt: skip
     if "y_codes" in halves:
-        halves["y_codes"].block = blocks_of(found["codes"])
+        halves["y_codes"].block = blocks_of(actual["codes"])
     tables = {"bias": "bias", "w_scale": "w_s"}
     for n_tile in range(-(-n // plan.tile[1])):
         columns = columns_of(plan, halves["w"], n_tile, n)
@@ -194,7 +194,7 @@ def run_forward(warp, spec, n):
                 table = given[tables[name]][GROUP]
                 table = values(table, spec.dtype) if table.dtype == np.uint16 else table
                 wanted = [half.column_of(column, n_tile, n // 2) for column in range(plan.tile[1])]
-                warp.numbers.store(number * 4096, [table[each] if each < n else 0.0 for each in wanted])
+                warp.numbers.store(number * 4096, [table[item] if item < n else 0.0 for item in wanted])
                 states[name] = SimpleNamespace(iterator=Pointer(number * 4096))
             else:
                 states[name] = half.start(SimpleNamespace(group=GROUP), work, None)
@@ -202,7 +202,7 @@ def run_forward(warp, spec, n):
         acc = accumulators(plan, products, columns)
         rows = Rows(FIRST, END, n_tile, 0)
         epilogue.finish_rows(acc, 0, rows, work, epilogue.operands.scalars(operands), SimpleNamespace(**states))
-    return found, given
+    return actual, given
 
 
 FORWARD = [
@@ -227,12 +227,12 @@ def test_a_forward_epilogue_is_the_reference(warp, keys):
     saved = "quant" not in keys
     spec = gemm_spec(**{"out_dtype": "f32", "save_preactivation": saved, **keys, "kind": kind})
     n = 2 * spec.tile[1] + (64 if spec.glu_layout == "interleaved-32" else 32)  # a last tile that is not full
-    found, given = run_forward(warp, spec, n)
+    result, given = run_forward(warp, spec, n)
     rows, coded = slice(FIRST, FIRST + 16), {"y": "codes"} if spec.plan.quant.coded else {}
     for name, expected in gemm(spec, given | (SCALARS if spec.activation.gated else {})).items():
-        for each in {name, coded.get(name, name)}:
-            actual = found[each][rows, : expected.shape[1]]
-            np.testing.assert_allclose(actual, expected[rows], rtol=1e-5, atol=1e-5, err_msg=each)
+        for item in {name, coded.get(name, name)}:
+            actual = result[item][rows, : expected.shape[1]]
+            np.testing.assert_allclose(actual, expected[rows], rtol=1e-5, atol=1e-5, err_msg=item)
 
 
 def run_backward(warp, spec, n):
@@ -242,8 +242,8 @@ def run_backward(warp, spec, n):
     epilogue, halves = kernel(spec)
     products, sides = plain_product(spec, given), plan.sides
     z = values(given["preactivation"], spec.dtype).astype(np.float64)
-    found = {"dz": np.full((sum(SIZES), sides * n + 512), np.nan), "y": np.full((sum(SIZES), n + 256), np.nan)}
-    found["codes"] = np.full_like(found["dz"], np.nan)
+    result = {"dz": np.full((sum(SIZES), sides * n + 512), np.nan), "y": np.full((sum(SIZES), n + 256), np.nan)}
+    result["codes"] = np.full_like(result["dz"], np.nan)
     operands = SimpleNamespace(row_scale=given["row_scale"], activation=tuple(SCALARS.values()), dz_codes=None)
     work = SimpleNamespace(operands=operands, extents=SimpleNamespace(rows=None, n=n), staging=0)
     sums, width = np.zeros(16), plan.z_columns
@@ -265,17 +265,17 @@ def run_backward(warp, spec, n):
             gradients.append(steps)
             for part, first in enumerate(firsts):
                 end = min(first + width, n * (part + 1)) if plan.glu_layout == "concat" else first + width
-                found["dz"][FIRST : FIRST + 16, first:end] = memory.data[places + part * 16 * width][:, : end - first]
+                result["dz"][FIRST : FIRST + 16, first:end] = memory.data[places + part * 16 * width][:, : end - first]
             for index, pair in enumerate(packed):
                 column = n_tile * plan.tile[1] + unit * epilogue.columns + index // 2 * 8 + 2 * (LANES % 4)
                 for c in range(2):
-                    found["y"][FIRST + LANES // 4 + 8 * (index % 2), column + c] = pair[c]
+                    result["y"][FIRST + LANES // 4 + 8 * (index % 2), column + c] = pair[c]
         if "dz_codes" in halves:
-            halves["dz_codes"].block = blocks_of(found["codes"])
+            halves["dz_codes"].block = blocks_of(result["codes"])
             halves["dz_codes"].gradients((gradients, []), rows, work)
         for r in range(2):
             np.add.at(sums, LANES // 4 + 8 * r, row_state.dprob.sums[r])
-    return found | {"dprob": sums}, given
+    return result | {"dprob": sums}, given
 
 
 BACKWARD = (
@@ -293,9 +293,9 @@ BACKWARD = (
 def test_a_backward_epilogue_is_the_reference(warp, keys):
     spec = gemm_spec(**keys, backward=True, row_scale=True, recompute=True, dprob=True)
     n = 2 * spec.tile[1] + (128 if spec.plan.quant.coded else 32)
-    found, given = run_backward(warp, spec, n)
+    result, given = run_backward(warp, spec, n)
     rows, coded = slice(FIRST, FIRST + 16), {"dz": "codes"} if spec.plan.quant.coded else {}
     for name, expected in gemm(spec, given | (SCALARS if spec.activation.gated else {})).items():
-        for each in {name, coded.get(name, name)}:
-            actual = found[each] if each == "dprob" else found[each][rows, : expected.shape[1]]
-            np.testing.assert_allclose(actual, expected[rows], rtol=1e-5, atol=1e-5, err_msg=each)
+        for item in {name, coded.get(name, name)}:
+            actual = result[item] if item == "dprob" else result[item][rows, : expected.shape[1]]
+            np.testing.assert_allclose(actual, expected[rows], rtol=1e-5, atol=1e-5, err_msg=item)

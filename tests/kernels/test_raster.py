@@ -50,23 +50,23 @@ SETTINGS = {
 def placed(order, m_tiles, n, depth):
     """(cluster tile, rank) -> (tile along M, tile along N, whether the cluster pairs rows)."""
     ranks = range(order.plan.cluster_size)
-    found = {}
+    result = {}
     for local, rank in itertools.product(range(order.count(m_tiles, n)), ranks):
         m_tile, word = order.place(local, m_tiles, n, depth, rank)
-        found[local, rank] = (m_tile, word & (ALONG_M - 1), word >= ALONG_M)
-    return found
+        result[local, rank] = (m_tile, word & (ALONG_M - 1), word >= ALONG_M)
+    return result
 
 
 @settings(max_examples=400, deadline=None)
 @given(**SETTINGS)
 def test_every_tile_is_worked_on_once(tile, cluster, m_tiles, n, depth, more):
     order = Raster(gemm_plan(tile=tile, cluster=cluster, **more))
-    found = [(m, column) for m, column, _ in placed(order, m_tiles, n, depth).values()]
+    result = [(m, column) for m, column, _ in placed(order, m_tiles, n, depth).values()]
     columns = -(-n // tile[1])
-    worked = [each for each in found if each[0] < m_tiles]
+    worked = [item for item in result if item[0] < m_tiles]
     assert sorted(worked) == list(itertools.product(range(m_tiles), range(columns)))
-    # Only an odd number of tiles leaves a CTA idle, and then it stands behind the last row.
-    idle = [each for each in found if each[0] >= m_tiles]
+    # Only an odd number of tiles leaves a CTA idle, and then it stands after the last row.
+    idle = [item for item in result if item[0] >= m_tiles]
     assert all(m == m_tiles for m, _ in idle)
     assert len(idle) <= m_tiles % 2 * columns % 2
 
@@ -75,12 +75,12 @@ def test_every_tile_is_worked_on_once(tile, cluster, m_tiles, n, depth, more):
 @given(**SETTINGS)
 def test_the_tiles_of_a_cluster_share_an_operand(tile, cluster, m_tiles, n, depth, more):
     order = Raster(gemm_plan(tile=tile, cluster=cluster, **more))
-    found = placed(order, m_tiles, n, depth)
+    result = placed(order, m_tiles, n, depth)
     if cluster == (1, 1):
-        assert not any(along for _, _, along in found.values())
+        assert not any(along for _, _, along in result.values())
         return
-    for local in range(len(found) // 2):
-        (m, column, along), (other_m, other_column, other_along) = found[local, 0], found[local, 1]
+    for local in range(len(result) // 2):
+        (m, column, along), (other_m, other_column, other_along) = result[local, 0], result[local, 1]
         assert along == other_along
         assert (other_m - m, other_column - column) == ((1, 0) if along else (0, 1))
 
@@ -99,15 +99,15 @@ def test_no_cta_is_idle_where_tiles_come_out_even(cluster):
 def test_a_panel_of_rows_stays_in_the_cache():
     """Tiles that follow each other read at most a panel of x, however many rows a group has."""
     order, depth = Raster(gemm_plan(tile=(128, 192), cluster=(1, 2))), 2880
-    found = placed(order, 200, 5760, depth)
+    result = placed(order, 200, 5760, depth)
     most = raster.PANEL_BYTES // 2 // depth // 128
     panels = []
-    for local in range(len(found) // 2):
-        panel = found[local, 0][0] // most
+    for local in range(len(result) // 2):
+        panel = result[local, 0][0] // most
         if not panels or panels[-1] != panel:
             panels.append(panel)
     assert len(set(panels)) <= -(-200 // most) + 1
-    rows = [found[local, 0][0] for local in range(len(found) // 2)]
+    rows = [result[local, 0][0] for local in range(len(result) // 2)]
     height = max(rows[: rows.index(0, 1)]) + 1
     assert height <= most
     assert all(row < height for row in rows[: height * 15])

@@ -61,7 +61,7 @@ def test_parts_of_a_group_are_its_rows_once_and_whole_tiles(tile, offsets, rows,
     for begin, end in itertools.pairwise([0, *offsets]):
         index[max(begin, 0) : end] = sorted(index[max(begin, 0) : end])
     for three, (begin, end) in parts(tile, offsets, index):
-        worked = sorted(each for each in three if each[0] < each[1])
+        worked = sorted(item for item in three if item[0] < item[1])
         covered = [row for first, last in worked for row in range(first, last)]
         assert covered == list(range(begin, end))
         assert all((first - begin) % tile == 0 for first, _ in worked)

@@ -65,8 +65,8 @@ def test_every_column_is_summed_over_the_warps_rows(warp, layout, tile_n, unit):
         columns = shares.unit_ends()
         assert len(columns) == sums.kept
         for index, value in enumerate(columns):
-            for where, each in zip(sums.column(number, index, LANES), value, strict=True):
-                assert kept.setdefault(where, each) == each  # several lanes may end with one column
+            for where, item in zip(sums.column(number, index, LANES), value, strict=True):
+                assert kept.setdefault(where, item) == item  # several lanes may end with one column
     expected = gradients.sum(axis=0)  # (column of da, side), which the layout brings into the order of dz
     if layout == "interleaved-32":
         expected = expected.reshape(-1, 32, 2).swapaxes(1, 2)

@@ -1,6 +1,6 @@
 """Each launch of a layer's program as one formula in float64, so that a program can be run without a device.
 
-A tensor of codes holds what they are worth without their scales.
+A tensor of FP8 values holds what they are worth without their scales.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ from fusekit.reference import activations, codes, decode, encode, layouts, permu
 from fusekit.reference.quantise import blocks
 from fusekit.spec import Activation
 
-# What the definitions of the router want to be told beside a table's own keys.
+# What the definitions of the router want to be told next to a table's own keys.
 GRAD_BIAS = ("grad_y", "token", "row_scale", "offsets")
 TYPES = {"routing_map": "bytes", "dtype": "f32", "out_dtype": "f32"}
 
@@ -30,7 +30,7 @@ def run(program, which, given, tokens, wanted=None):
 
 
 def gemm(keys, given, dims):
-    """All of its results, and where it stores any as codes their codes."""
+    """All of its results, and where it stores any as FP8 values their FP8 values."""
     results = product(keys, given)
     asked = keys.get("quant", "none")
     if asked != "none" and "out" in asked:
@@ -71,9 +71,9 @@ def product(keys, given):
     scale = given["row_scale"][:, None] if keys.get("row_scale") else np.ones((len(da), 1))
     back = da * scale
     dz = back * slopes[0] if len(slopes) == 1 else layouts.join(back * slopes[0], back * slopes[1], layout)
-    found = {"dz": dz, "y": a * scale, "dprob": (da * a).sum(axis=1)}
-    found["dbias"] = dz.sum(axis=0) if dense else np.stack([dz[own].sum(axis=0) for own in groups])
-    return found
+    result = {"dz": dz, "y": a * scale, "dprob": (da * a).sum(axis=1)}
+    result["dbias"] = dz.sum(axis=0) if dense else np.stack([dz[own].sum(axis=0) for own in groups])
+    return result
 
 
 def coded_factors(keys):
@@ -96,29 +96,29 @@ def wgrad(keys, given, dims):
 
 def token_scales(keys, given, name):
     """The scale of each token and column of an operand."""
-    found = spread(given[f"{name}_ts"], 0)
+    result = spread(given[f"{name}_ts"], 0)
     if name == "x" and keys["quant"].get("x_blocks") == "128x128":
-        found = spread(found, 1)[:, : len(given["x_t"])]
-    return found
+        result = spread(result, 1)[:, : len(given["x_t"])]
+    return result
 
 
 def quantise(keys, given, dims):
     if keys.get("blocks") == "128x128":
         w = given["w"] if keys["groups"] else given["w"][None]
-        quantised = [coded(each, 128, 128) for each in w]
-        found = {name: np.stack(each) for name, each in zip(("w_q", "w_s"), zip(*quantised, strict=True), strict=True)}
-        found |= {name: found[of].transpose(0, 2, 1) for name, of in (("w_t", "w_q"), ("w_ts", "w_s"))}
-        return found if keys["groups"] else {name: each[0] for name, each in found.items()}
+        quantised = [coded(item, 128, 128) for item in w]
+        result = {name: np.stack(item) for name, item in zip(("w_q", "w_s"), zip(*quantised, strict=True), strict=True)}
+        result |= {name: result[of].transpose(0, 2, 1) for name, of in (("w_t", "w_q"), ("w_ts", "w_s"))}
+        return result if keys["groups"] else {name: item[0] for name, item in result.items()}
     rows = chosen({"gather": "x" if keys["gather"] else "none"}, given, "x")
     if keys["topk"]:
         token, choice = np.nonzero(given["inverse"] >= 0)
         x, rows = rows, np.full((dims["M"], rows.shape[1]), np.nan)
         rows[given["inverse"][token, choice]] = x[token]
-    found = rows_of_codes("x", rows) if keys["rows"] else {}
+    result = rows_of_codes("x", rows) if keys["rows"] else {}
     if keys["transpose"]:
         columns = 128 if keys.get("transpose_blocks") == "128x128" else 1
-        found |= turned_codes("x", rows, dims, given["offsets"] if keys["groups"] else None, columns)
-    return found
+        result |= turned_codes("x", rows, dims, given["offsets"] if keys["groups"] else None, columns)
+    return result
 
 
 def rows_of_codes(name, rows):
@@ -143,7 +143,7 @@ def turned_codes(name, rows, dims, offsets, columns=1):
 
 
 def coded(values, down, across):
-    """Codes and scales of what is left of the values in bf16."""
+    """FP8 values and scales of what is left of the values in bf16."""
     with np.errstate(invalid="ignore"):
         encoded, scale = blocks(decode(encode(values, "bf16"), "bf16"), down, across, "pow2")
     return codes.decode(encoded, "e4m3").astype(np.float64), scale.astype(np.float64)
@@ -226,11 +226,11 @@ def bias_bwd(keys, given, dims):
 
 def split(keys, given, dims):
     """The last term is all that is left, so that their sum is exact in float64, too."""
-    found, rest = [], given["w"]
+    result, rest = [], given["w"]
     for _ in range(keys["terms"] - 1):
-        found.append(decode(encode(rest, "bf16"), "bf16").astype(np.float64))
-        rest = rest - found[-1]
-    return {"terms": np.concatenate([*found, rest])}
+        result.append(decode(encode(rest, "bf16"), "bf16").astype(np.float64))
+        rest = rest - result[-1]
+    return {"terms": np.concatenate([*result, rest])}
 
 
 def summed(keys, given, dims):

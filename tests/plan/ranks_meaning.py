@@ -19,9 +19,9 @@ class World:
     def __init__(self, program, ranks):
         self.program, self.ranks = program, ranks
         dims = program.dims(0)
-        inside = [each for each in program.buffers.values() if each.place in (*WINDOWS, CHECKED)]
+        inside = [buffer for buffer in program.buffers.values() if buffer.place in (*WINDOWS, CHECKED)]
         self.windows = [
-            {each.name: np.full(each.extents(dims), 0 if each.place == CHECKED else np.nan) for each in inside}
+            {item.name: np.full(item.extents(dims), 0 if item.place == CHECKED else np.nan) for item in inside}
             for _ in range(ranks)
         ]
 
@@ -29,22 +29,22 @@ class World:
         """Every buffer of every rank after a pass. given: of each rank, what it is given and what it kept."""
         program = self.program
         lead = "dy" if which == "backward" else "x"
-        counts = [len(each[lead]) for each in given]
-        known = [dict(each) for each in given]
+        counts = [len(item[lead]) for item in given]
+        known = [dict(item) for item in given]
         for rank, window in enumerate(self.windows):
             known[rank] |= window
         steps = program.needed(which, program.arguments(which)[1] if wanted is None else wanted)
         for step in steps:
             keys = program.parts[step.part]
             inout = {name: buffer for name, buffer in step.writes.items() if name in INOUT}
-            reads = [{name: each[buffer] for name, buffer in (step.reads | inout).items()} for each in known]
+            reads = [{name: item[buffer] for name, buffer in (step.reads | inout).items()} for item in known]
             if step.window:
                 results = EXCHANGES[keys["op"]](keys, reads, self, step)
             else:
                 results = []
                 for rank, arguments in enumerate(reads):
-                    found = layer_meaning.OPERATIONS[keys["op"]](keys, arguments, program.dims(counts[rank]))
-                    results.append({name: found[name] for name in step.writes})
+                    actual = layer_meaning.OPERATIONS[keys["op"]](keys, arguments, program.dims(counts[rank]))
+                    results.append({name: actual[name] for name in step.writes})
             for rank, own in enumerate(results):
                 for name, buffer in step.writes.items():
                     if name in own:
@@ -59,7 +59,7 @@ class World:
 
     def kept(self, known):
         """What stays of a forward pass; windows do not count on."""
-        return {name: known[name] for name, each in self.program.buffers.items() if each.place == KEPT}
+        return {name: known[name] for name, buffer in self.program.buffers.items() if buffer.place == KEPT}
 
 
 def owner(keys, indices):
@@ -109,10 +109,10 @@ def combine(keys, reads, world, step):
         owners = owner(keys, own["indices"])
         places = rank * capacity + np.arange(len(owners))
         if keys.get("gradients"):
-            found = np.zeros(owners.shape)
+            actual = np.zeros(owners.shape)
             for source, other in enumerate(reads):
-                found = np.where(owners == source, other["grad_weights"][places], found)
-            results[rank]["returned"] = found
+                actual = np.where(owners == source, other["grad_weights"][places], actual)
+            results[rank]["returned"] = actual
         if keys.get("rows", True):
             total = sum(own[f"addend{number}"] for number in range(keys["addends"])) + np.zeros((len(owners), 1))
             for source, other in enumerate(reads):

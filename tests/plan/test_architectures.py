@@ -20,13 +20,13 @@ def test_no_room_names_an_architecture(room):
     """Docstrings included."""
     files = [path for path in (PACKAGE / room).rglob("*.py") if "arch" not in path.relative_to(PACKAGE).parts]
     assert files
-    found = {
+    result = {
         f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
         for path in files
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if ARCHITECTURE.search(line)
     }
-    assert not found
+    assert not result
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,11 @@ def test_a_packaged_spec_is_built_for_the_architecture_that_is_asked_for(checkou
     done = run(checkout, "build", "quickstart/linear", "--arch", "sm_99z", "--dry-run", "--json")
     assert done.returncode == 0, done.stderr
     missing = json.loads(done.stdout)["would_build"]
-    assert [(each["name"], each["arch"]) for each in missing] == [("quickstart/linear@128x128-c2x1", "sm_99z")]
+    assert [(item["name"], item["arch"]) for item in missing] == [("quickstart/linear@128x128-c2x1", "sm_99z")]
     both = run(checkout, "build", "quickstart/linear", "--arch", "sm_90a,sm_99z", "--dry-run", "--json")
-    assert {each["arch"] for each in json.loads(both.stdout)["would_build"]} == {"sm_90a", "sm_99z"}
+    assert {load["arch"] for load in json.loads(both.stdout)["would_build"]} == {"sm_90a", "sm_99z"}
     plain = run(checkout, "build", "quickstart/linear", "--dry-run", "--json")
-    assert {each["arch"] for each in json.loads(plain.stdout)["would_build"]} == {"sm_90a"}
+    assert {load["arch"] for load in json.loads(plain.stdout)["would_build"]} == {"sm_90a"}
 
 
 def test_a_spec_file_of_ones_own_keeps_its_architecture(checkout):

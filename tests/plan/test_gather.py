@@ -11,7 +11,7 @@ WGRAD = {"op": "grouped-wgrad"}
 
 
 def arrivals(plan, region):
-    return next(each.arrivals for each in plan.shared.regions if each.name == region)
+    return next(item.arrivals for item in plan.shared.regions if item.name == region)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_stage_is_there_when_all_who_bring_it_have_arrived(cluster):
     assert set(arrivals(relayed, "stages_full")) == {2}  # the load thread and the warp that hands it on
     assert arrivals(relayed, "landed") == (32 * GATHER_WARPS,) * relayed.stages
     assert set(arrivals(fenced, "stages_full")) == {1 + 32 * GATHER_WARPS}
-    assert all(each.name != "landed" for each in fenced.shared.regions)
+    assert all(region.name != "landed" for region in fenced.shared.regions)
     assert arrivals(relayed, "stages_empty") == arrivals(plain, "stages_empty")
     assert set(arrivals(relayed, "tiles_empty")) == {arrivals(plain, "tiles_empty")[0] + GATHER_WARPS + 1}
 
@@ -63,4 +63,4 @@ def test_what_comes_by_tma_is_the_other_factor():
 )
 def test_a_tile_that_leaves_too_few_registers_is_refused(keys, rule):
     plan = gemm_plan(**keys)
-    assert any(rule in each.rule for each in refusals(plan, "pingpong" if plan.pingpong else "cooperative"))
+    assert any(rule in refusal.rule for refusal in refusals(plan, "pingpong" if plan.pingpong else "cooperative"))

@@ -54,28 +54,28 @@ CASES = {
 PLAIN = [name for name, said in CASES.items() if "recipe" not in said]  # whose results are those of plain formulas
 
 
-def options(**said):
+def options(**message):
     """The options of a layer; said: what differs from the plainest one."""
-    activation = said.get("activation", {"kind": "swiglu"})
+    activation = message.get("activation", {"kind": "swiglu"})
     gated = activation["kind"].endswith("glu")
     values = {
         "file": "layers", "name": "moe", "kind": "moe", "dtype": "bf16", "hidden": H, "intermediate": I, "experts": X,
         "topk": K, "bias": False, "b_major": "k", "shared": 0, "keep": "z", "grad_dtype": "f32", "accumulate": False,
-        "tokens": T, "glu_layout": "concat" if gated else "none", **said, "activation": activation,
+        "tokens": T, "glu_layout": "concat" if gated else "none", **message, "activation": activation,
     }  # fmt: skip
     if values["kind"] == "mlp":
         return Options(**values | {"experts": 0, "topk": 0, "router": {}})
-    router = {key.name: key.default for key in ROUTER_FIELDS} | said.get("router", {})
+    router = {key.name: key.default for key in ROUTER_FIELDS} | message.get("router", {})
     return Options(**values | {"router": router})
 
 
 def tensors_of(plan, rng):
     """Every parameter, as the layer's buffers have them."""
     names = {name[1:] for name in plan.arguments(BACKWARD)[1] if name not in ("dx", "dlogits", "dweights")}
-    found = {name: rng.standard_normal(plan.buffers[name].shape) for name in sorted(names)}
+    result = {name: rng.standard_normal(plan.buffers[name].shape) for name in sorted(names)}
     if "expert_bias" in plan.buffers:
-        found["expert_bias"] = rng.standard_normal(X)
-    return found
+        result["expert_bias"] = rng.standard_normal(X)
+    return result
 
 
 def defined(o, tensors):
@@ -115,41 +115,41 @@ def forward(name, which=FORWARD):
     given = {**tensors, "x": x, "logits": kept.logits, "indices": kept.indices, "weights": kept.weights}
     given |= {"total_tokens": np.array([o.tokens]), "aux_coefficient": np.array([0.25])}
     given |= layer_meaning.run(plan, QUANTISE, tensors, o.tokens)
-    used = {each: value for each, value in given.items() if each in plan.arguments(which)[0]}
+    used = {item: value for item, value in given.items() if item in plan.arguments(which)[0]}
     return plan, given, layer_meaning.run(plan, which, used, o.tokens), (layer, theirs, y, loss, kept)
 
 
 @pytest.mark.parametrize("which", [FORWARD, INFERENCE])
 @pytest.mark.parametrize("name", CASES)
 def test_a_forward_pass_is_the_definition(name, which):
-    _, _, found, (layer, _, y, loss, _) = forward(name, which)
-    np.testing.assert_allclose(found["y"], y, rtol=1e-9, atol=1e-9)
+    _, _, result, (layer, _, y, loss, _) = forward(name, which)
+    np.testing.assert_allclose(result["y"], y, rtol=1e-9, atol=1e-9)
     if layer.aux is not None:
-        np.testing.assert_allclose(found["loss"][0], loss, rtol=1e-12)
+        np.testing.assert_allclose(result["loss"][0], loss, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_backward_pass_is_the_definition(name):
-    plan, given, found, (layer, theirs, _, _, kept) = forward(name)
+    plan, given, actual, (layer, theirs, _, _, kept) = forward(name)
     tokens = len(given["x"])
     dy = np.random.default_rng(1).standard_normal(given["x"].shape)
-    stays = {each: found[each] for each, buffer in plan.buffers.items() if buffer.place == KEPT}
+    stays = {item: actual[item] for item, buffer in plan.buffers.items() if buffer.place == KEPT}
     given = given | stays | {"dy": dy, "dloss": np.array([0.4])}
-    given = {each: value for each, value in given.items() if each in plan.arguments(BACKWARD)[0] or each in stays}
+    given = {item: value for item, value in given.items() if item in plan.arguments(BACKWARD)[0] or item in stays}
     back = layer_meaning.run(plan, BACKWARD, given, tokens)
     want = definition.backward(layer, theirs, kept, dy, grad_loss=0.4 if layer.aux is not None else 0.0)
     want["weights"] = back.get("dweights")  # the definition gives what comes after it
     outputs = plan.arguments(BACKWARD)[1]
     assert {"dx", "dw1", "dw2"} <= set(outputs)
-    for each in outputs:
-        expected = want[each.removeprefix("d")]
-        if each == "dx" and "router" not in plan.buffers and plan.parts.get("index"):
+    for output in outputs:
+        expected = want[output.removeprefix("d")]
+        if output == "dx" and "router" not in plan.buffers and plan.parts.get("index"):
             expected = expected - want["logits"] @ theirs["router"]  # what reaches x through logits is the caller's
-        if plan.buffers[each].shape != expected.shape and expected.shape[:1] == (1,):
+        if plan.buffers[output].shape != expected.shape and expected.shape[:1] == (1,):
             expected = expected[0]
-        if each in ("dw1", "dw2") and back[each].shape != expected.shape:
+        if output in ("dw1", "dw2") and back[output].shape != expected.shape:
             expected = expected.swapaxes(-1, -2)
-        np.testing.assert_allclose(back[each], expected, rtol=1e-9, atol=1e-9, err_msg=each)
+        np.testing.assert_allclose(back[output], expected, rtol=1e-9, atol=1e-9, err_msg=output)
 
 
 def test_a_gradient_that_is_no_number_reaches_the_experts_of_its_token_alone():
@@ -158,10 +158,12 @@ def test_a_gradient_that_is_no_number_reaches_the_experts_of_its_token_alone():
     indices = np.array([[1, 1, 2], [4, 0, 2]])
     given = {name: rng.standard_normal(buffer.extents(plan.dims(2))) for name, buffer in plan.buffers.items()
              if buffer.place == ARGUMENT} | {"indices": indices}  # fmt: skip
-    arguments = {each: given[each] for each in plan.arguments(FORWARD)[0]}
-    found = layer_meaning.run(plan, FORWARD, arguments, 2)
+    arguments = {argument: given[argument] for argument in plan.arguments(FORWARD)[0]}
+    result = layer_meaning.run(plan, FORWARD, arguments, 2)
     given["dy"][1] = np.nan
-    back = layer_meaning.run(plan, BACKWARD, found | {each: given[each] for each in plan.arguments(BACKWARD)[0]}, 2)
+    back = layer_meaning.run(
+        plan, BACKWARD, result | {argument: given[argument] for argument in plan.arguments(BACKWARD)[0]}, 2
+    )
     np.testing.assert_allclose(back["db2"][1], given["weights"][0, :2].sum() * given["dy"][0])
     assert [bool(row) for row in np.isnan(back["db2"]).all(axis=1)] == [expert in (0, 2, 4) for expert in range(X)]
     assert [bool(row) for row in np.isnan(back["db1"]).all(axis=1)] == [expert in (0, 2, 4) for expert in range(X)]
@@ -178,12 +180,12 @@ def test_buffers_that_are_needed_at_the_same_time_lie_apart(name, which, in_plac
     given, dims = plan.arguments(which)[1], plan.dims(tokens)
     places, total = plan.scratch(which, given, dims, in_place=bool(in_place))
     kept, kept_bytes = plan.kept(dims)
-    homes = places | ({each: (KEPT, begin) for each, begin in kept.items()} if which != INFERENCE else {})
+    homes = places | ({item: (KEPT, begin) for item, begin in kept.items()} if which != INFERENCE else {})
     live, over = {}, set()
     for index, step in enumerate(plan.needed(which, given, in_place=bool(in_place))):
-        for each in {*step.reads.values(), *step.writes.values()} & homes.keys():
-            begin = 0 if which == BACKWARD and each in kept else index
-            live[each] = (live.get(each, (begin,))[0], index)
+        for entry in {*step.reads.values(), *step.writes.values()} & homes.keys():
+            begin = 0 if which == BACKWARD and entry in kept else index
+            live[entry] = (live.get(entry, (begin,))[0], index)
         if "dz" in step.writes:
             over.add((step.reads["preactivation"], step.writes["dz"], index))
     room = {name: plan.buffers[name].bytes(dims) for name in given} | {SCRATCH: total, KEPT: kept_bytes}
@@ -215,11 +217,11 @@ def test_what_no_output_needs_is_not_launched():
 
 def test_z_and_the_routing_are_all_that_is_kept():
     plan = program(options(bias=True, hidden=2048, intermediate=768, experts=128, topk=8, tokens=24576))
-    kept = {name: each for name, each in plan.buffers.items() if each.place == KEPT}
+    kept = {name: buffer for name, buffer in plan.buffers.items() if buffer.place == KEPT}
     assert set(kept) == {"z", "logits", "indices", "weights", "offsets", "inverse", "token", "row_scale"}
     rest = plan.kept(plan.dims(24576))[1] - kept["z"].bytes(plan.dims(24576))
     assert rest < 0.03 * kept["z"].bytes(plan.dims(24576))
-    assert "z" not in {n for n, each in program(options(keep="x")).buffers.items() if each.place == KEPT}
+    assert "z" not in {n for n, buffer in program(options(keep="x")).buffers.items() if buffer.place == KEPT}
     assert program(options(keep="x")).buffers["z"].place == SCRATCH
 
 
@@ -247,8 +249,8 @@ def test_a_layer_for_inference_has_the_kernels_of_a_forward_pass_alone(name):
     assert codes <= {"w1_q", "w1_s", "w2_q", "w2_s"} and (o.b_major == "n" or not codes)
     assert plan.arguments(INFERENCE) == whole.arguments(INFERENCE)
     _, given, want, _ = forward(name, INFERENCE)
-    found = layer_meaning.run(plan, INFERENCE, given, o.tokens)
-    assert all(np.array_equal(found[each], want[each]) for each in plan.arguments(INFERENCE)[1])
+    actual = layer_meaning.run(plan, INFERENCE, given, o.tokens)
+    assert all(np.array_equal(actual[argument], want[argument]) for argument in plan.arguments(INFERENCE)[1])
 
 
 def test_float32_weights_of_a_router_have_float32_gradients():
@@ -314,13 +316,13 @@ def test_a_backward_pass_in_place_has_the_same_steps_in_an_order_that_works(name
     plan = program(options(**CASES[name]))
     every = plan.arguments(BACKWARD)[1]
     steps, moved = plan.needed(BACKWARD, every), plan.needed(BACKWARD, every, in_place=True)
-    assert sorted(each.part for each in steps) == sorted(each.part for each in moved)
-    parts = [each.part for each in moved]
+    assert sorted(step.part for step in steps) == sorted(item.part for item in moved)
+    parts = [item.part for item in moved]
     if "fc2-wgrad" in parts and "quant" not in plan.parts["fc2-wgrad"]:
         assert parts.index("fc2-dgrad") < parts.index("fc2-wgrad") < parts.index("fc1-dgrad")
-    last = {name: index for index, each in enumerate(moved) for name in each.writes.values()}
-    for index, each in enumerate(moved):
-        assert all(last.get(name, -1) < index for name in each.reads.values())
+    last = {name: index for index, item in enumerate(moved) for name in item.writes.values()}
+    for index, entry in enumerate(moved):
+        assert all(last.get(name, -1) < index for name in entry.reads.values())
     assert plan.needed(FORWARD, plan.arguments(FORWARD)[1], in_place=True) == plan.needed(
         FORWARD, plan.arguments(FORWARD)[1]
     )

@@ -23,8 +23,8 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 def over(ranks, name="plain", **more):
     """The options of a layer over ranks, each with eight experts or four."""
-    said = {**CASES[name], **more}
-    return options(**said, experts=ranks * (8 if said.get("bias") else 4), ranks=ranks)
+    message = {**CASES[name], **more}
+    return options(**message, experts=ranks * (8 if message.get("bias") else 4), ranks=ranks)
 
 
 def alone(o):
@@ -66,10 +66,10 @@ def test_a_forward_pass_is_the_definition(name, tokens, which):
         more = {"x": own, "logits": kept.logits, "indices": kept.indices, "weights": kept.weights}
         more |= {"total_tokens": np.array([len(own)]), "aux_coefficient": np.array([0.25])}
         given.append(only(plan, which, share(o, whole, rank) | more))
-    for found, (y, loss) in zip(ranks_meaning.World(plan, o.ranks).run(which, given), wants, strict=True):
-        np.testing.assert_allclose(found["y"], y, **CLOSE)
+    for actual, (y, loss) in zip(ranks_meaning.World(plan, o.ranks).run(which, given), wants, strict=True):
+        np.testing.assert_allclose(actual["y"], y, **CLOSE)
         if layer.aux is not None:
-            np.testing.assert_allclose(found["loss"][0], loss, rtol=1e-12)
+            np.testing.assert_allclose(actual["loss"][0], loss, rtol=1e-12)
 
 
 @pytest.mark.parametrize("tokens", [(7, 4), (5, 0, 3, 9)])
@@ -88,20 +88,20 @@ def test_a_backward_pass_is_the_definition(name, tokens):
         more = {"x": own, "logits": kept.logits, "indices": kept.indices, "weights": kept.weights}
         more |= {"total_tokens": np.array([len(own)]), "aux_coefficient": np.array([0.25])}
         given.append(share(o, whole, rank) | more)
-    forward = world.run(FORWARD, [only(plan, FORWARD, each) for each in given])
-    world.run(FORWARD, [only(plan, FORWARD, each) | {"x": each["x"] + 1} for each in given])  # another layer's
+    forward = world.run(FORWARD, [only(plan, FORWARD, item) for item in given])
+    world.run(FORWARD, [only(plan, FORWARD, item) | {"x": item["x"] + 1} for item in given])  # another layer's
     later = [
-        only(plan, BACKWARD, each | {"dy": own, "dloss": np.array([0.4])}) | world.kept(known)
-        for each, own, known in zip(given, dy, forward, strict=True)
+        only(plan, BACKWARD, item | {"dy": own, "dloss": np.array([0.4])}) | world.kept(known)
+        for item, own, known in zip(given, dy, forward, strict=True)
     ]
-    for rank, found in enumerate(world.run(BACKWARD, later)):
-        for each in plan.arguments(BACKWARD)[1]:
-            name_ = each.removeprefix("d")
+    for rank, actual in enumerate(world.run(BACKWARD, later)):
+        for argument in plan.arguments(BACKWARD)[1]:
+            name_ = argument.removeprefix("d")
             want = sum(one[name_] for one in wants) if name_ in PARTS else wants[rank][name_]
             want = want[rank * o.local : (rank + 1) * o.local] if name_ in PARTS else want
-            if name_ in ("w1", "w2") and found[each].shape != want.shape:
+            if name_ in ("w1", "w2") and actual[argument].shape != want.shape:
                 want = want.swapaxes(-1, -2)
-            np.testing.assert_allclose(found[each], want, **CLOSE, err_msg=each)
+            np.testing.assert_allclose(actual[argument], want, **CLOSE, err_msg=argument)
 
 
 # -- routings ---------------------------------------------------------------------------------------------------------
@@ -149,21 +149,21 @@ def test_any_routing_is_that_of_one_gpu(seed):
         given.append(share(o, whole, rank) | own | {"weights": source.random((count, K))})
     dy = [source.standard_normal((count, H)) for count in tokens]
     world = ranks_meaning.World(plan, o.ranks)
-    forward = world.run(FORWARD, [only(plan, FORWARD, each) for each in given])
+    forward = world.run(FORWARD, [only(plan, FORWARD, item) for item in given])
     later = [
-        only(plan, BACKWARD, each | {"dy": own}) | world.kept(known)
-        for each, own, known in zip(given, dy, forward, strict=True)
+        only(plan, BACKWARD, item | {"dy": own}) | world.kept(known)
+        for item, own, known in zip(given, dy, forward, strict=True)
     ]
     back = world.run(BACKWARD, later)
-    every = {name: np.concatenate([each[name] for each in given]) for name in ("x", "indices", "weights")}
+    every = {name: np.concatenate([item[name] for item in given]) for name in ("x", "indices", "weights")}
     first = layer_meaning.run(one, FORWARD, whole | every, sum(tokens))
-    stays = {each: first[each] for each, buffer in one.buffers.items() if buffer.place == KEPT}
+    stays = {item: first[item] for item, buffer in one.buffers.items() if buffer.place == KEPT}
     want = layer_meaning.run(one, BACKWARD, whole | every | stays | {"dy": np.concatenate(dy)}, sum(tokens))
-    np.testing.assert_allclose(np.concatenate([each["y"] for each in forward]), first["y"], **CLOSE)
+    np.testing.assert_allclose(np.concatenate([item["y"] for item in forward]), first["y"], **CLOSE)
     for name in one.arguments(BACKWARD)[1]:
-        found = np.concatenate([each[name] for each in back])  # of tokens and of experts, in the order of ranks
-        np.testing.assert_allclose(found, want[name], **CLOSE, err_msg=name)
-    assert [int(each["wanted"][0]) for each in forward] == [
+        actual = np.concatenate([item[name] for item in back])  # of tokens and of experts, in the order of ranks
+        np.testing.assert_allclose(actual, want[name], **CLOSE, err_msg=name)
+    assert [int(item["wanted"][0]) for item in forward] == [
         int(((every["indices"] // o.local) == rank).sum()) for rank in range(o.ranks)
     ]
 
@@ -174,37 +174,39 @@ CODED = [name for name in CASES if name.startswith("fp8") and "mlp" not in name]
 @pytest.mark.parametrize("tokens", [(7, 4), (70, 0, 130)])
 @pytest.mark.parametrize("name", CODED)
 def test_a_layer_that_reads_codes_is_that_of_one_gpu(name, tokens):
-    """The same rows in the same order have the same codes, of rows and along the tokens, whichever rank makes them."""
+    """The same rows in the same order have the same FP8 values, of rows and along the tokens, whichever rank makes
+    them.
+    """
     o = over(len(tokens), name)
     plan, one = program(o).within(ranks_meaning.room(o, max(tokens))), program(alone(o))
     source = np.random.default_rng(len(name))
     whole = tensors_of(one, source)
     whole |= {"expert_bias": source.standard_normal(o.experts)} if "expert_bias" in whole else {}
     codes = layer_meaning.run(one, QUANTISE, whole, 0)
-    whole |= {each: codes[each] for each in one.arguments(QUANTISE)[1]}
+    whole |= {argument: codes[argument] for argument in one.arguments(QUANTISE)[1]}
     more = {"aux_coefficient": np.array([0.25]), "total_tokens": np.array([sum(tokens)]), "dloss": np.array([0.0])}
     given = []
     for rank, count in enumerate(tokens):
-        own = {each: source.standard_normal((count, o.hidden)) for each in ("x", "dy")}
+        own = {item: source.standard_normal((count, o.hidden)) for item in ("x", "dy")}
         own |= {"indices": routed(o, source, count, range(o.ranks)), "weights": source.random((count, K))}
         given.append(share(o, whole, rank) | more | own)
     world = ranks_meaning.World(plan, o.ranks)
-    forward = world.run(FORWARD, [only(plan, FORWARD, each) for each in given])
-    back = world.run(BACKWARD, [only(plan, BACKWARD, each) | world.kept(known)
-                                for each, known in zip(given, forward, strict=True)])  # fmt: skip
-    every = {each: np.concatenate([own[each] for own in given]) for each in ("x", "dy", "indices", "weights")}
+    forward = world.run(FORWARD, [only(plan, FORWARD, item) for item in given])
+    back = world.run(BACKWARD, [only(plan, BACKWARD, item) | world.kept(known)
+                                for item, known in zip(given, forward, strict=True)])  # fmt: skip
+    every = {item: np.concatenate([own[item] for own in given]) for item in ("x", "dy", "indices", "weights")}
     first = layer_meaning.run(one, FORWARD, whole | more | every, sum(tokens))
-    stays = {each: first[each] for each, buffer in one.buffers.items() if buffer.place == KEPT}
+    stays = {item: first[item] for item, buffer in one.buffers.items() if buffer.place == KEPT}
     want = layer_meaning.run(one, BACKWARD, whole | more | every | stays, sum(tokens))
-    np.testing.assert_allclose(np.concatenate([each["y"] for each in forward]), first["y"], **CLOSE)
-    for each in one.arguments(BACKWARD)[1]:
-        found = [own[each] for own in back]
-        summed = each.removeprefix("d") not in (*PARTS, "x", "weights", "logits")
-        total = sum(found) if summed else np.concatenate(found)
-        if each.startswith("dshared"):  # each rank has blocks of its own tokens
-            assert np.linalg.norm(total - want[each]) < 0.1 * np.linalg.norm(want[each]), each
+    np.testing.assert_allclose(np.concatenate([item["y"] for item in forward]), first["y"], **CLOSE)
+    for entry in one.arguments(BACKWARD)[1]:
+        actual = [own[entry] for own in back]
+        summed = entry.removeprefix("d") not in (*PARTS, "x", "weights", "logits")
+        total = sum(actual) if summed else np.concatenate(actual)
+        if entry.startswith("dshared"):  # each rank has blocks of its own tokens
+            assert np.linalg.norm(total - want[entry]) < 0.1 * np.linalg.norm(want[entry]), entry
         else:
-            np.testing.assert_allclose(total, want[each], **CLOSE, err_msg=each)
+            np.testing.assert_allclose(total, want[entry], **CLOSE, err_msg=entry)
     sent = [step.part for step in plan.steps[FORWARD] if step.window]
     assert sent == (["dispatch", "combine"] if o.router["scale"] == "input" else ["dispatch-codes", "combine"])
 
@@ -222,27 +224,27 @@ def test_rows_beyond_the_room_are_dropped_and_counted():
         share(o, whole, rank) | {"x": x[rank], "indices": indices[rank], "weights": source.random((len(x[rank]), K))}
         for rank in range(2)
     ]
-    found = {}
+    result = {}
     for rows in (None, 16):
         plan = program(o).within(ranks_meaning.room(o, 6, rows))
         world = ranks_meaning.World(plan, 2)
-        found[rows] = world.run(INFERENCE, [only(plan, INFERENCE, each) for each in given])
-    assert [int(each["wanted"][0]) for each in found[16]] == [17, 16]
-    assert [each["overflow"].tolist() for each in found[16]] == [[1, 0, 17, 17]] * 2
-    fewer = [only(plan, INFERENCE, each | {"indices": each["indices"][:0], "x": each["x"][:0],
-                                           "weights": each["weights"][:0]}) for each in given]  # fmt: skip
-    assert [each["overflow"].tolist() for each in world.run(INFERENCE, fewer)] == [[1, 0, 17, 17]] * 2
-    assert found[16][0]["offsets"].tolist()[-1] == 16
-    np.testing.assert_allclose(found[16][0]["y"], found[None][0]["y"], **CLOSE)
-    np.testing.assert_allclose(found[16][1]["y"][:-1], found[None][1]["y"][:-1], **CLOSE)
-    assert not np.allclose(found[16][1]["y"][-1], found[None][1]["y"][-1])  # its choice 2 was the last row
+        result[rows] = world.run(INFERENCE, [only(plan, INFERENCE, item) for item in given])
+    assert [int(item["wanted"][0]) for item in result[16]] == [17, 16]
+    assert [item["overflow"].tolist() for item in result[16]] == [[1, 0, 17, 17]] * 2
+    fewer = [only(plan, INFERENCE, item | {"indices": item["indices"][:0], "x": item["x"][:0],
+                                           "weights": item["weights"][:0]}) for item in given]  # fmt: skip
+    assert [item["overflow"].tolist() for item in world.run(INFERENCE, fewer)] == [[1, 0, 17, 17]] * 2
+    assert result[16][0]["offsets"].tolist()[-1] == 16
+    np.testing.assert_allclose(result[16][0]["y"], result[None][0]["y"], **CLOSE)
+    np.testing.assert_allclose(result[16][1]["y"][:-1], result[None][1]["y"][:-1], **CLOSE)
+    assert not np.allclose(result[16][1]["y"][-1], result[None][1]["y"][-1])  # its choice 2 was the last row
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_no_window_lies_in_kept_or_scratch_memory(name):
     o = over(2, name)
     plan = program(o).within(ranks_meaning.room(o, 100))
-    windows = {each for each, buffer in plan.buffers.items() if buffer.place in ranks_meaning.WINDOWS}
+    windows = {item for item, buffer in plan.buffers.items() if buffer.place in ranks_meaning.WINDOWS}
     dims = plan.dims(100)
     slope, rest = plan.kept_line()
     for tokens in (0, 1, 100):

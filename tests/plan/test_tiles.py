@@ -80,7 +80,7 @@ def test_operands_leave_fewer_stages(monkeypatch):
         regions = (Region("bias", most),)
         monkeypatch.setattr("fusekit.plan.operands.bias.Bias.regions", lambda self, plan, stages: regions)
         plan = gemm_plan(tile=(128, 128), bias=True)
-        return [plan.stages, *("(operands, barriers)" in each.rule for each in refusals(plan, "pingpong"))]
+        return [plan.stages, *("(operands, barriers)" in refusal.rule for refusal in refusals(plan, "pingpong"))]
 
     assert [stages_with(most) for most in (1024, 32768, 65536, 131072)] == [[6], [5], [4], [2, True]]
 
