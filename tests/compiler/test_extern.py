@@ -84,7 +84,7 @@ def test_types_of_tensor_maps(tmp_path, element, internal, dtype):
         arguments.x = {{ role = "input", shape = ["M", "N"] }}"""
     record, _ = compiled(tmp_path, "mapped", rest, arch="sm_100a")
     (parameter,) = record.parameters
-    # Of 4-bit FP8 values a tensor counts bytes, a tensor map FP8 values.
+    # With 4-bit values a tensor counts bytes, a tensor map values.
     columns = ("mul", 2, "N") if dtype.startswith("u4") else "N"
     assert (parameter.dtype, parameter.dims, parameter.box, parameter.encoding) == (
         dtype,

@@ -48,7 +48,7 @@ class View:
 
 @dataclass(frozen=True)
 class CodeView:
-    """The same of 8-bit FP8 values, which array interfaces have no name for: a tensor as frameworks have it."""
+    """The same of FP8 values, which array interfaces have no name for: a tensor as frameworks have it."""
 
     memory: DeviceArray
     offset: int

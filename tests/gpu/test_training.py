@@ -1,4 +1,4 @@
-"""Small models of Transformers, trained with FP8 values of 8 bits: their loss stays with that in 16 bits.
+"""Small models of Transformers, trained with FP8 operands: their loss stays with that in 16 bits.
 
 fusekit --store STORE build tests/gpu/training.toml        on any machine
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_training.py -s

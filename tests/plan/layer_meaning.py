@@ -30,7 +30,7 @@ def run(program, which, given, tokens, wanted=None):
 
 
 def gemm(keys, given, dims):
-    """All of its results, and where it stores any as FP8 values their FP8 values."""
+    """All of its results, and their FP8 values where it stores any."""
     results = product(keys, given)
     asked = keys.get("quant", "none")
     if asked != "none" and "out" in asked:
