@@ -135,7 +135,6 @@ def _import_bindings() -> Any:
         from cuda.bindings import driver
     except ImportError as error:
         raise DriverError(
-            f"cuda.bindings cannot be imported: {error}; launching needs cuda-bindings 13; pip install"
-            " 'cuda-bindings>=13,<14'"
+            f"cuda.bindings cannot be imported: {error}; launching needs it; pip install 'cuda-bindings>=12.9,<14'"
         ) from error
     return driver
