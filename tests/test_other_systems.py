@@ -12,8 +12,10 @@ import pytest
 from tests.runtime.samples import publish
 
 # Of os on Linux alone.
-LINUX = ("O_PATH", "O_TMPFILE", "memfd_create", "posix_fadvise", "posix_fallocate", "sched_getaffinity", "sched_setaffinity",
-         "copy_file_range", "eventfd", "pidfd_open", "splice", "setns", "getxattr", "sendfile")  # fmt: skip
+LINUX = (
+    "O_PATH", "O_TMPFILE", "copy_file_range", "eventfd", "getxattr", "memfd_create", "pidfd_open", "posix_fadvise",
+    "posix_fallocate", "sched_getaffinity", "sched_setaffinity", "sendfile", "setns", "splice",
+)  # fmt: skip
 ABSENT = ("cuda", "cutlass", "llvmlite", "torch", "numpy")
 PRELUDE = f"""
 import builtins, os, sys
@@ -39,7 +41,8 @@ io.open = builtins.open
 
 def elsewhere(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """A command as on another system."""
-    statement = f"{PRELUDE}\nfrom fusekit_cli.main import main\nsys.argv = {['fusekit', *map(str, arguments)]}\nsys.exit(main())"
+    argv = ["fusekit", *map(str, arguments)]
+    statement = f"{PRELUDE}\nfrom fusekit_cli.main import main\nsys.argv = {argv}\nsys.exit(main())"
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder)}
     command = [sys.executable, "-c", statement]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -64,8 +67,11 @@ def test_a_bundle_travels(tmp_path):
 
 
 def test_a_spec_is_written(tmp_path):
-    config = {"model_type": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128,
-              "num_experts_per_tok": 8, "num_hidden_layers": 4, "hidden_act": "silu", "norm_topk_prob": True, "torch_dtype": "bfloat16"}  # fmt: skip
+    config = {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 4, "hidden_act": "silu", "norm_topk_prob": True,
+        "torch_dtype": "bfloat16",
+    }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = elsewhere(tmp_path, "new", "config.json")
     assert done.returncode == 0, done.stderr
