@@ -1,4 +1,4 @@
-"""`fusekit bench`: kernels beside what a user would run otherwise, at the user's own sizes; tuning tables."""
+"""`fusekit bench`: compare kernels with other libraries, at the user's sizes; write tuning tables."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ MOST_ROWS = 2**31 - 1
 )
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with plots, too.")
 @click.option("--csv", type=click.Path(dir_okay=False, path_type=Path), help="Write all figures as a table, too.")
-@click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="Of the made-up tensors.")
+@click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="For random inputs.")
 @click.option("--device", type=click.IntRange(min=0), help="Ordinal of the GPU (default: the current one, else 0).")
 @signing
 @common
@@ -101,29 +101,29 @@ def command(
 ) -> int:  # fmt: skip
     """Time the stored kernels of MODEL (a file, a kernel, a layer, a full name or a glob), and other libraries.
 
-    A model's kernels take any size: -E, --hidden, --intermediate and --rows say yours. Of GEMMs, PyTorch's unfused
-    twin is timed, too, and one dense product through cuBLAS as the yardstick; of router and permutation kernels, a copy
-    of the same bytes; of a layer, the sum of its GEMMs, each as one dense product. Exit code 1 when results do not
-    agree, 3 when MODEL is not built, 4 without a usable GPU.
+    A model's kernels take any size: give yours with -E, --hidden, --intermediate and --rows. GEMMs are compared with
+    PyTorch's unfused operations and one dense product through cuBLAS; router and permutation kernels with a copy of the
+    same bytes; a layer with the sum of its GEMMs, each as one dense product. Exit code 1 if results do not agree, 3 if
+    MODEL is not built, 4 without a usable GPU.
     """
     if table is not None and not sweep:
         raise UsageError(f"--table {table} without --sweep; only a sweep writes a table; add --sweep")
     if alone and peers:
-        raise UsageError("--alone with --peer; the one says no peers; leave one of them out")
+        raise UsageError("--alone with --peer; --alone times no peers; leave one of them out")
     try:
         from fusekit.bench.gemms import Options
         from fusekit.bench.shape import Shape
     except ImportError as error:
-        raise UsageError(f"made-up tensors need NumPy: {error}; {install('check')}") from error
+        raise UsageError(f"random inputs need NumPy: {error}; {install('check')}") from error
     from fusekit.library import open_library
 
     _check_files(html, csv)
     library = open_library(session.config)
-    beside = () if alone or (sweep and not peers) else peers or DEFAULT_PEERS
-    found = [listed.record for target in targets for listed in stored(library.store, target, None)]
+    compared = () if alone or (sweep and not peers) else peers or DEFAULT_PEERS
+    records = [listed.record for target in targets for listed in stored(library.store, target, None)]
     target = library.devices.get(library.devices.current() if device is None else device)
-    arch = library.find(found[0].name, device=target.ordinal).arch
-    layers, single = _layers(targets, [record for record in found if record.arch == arch])
+    arch = library.find(records[0].name, device=target.ordinal).arch
+    layers, single = _layers(targets, [record for record in records if record.arch == arch])
     gemms, tokens, others = _kernels(targets, single)
     if others and not (gemms or tokens or layers):
         raise UsageError(f"{others[0]} has no benchmark: {_TIMED}; fusekit run {others[0]} --time times it")
@@ -136,7 +136,7 @@ def command(
     try:
         measured = _measure(
             session, library, target, document, (gemms, tokens, layers), Shape(experts, hidden, intermediate), rows,
-            Options(groups, every or sweep, beside, seconds * 1e3, seed, steady or sweep), check=check,
+            Options(groups, every or sweep, compared, seconds * 1e3, seed, steady or sweep), check=check,
             sweeping=sweep,
         )  # fmt: skip
     except DriverError as error:
@@ -144,7 +144,7 @@ def command(
             raise
         raise UsageError(f"{error}; a model's tensors must fit together; take fewer --rows or -E") from error
     timed = (*document["models"], *document["tokens"], *document["layers"])
-    document["ok"] = all(each["ok"] for each in timed)
+    document["ok"] = all(result["ok"] for result in timed)
     if before is not None:
         document["tuning"] = _write(
             library, arch, table, before.merged(row for row in measured if len(row.variants) > 1)
@@ -155,7 +155,7 @@ def command(
 
 
 def _check_files(html: Path | None, csv: Path | None) -> None:
-    """What would fail after minutes of measuring fails now."""
+    """Check the output files before minutes of measuring."""
     for option, path in (("--html", html), ("--csv", csv)):
         if path is not None and not path.absolute().parent.is_dir():
             raise UsageError(f"{option} {path}: there is no folder {path.absolute().parent}; make it first")
@@ -188,9 +188,9 @@ def _measure(
     which: tuple[Sequence[str], Sequence[str], Sequence[str]], shape: Shape, rows: Sequence[int], options: Options, *,
     check: bool, sweeping: bool,
 ) -> list[Row]:  # fmt: skip
-    """Fills in the document; the rows of a tuning table. which: names of GEMMs, token kernels and layers.
+    """Fill in the document; returns the rows of a tuning table. which: names of GEMMs, token kernels and layers.
 
-    sweeping: a layer's passes are timed with each variant of its GEMMs.
+    sweeping: the passes of a layer are timed with each variant of its GEMMs.
     """
     gemms, tokens, layers = which
     from fusekit.bench.gemms import PEERS as GEMM_PEERS
@@ -213,35 +213,35 @@ def _measure(
 
         for model, names in _by_file(roles(gemms)):
             bench = GemmBench(library, device, names, arch, of_gemms)
-            for each in sizes:
-                found = bench.measure(replace(shape, M=each), stream, timed)
-                document["models"].append({"model": model, **found})
+            for size in sizes:
+                result = bench.measure(replace(shape, M=size), stream, timed)
+                document["models"].append({"model": model, **result})
                 measured += bench.rows
             _add_notes(document, bench.notes)
         token_bench = TokenBench(library, device, arch, options, check=check)
         for name in tokens:
-            for each in sizes:
-                document["tokens"].append(token_bench.measure(name, each, shape.H, stream))
-                timed(f"{name}{'' if each is None else f' at {each} tokens'}")
+            for size in sizes:
+                document["tokens"].append(token_bench.measure(name, size, shape.H, stream))
+                timed(f"{name}{'' if size is None else f' at {size} tokens'}")
         _add_notes(document, token_bench.notes)
         if layers:
             from fusekit.bench.layers import LayerBench
 
             layer_bench = LayerBench(library, device, arch, options)
-            for name, each in itertools.product(layers, sizes):
+            for name, size in itertools.product(layers, sizes):
                 if sweeping:
-                    document["models"].append(layer_bench.sweep(name, each, stream))
+                    document["models"].append(layer_bench.sweep(name, size, stream))
                 else:
-                    document["layers"].append(layer_bench.measure(name, each, stream))
-                timed(f"{name}{'' if each is None else f' at {each} tokens'}")
+                    document["layers"].append(layer_bench.measure(name, size, stream))
+                timed(f"{name}{'' if size is None else f' at {size} tokens'}")
             _add_notes(document, layer_bench.notes)
             measured += layer_bench.rows
     return measured + token_bench.rows
 
 
 def _layers(targets: Sequence[str], records: Sequence[NameRecord]) -> tuple[list[str], list[NameRecord]]:
-    """Names of layers ("file/layer"), and the records of single kernels: those of no layer, and of a layer's kernels
-    those that a target names.
+    """Names of layers ("file/layer"), and records of single kernels: those of no layer, and kernels of a layer that a
+    target names.
     """
     from fusekit.store import matches
     from fusekit.store.names import is_of_layer
@@ -258,7 +258,7 @@ def _layers(targets: Sequence[str], records: Sequence[NameRecord]) -> tuple[list
 
 
 def _kernels(targets: Sequence[str], records: Sequence[NameRecord]) -> tuple[list[str], list[str], list[str]]:
-    """Names of GEMMs, of token kernels, and of others: "file/kernel", with "@variant" where a target has it."""
+    """Names of GEMMs, of token kernels and of others: "file/kernel", with "@variant" if a target has it."""
     from fusekit.plan.operations import OPERATIONS
     from fusekit.store import matches
 
@@ -283,16 +283,16 @@ def _add_notes(document: dict[str, Any], notes: Sequence[str]) -> None:
 
 
 def _table(library: Library, arch: str, path: Path | None) -> Any:
-    """The table that will be written over, before anything is timed: one that is damaged is an error now."""
+    """The table that will be updated; a damaged one is an error before anything is timed."""
     from fusekit.choice import tuning
 
     if path is not None:
         return tuning.read(path, arch)
-    own = library.store.roots[0]
+    root = library.store.roots[0]
     library.store.check_writable()
-    library.store.sign("tuning", b"")  # where that is refused, it is before anything is timed
-    data = own.tuning(arch)
-    return tuning.Tuning(arch) if data is None else tuning.Tuning.from_bytes(data, own.tuning_path(arch), arch)
+    library.store.sign("tuning", b"")  # fails before anything is timed
+    data = root.tuning(arch)
+    return tuning.Tuning(arch) if data is None else tuning.Tuning.from_bytes(data, root.tuning_path(arch), arch)
 
 
 def _write(library: Library, arch: str, path: Path | None, table: Any) -> dict[str, Any]:
@@ -317,7 +317,7 @@ def _print(session: Session, document: dict[str, Any], device: Device) -> None:
         click.echo(f"tuning table: {document['tuning']['path']}, {output.plural(document['tuning']['rows'], 'row')}")
 
 
-# Of a line: heading -> its figure, and how that is shown.
+# Heading -> member of a line, and its format.
 _TIMED = "bench times GEMMs, router and permutation kernels of fusekit's own, and layers"
 _OF_GEMM = {"ms": ("ms", ".4g"), "TFLOP/s": ("tflops", ".0f"), "of peak": ("peak_share", ".1%"),
             "of dense": ("dense_share", ".3f"), "speed-up": ("speedup", ".2f")}  # fmt: skip
@@ -348,8 +348,8 @@ def _print_model(session: Session, document: dict[str, Any], model: dict[str, An
 
 def _agrees(line: dict[str, Any]) -> str:
     agrees = line["agrees"]
-    said = "" if agrees is None else ("" if agrees["ok"] else "WRONG ") + _number(agrees["fro"], ".1e", "nan")
-    return line["error"] or said
+    agreement = "" if agrees is None else ("" if agrees["ok"] else "WRONG ") + _number(agrees["fro"], ".1e", "nan")
+    return line["error"] or agreement
 
 
 def _print_tokens(session: Session, document: dict[str, Any]) -> None:
@@ -358,9 +358,11 @@ def _print_tokens(session: Session, document: dict[str, Any]) -> None:
         shape = " ".join(f"{name}={value}" for name, value in kernel["problem"].items())
         for line in kernel["lines"]:
             check = line["check"]
-            said = line["error"] or ("" if check is None else "ok" if check["ok"] else f"WRONG: {check['problems'][0]}")
+            verdict = line["error"] or (
+                "" if check is None else "ok" if check["ok"] else f"WRONG: {check['problems'][0]}"
+            )
             what = line["variant"] or line["what"]
-            rows.append((kernel["name"], shape, what, *_figures(line, _OF_TOKENS), said))
+            rows.append((kernel["name"], shape, what, *_figures(line, _OF_TOKENS), verdict))
     click.echo(f"router and permutation ({document['arch']}) on {document['device']}")
     output.table(session, ("kernel", "problem", "what", *_OF_TOKENS, "check"), rows, right=(*_OF_TOKENS,))
 

@@ -33,21 +33,21 @@ NAMED = 5  # names that a note lists
     "--jobs",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Compile processes (default: one a processor, fewer if memory is short), or kernels given to --executor.",
+    help="Compile processes (default: one a processor, fewer if memory is short), or kernels sent to --executor.",
 )
-@click.option("--dry-run", is_flag=True, help="Only say what would be built, and why.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be built, and why.")
 @click.option(
     "--check", metavar="MANIFEST", type=click.Path(), help="Build from nothing and compare with this cache manifest."
 )
 @click.option("--executor", metavar="URL", help="Compile on a cluster: dask://host:port, a Dask scheduler.")
 @click.option(
-    "--prune", is_flag=True, help="Remove the names that TARGET means and its spec file no longer has, as `rm` does."
+    "--prune", is_flag=True, help="Remove the names that TARGET matches and its spec file no longer has, as `rm` does."
 )
 @click.option(
     "--executor-timeout",
     metavar="SECONDS",
     type=click.FloatRange(min=1),
-    help="How long to wait where the cluster has no worker (default: 300).",
+    help="How long to wait if the cluster has no worker (default: 300).",
 )
 @click.option(
     "--allow-extern",
@@ -65,7 +65,7 @@ def command(
 
     A TARGET is a spec file (moe.toml), kernels of it (moe.toml/fc1, moe.toml/fc1@128x128-c2x1), a folder of spec files,
     a packaged name (FILE, FILE/KERNEL, FILE/KERNEL@VARIANT), a quoted glob over either ('specs/*.toml', '*/fc1*'), or -
-    for a spec on stdin, whose names begin with stdin/. Where KERNEL is a layer, the kernels that it needs are meant.
+    for a spec on stdin, whose names begin with stdin/. If KERNEL is a layer, all kernels that it needs are built.
     """
     import time
 
@@ -77,21 +77,21 @@ def command(
     if check is not None:
         if dry_run or arch or prune:
             raise UsageError(
-                "--check with --dry-run, --arch or --prune: a manifest is of one architecture, and --check writes no "
-                "store; leave those out"
+                "--check with --dry-run, --arch or --prune: a manifest is for one architecture, and --check does "
+                "not change the store; leave those out"
             )
         with _executor(session, executor, executor_timeout) as pool:
             return _check(session, check, targets, jobs, pool, namespace, allow_extern)
     store = session.open_store()
     archs = None if arch is None else [name.strip() for name in arch.split(",")]
-    found = look_up(targets, namespace, archs)
-    allowed = allow_extern or session.config.allow_extern or (dry_run and bool(targets))  # which runs nothing
-    trusted = trust(specs_of(found), allowed, named=bool(targets))
+    catalog = look_up(targets, namespace, archs)
+    allowed = allow_extern or session.config.allow_extern or (dry_run and bool(targets))  # a dry run runs nothing
+    trusted = trust(specs_of(catalog), allowed, named=bool(targets))
     wanted = plan_build(of_arch(trusted.specs, archs), store)
     _untrusted(session, trusted.left_out)
     layers = _layers(wanted)
     if dry_run:
-        return _dry_run(session, wanted, layers, store, left_behind(store, found, archs))
+        return _dry_run(session, wanted, layers, store, left_behind(store, catalog, archs))
     _explain(session, wanted, store)
     with (
         _executor(session, executor if wanted.misses else None, executor_timeout) as pool,
@@ -99,7 +99,7 @@ def command(
     ):
         report = execute(wanted, store, jobs, lambda step: update(step.done, step.total, step.name, 0), executor=pool)
     report.untrusted = list(trusted.left_out)
-    tidy(report, store, found, archs, prune=prune)
+    tidy(report, store, catalog, archs, prune=prune)
     report.seconds = round(time.perf_counter() - start, 3)
     output.answer(session, _document(session, report, layers), lambda: _text(session, report, layers))
     _moved(session, report.moved)
@@ -110,37 +110,37 @@ def command(
 
 
 def _layers(wanted: BuildPlan) -> list[dict[str, Any]]:
-    """Each layer of an architecture, with the kernels that it needs."""
+    """Each layer, for each architecture, with the kernels that it needs."""
     from fusekit.spec.schemas import layer_name, layer_of
 
-    found = {(name, spec.arch): layer_of(spec) for spec in wanted.specs if (name := layer_name(spec))}
-    if not found:
+    layers = {(name, spec.arch): layer_of(spec) for spec in wanted.specs if (name := layer_name(spec))}
+    if not layers:
         return []
     from fusekit.plan.layer import program
 
     return [
         {"name": name, "arch": arch, "kernels": [f"{name}.{part}" for part in program(options).parts]}
-        for (name, arch), options in sorted(found.items(), key=lambda each: each[0])
+        for (name, arch), options in sorted(layers.items(), key=lambda item: item[0])
     ]
 
 
 def _by_layer(rows: list[tuple[Any, ...]], layers: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """The rows, of which each begins with a name and an architecture; those of a layer last, under a row of its own."""
+    """The rows, which begin with a name and an architecture; those of layers last, each layer under its own row."""
     of = {(kernel, layer["arch"]): layer["name"] for layer in layers for kernel in layer["kernels"]}
     by: dict[str, list[tuple[Any, ...]]] = {}
     for row in rows:
         by.setdefault(of.get((row[0].partition("@")[0], row[1]), ""), []).append(row)
     grouped = by.pop("", [])
     for layer in layers:
-        own = [row for row in by.get(layer["name"], ()) if row[1] == layer["arch"]]
-        if own:
+        of_layer = [row for row in by.get(layer["name"], ()) if row[1] == layer["arch"]]
+        if of_layer:
             kernels = f"needs {output.plural(len(layer['kernels']), 'kernel')}:"
-            grouped += [(layer["name"], layer["arch"], kernels, *[""] * (len(own[0]) - 3)), *own]
+            grouped += [(layer["name"], layer["arch"], kernels, *[""] * (len(of_layer[0]) - 3)), *of_layer]
     return grouped
 
 
 def _explain(session: Session, wanted: BuildPlan, store: Store) -> None:
-    """With --verbose: what is cached, and why the rest is not."""
+    """With --verbose, print which kernels are cached, and why the others are not."""
     if session.verbose:
         from fusekit.compiler.explain import explain
 
@@ -166,9 +166,9 @@ def _dry_run(session: Session, wanted: BuildPlan, layers: list[dict[str, Any]], 
 
     missing = [explain(store, spec, task.fields) for task in wanted.misses for spec in task.specs]
     cached = [spec.full_name for task in wanted.hits for spec in task.specs]
-    told = ("name", "arch", "key", "status", "reason")
+    keys = ("name", "arch", "key", "status", "reason")
     document = {
-        "would_build": [{key: getattr(each, key) for key in told} for each in missing],
+        "would_build": [{key: getattr(miss, key) for key in keys} for miss in missing],
         "cached": cached,
         "failed": _failed_document(wanted.failed),
         "warnings": session.warned,
@@ -178,7 +178,7 @@ def _dry_run(session: Session, wanted: BuildPlan, layers: list[dict[str, Any]], 
 
     def text() -> None:
         if missing:
-            rows = [(each.name, each.arch, (each.key or "")[:12], each.reason) for each in missing]
+            rows = [(miss.name, miss.arch, (miss.key or "")[:12], miss.reason) for miss in missing]
             output.table(session, ("NAME", "ARCH", "KEY", "WHY"), _by_layer(rows, layers))
         kernels = output.plural(len(wanted.misses), "kernel")
         click.echo(f"{len(missing)} to build ({kernels} to compile), {len(cached)} cached")
@@ -218,7 +218,7 @@ def comparison_document(comparison: Any, arch: str) -> dict[str, Any]:
     return {
         "same": list(comparison.same),
         "changed": [
-            {"name": row.name, "arch": arch, "expected": row.expected, "found": row.found, "reason": row.why}
+            {"name": row.name, "arch": arch, "expected": row.expected, "found": row.built, "reason": row.why}
             for row in comparison.changed
         ],
         "missing": [{"name": name, "arch": arch, "reason": why} for name, why in comparison.missing],
@@ -236,7 +236,7 @@ def _check_text(session: Session, checked: Checked) -> None:
 
 def comparison_text(session: Session, comparison: Any) -> None:
     """A row for every kernel that differs."""
-    rows = [(row.name, row.expected[:12], row.found[:12], row.why) for row in comparison.changed]
+    rows = [(row.name, row.expected[:12], row.built[:12], row.why) for row in comparison.changed]
     rows += [(name, "", "", why) for name, why in comparison.missing]
     if rows:
         output.table(session, ("NAME", "MANIFEST", "NOW", "WHY"), rows)
@@ -268,8 +268,8 @@ def _text(session: Session, report: BuildReport, layers: list[dict[str, Any]]) -
         rows = [
             (row.name, row.arch, result, row.registers, row.spill_bytes, output.size(row.bytes),
              f"{row.proved_launches} launches", f"{row.seconds:.2f}")
-            for result, found in (("built", report.built), ("hit", report.hits))
-            for row in found
+            for result, kernels in (("built", report.built), ("hit", report.hits))
+            for row in kernels
         ]  # fmt: skip
         output.table(session, headings, _by_layer(rows, layers), right=("REGISTERS", "SPILLED", "CUBIN", "SECONDS"))
     total = len(report.built) + len(report.hits) + len(report.failed)
@@ -290,36 +290,37 @@ def _untrusted(session: Session, names: tuple[str, ...]) -> None:
 
 
 def _moved(session: Session, moved: list[Moved]) -> None:
-    """Says which names lead elsewhere now."""
-    other = [each for each in moved if each.differs]
-    for each in other[:NAMED]:
+    """Print which names point to other kernels now."""
+    other = [name for name in moved if name.differs]
+    for name in other[:NAMED]:
         session.note(
-            f"{each.name} ({each.arch}) stood for another kernel before: {', '.join(each.differs)} "
-            f"{'differs' if len(each.differs) == 1 else 'differ'} in its spec"
+            f"{name.name} ({name.arch}) pointed to another kernel before: {', '.join(name.differs)} "
+            f"{'differs' if len(name.differs) == 1 else 'differ'} in its spec"
         )
     if len(other) > NAMED:
         session.note(f"... and {len(other) - NAMED} more; --json lists all")
     if other:
         file = other[0].name.partition("/")[0]
         session.note(
-            f"where another spec file of the same stem ({file}) had these names, give one of the two a namespace: "
+            f"if another spec file of the same stem ({file}) had these names, give one of the two a namespace: "
             '--namespace TEXT, or namespace = "TEXT" in the file'
         )
     if same := len(moved) - len(other):
-        session.note(f"{output.plural(same, 'name')} moved on: same spec, other sources or another toolchain")
+        point = "now points to a new build" if same == 1 else "now point to new builds"
+        session.note(f"{output.plural(same, 'name')} {point}: same spec, other sources or another toolchain")
 
 
 def _left(session: Session, left: list[Left], pruned: DiscardReport | None, *, prune: bool) -> None:
-    """Says which names the spec files no longer have, or what became of them."""
+    """Print which names the spec files no longer have, and whether they were removed."""
     gone = set() if pruned is None else set(pruned.names)
     if gone:
-        session.note(f"removed what the spec no longer has: {some([name for name, _ in sorted(gone)], NAMED)}")
-    stay = [each for each in left if (each.name, each.arch) not in gone]
+        session.note(f"removed, as the spec no longer has them: {some([name for name, _ in sorted(gone)], NAMED)}")
+    stay = [name for name in left if (name.name, name.arch) not in gone]
     if not stay:
         return
-    names = some([each.name for each in stay], NAMED)
+    names = some([name.name for name in stay], NAMED)
     if pruned is not None:
-        why = "; they lie in a read-only root, or are in use"
+        why = "; they are in a read-only root, or in use"
     elif prune:
         why = "; nothing is removed, as kernels have failed"
     else:

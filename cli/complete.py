@@ -1,4 +1,4 @@
-"""What a shell offers for arguments: names of packaged specs or of the store, stage by stage, and spec files."""
+"""Shell completion of arguments: names of packaged specs or of the store, stage by stage, and spec files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusekit_cli.options import Session
 
 
 def files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Files and folders, which the shell completes itself."""
+    """Files and folders, completed by the shell."""
     return [CompletionItem(incomplete, type="file")]
 
 
@@ -38,39 +38,39 @@ def packaged(ctx: click.Context, parameter: click.Parameter, incomplete: str) ->
 
 
 def stored(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Names of the store that the command line means; no record is read."""
-    found: dict[str, set[str]] = {}
+    """Names in the store of this command line; reads no record."""
+    kernels: dict[str, set[str]] = {}
     with contextlib.suppress(FusekitError, OSError):
         for full_name, _ in ctx.ensure_object(Session).open_store().recorded():
             stem, _, name = full_name.partition("/")
-            found.setdefault(stem, set()).add(name)
-    return _staged(incomplete, found, lambda stem: found[stem])
+            kernels.setdefault(stem, set()).add(name)
+    return _staged(incomplete, kernels, lambda stem: kernels[stem])
 
 
 def _staged(incomplete: str, stems: Iterable[str], names: Callable[[str], Iterable[str]]) -> list[str]:
-    """Files, then the kernels of one, then the variants of one. Parts that are globs stay as they were typed.
+    """Files, then the kernels of one, then the variants of one. Globs stay as typed.
 
-    names: a file's "kernel@variant".
+    names: gives each "kernel@variant" of a file.
     """
     file, slash, rest = incomplete.partition("/")
     if not slash:
-        found = _offers(file, stems)
-        only = found[0] if found and found[1:] == [] and found[0] != file else None
-        return found if only is None else found + [f"{only}/{each}" for each in _offers("", _whole(names(only)))]
+        offers = _offers(file, stems)
+        only = offers[0] if offers and offers[1:] == [] and offers[0] != file else None
+        return offers if only is None else offers + [f"{only}/{kernel}" for kernel in _offers("", _whole(names(only)))]
     return _inside(file, rest, [name for stem in stems if fnmatchcase(stem, file) for name in names(stem)])
 
 
 def _inside(file: str, rest: str, inside: list[str]) -> list[str]:
-    """The kernels of one file, then the variants of one. rest: what is typed behind `file`."""
+    """The kernels of one file, then the variants of one. rest: what is typed after `file`."""
     kernel, at, variant = rest.partition("@")
     if at:
         variants = [name.partition("@")[2] for name in inside if fnmatchcase(name.partition("@")[0], kernel)]
-        return [f"{file}/{kernel}@{each}" for each in _offers(variant, variants)]
-    # A layer stands for its kernels, which are called layer.part, until it is there.
-    found = _offers(kernel, _whole(inside)) or _offers(kernel, _kernels(inside))
-    if len(found) == 1 and not is_glob(kernel):
-        found += _offers(f"{found[0]}@", inside) + _offers(f"{found[0]}.", _kernels(inside))
-    return [f"{file}/{each}" for each in found]
+        return [f"{file}/{kernel}@{offer}" for offer in _offers(variant, variants)]
+    # First only the name of a layer is offered, then its kernels, which are called layer.part.
+    offers = _offers(kernel, _whole(inside)) or _offers(kernel, _kernels(inside))
+    if len(offers) == 1 and not is_glob(kernel):
+        offers += _offers(f"{offers[0]}@", inside) + _offers(f"{offers[0]}.", _kernels(inside))
+    return [f"{file}/{offer}" for offer in offers]
 
 
 def _kernels(names: Iterable[str]) -> list[str]:
@@ -78,12 +78,12 @@ def _kernels(names: Iterable[str]) -> list[str]:
 
 
 def _whole(names: Iterable[str]) -> list[str]:
-    """The kernels, and layers for theirs."""
+    """Kernels, with those of a layer replaced by the layer."""
     return [kernel.rpartition(".")[0] or kernel for kernel in _kernels(names)]
 
 
 def _offers(typed: str, values: Iterable[str]) -> list[str]:
-    """The values that begin with `typed`; or `typed` itself, where it is a glob that means one of them."""
+    """The values that begin with `typed`; or `typed` itself, if it is a glob that matches one."""
     if is_glob(typed):
         return [typed] if any(fnmatchcase(value, f"{typed}*") for value in values) else []
     return sorted({value for value in values if value.startswith(typed)})
@@ -92,14 +92,14 @@ def _offers(typed: str, values: Iterable[str]) -> list[str]:
 def _spec_files(incomplete: str) -> list[str]:
     typed, start = incomplete.rpartition("/")[::2]
     lead = incomplete.removesuffix(start)
-    found = []
+    offers = []
     with contextlib.suppress(OSError, RuntimeError):
         folder = Path(f"{typed}/" if typed or incomplete.startswith("/") else ".").expanduser()
         for path in sorted(folder.iterdir()):
             hidden = path.name.startswith(".") and not start
             if path.name.startswith(start) and not hidden:
                 if path.suffix == ".toml":
-                    found.append(f"{lead}{path.name}")
+                    offers.append(f"{lead}{path.name}")
                 elif incomplete and path.is_dir():
-                    found.append(f"{lead}{path.name}/")
-    return found
+                    offers.append(f"{lead}{path.name}/")
+    return offers

@@ -16,9 +16,9 @@ from fusekit_cli.options import Session, common, one_arch
 @one_arch
 @common
 def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> None:
-    """Copy kernels that a read-only root holds into the writable store, verified; no argument: all of them.
+    """Copy kernels from read-only roots into the writable store, checked; no argument: all of them.
 
-    Nothing is ever copied up unasked: a kernel found in a lower root is loaded from there.
+    Nothing else copies kernels between roots: a kernel in a read-only root is loaded from there.
     """
     store = session.open_store()
     records = {
@@ -27,7 +27,7 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> No
         for listed in stored(store, pattern, arch)
     }
     copied, present, count = [], [], 0
-    with store.lease() if records else nullcontext():  # all of it stays until all of it is there
+    with store.lease() if records else nullcontext():  # nothing is collected until all is copied
         for _, record in sorted(records.items()):
             row = {"name": record.name, "arch": record.arch, "key": record.key}
             if store.adopt(record):

@@ -1,4 +1,4 @@
-"""`fusekit doctor`: what this machine can do. Each probe fails softly: what is missing is part of the answer."""
+"""`fusekit doctor`: what this machine can do. A failed probe is part of the report, not an error."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ IMPORT_SECONDS = 120
 @click.command("doctor")
 @common
 def command(session: Session) -> None:
-    """Say what this machine can do: compile, launch, on which GPUs, from which stores, and what is in the way.
+    """Report what this machine can do: compile, launch, on which GPUs, from which stores, and what is missing.
 
-    Needs neither a compiler nor a driver; what is missing is part of the answer and no error.
+    Needs neither a compiler nor a driver; what is missing is part of the report and not an error.
     """
     compiler, driver = _compiler(), _driver()
     document = {
@@ -45,26 +45,26 @@ def command(session: Session) -> None:
 
 
 def _package() -> dict[str, Any]:
-    """Whether another project's package is installed by the name fusekit, which that project has on PyPI."""
+    """Whether the package fusekit of another project, which has that name on PyPI, is installed."""
     from importlib import metadata
 
     installed = {
-        str(each.locate_file("")): each.version
-        for each in metadata.distributions(name="fusekit")
-        if not any(script.value == "fusekit_cli.main:main" for script in each.entry_points)
+        str(package.locate_file("")): package.version
+        for package in metadata.distributions(name="fusekit")
+        if not any(script.value == "fusekit_cli.main:main" for script in package.entry_points)
     }
     problem = None
     if installed:
-        (where, found), *_ = installed.items()
+        (where, version), *_ = installed.items()
         problem = (
-            f"another project's package fusekit {found} is installed in {where}; its files may replace those of this"
+            f"another project's package fusekit {version} is installed in {where}; its files may replace those of this"
             " one; `pip uninstall fusekit`, then `pip install .` in the checkout of this one"
         )
     return {"path": str(Path(fusekit.__file__).parent), "problem": problem}
 
 
 def _compiler() -> dict[str, Any]:
-    """The toolchain's distributions, and whether its libraries can be loaded: tried in a process of its own."""
+    """The distributions of the toolchain, and whether its libraries load, tried in a subprocess."""
     answer: dict[str, Any] = {"ok": False, "toolchain": {}, "problem": None}
     try:
         from fusekit.compiler.toolchain import distributions
@@ -84,7 +84,7 @@ def _compiler() -> dict[str, Any]:
 
 
 def _driver() -> dict[str, Any]:
-    """The CUDA driver and the GPUs that this process sees. Makes no context."""
+    """The CUDA driver and the GPUs that this process sees. Creates no context."""
     answer: dict[str, Any] = {"ok": False, "cuda": None, "bindings": None, "problem": None, "gpus": []}
     try:
         from importlib import metadata
@@ -112,7 +112,7 @@ def _driver() -> dict[str, Any]:
 def _stores(session: Session) -> list[dict[str, Any]]:
     from fusekit.store import Store
     from fusekit.store.files import exists, is_writable
-    from fusekit.store.folders import said
+    from fusekit.store.folders import printable
 
     answers = []
     for index, root in enumerate(session.config.roots):
@@ -132,13 +132,13 @@ def _stores(session: Session) -> list[dict[str, Any]]:
             answer["free_bytes"] = _free(root)
             answer["tuning"] = _tuning(root)
             if report.bad:
-                answer["problem"] = f"{len(report.bad)} bad; `fusekit verify` says what"
+                answer["problem"] = f"{len(report.bad)} bad; `fusekit verify` lists them"
             elif index and root in report.absent:
                 answer["problem"] = f"{report.absent[root]}; check FUSEKIT_STORES and that its file system is mounted"
             elif answer["exists"] and report.absent.get(root, "").endswith("no store of fusekit"):
                 answer["problem"] = f"{report.absent[root]}; nothing is written there; name another folder"
             elif report.open_to_all:
-                where = said(report.open_to_all[0])
+                where = printable(report.open_to_all[0])
                 answer["problem"] = (
                     f"every user of this machine may write in {where}, and so add or replace kernels; "
                     f"`chmod -R o-w {shlex.quote(where)}` ends that"
@@ -152,7 +152,7 @@ def _stores(session: Session) -> list[dict[str, Any]]:
 
 
 def _tuning(root: Path) -> dict[str, int]:
-    """Architecture -> rows of its tuning table. IntegrityError for a table that loading would pass over."""
+    """Architecture -> rows of its tuning table. IntegrityError for a table that `load` would skip."""
     from fusekit.choice import tuning
 
     paths = sorted((root / "tuning").glob("[!.]*.json"))
@@ -168,7 +168,7 @@ def _free(root: Path) -> int:
 
 
 def _trust(session: Session) -> dict[str, Any] | None:
-    """The keys of FUSEKIT_TRUSTED_KEYS; None where it is not set, and no signature is asked for."""
+    """The keys of FUSEKIT_TRUSTED_KEYS; None if it is not set, and signatures are not checked."""
     from fusekit.store.signature import Trust
 
     if session.config.trusted_keys is None:

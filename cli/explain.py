@@ -1,4 +1,4 @@
-"""`fusekit explain`: why a build would find a kernel in the store, or would not."""
+"""`fusekit explain`: why a build would take a kernel from the store, or would not."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from fusekit_cli.options import Session, common, namespaced, one_arch
 @namespaced
 @common
 def command(session: Session, patterns: tuple[str, ...], arch: str | None, namespace: str | None) -> None:
-    """Say whether a build of TARGET would hit the store, and which key field differs if it would not. A TARGET is what
-    `fusekit build` takes.
+    """Show whether a build of TARGET would hit the store, and which key fields differ if it would not. TARGET is as for
+    `fusekit build`.
 
-    A field is what a key is made of: `spec.<key>`, `toolchain.<distribution>`, `source.<file>`, `options`, `arch`,
-    `schema`. Without the compiler the toolchain's fields, and so the key, are unknown: the others are compared.
+    The fields of a key are `spec.<key>`, `toolchain.<distribution>`, `source.<file>`, `options`, `arch`,
+    `schema`. Without the compiler the toolchain's fields, and so the key, are not known, and only the other fields are
+    compared.
     """
     from fusekit.compiler.build import select
     from fusekit.compiler.explain import explained
@@ -29,20 +30,20 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, names
     specs = select(patterns, arch, namespace)
     try:
         identity = Identity()
-        found = [explained(store, spec, identity) for spec in specs]
+        explanations = [explained(store, spec, identity) for spec in specs]
     except ToolchainError as error:
-        identity = Identity(toolchain={"unknown": "unknown"})  # a key cannot do without; the rows leave it out
-        found = [explained(store, spec, identity, compiler=False) for spec in specs]
+        identity = Identity(toolchain={"unknown": "unknown"})  # a key needs one; the rows omit it
+        explanations = [explained(store, spec, identity, compiler=False) for spec in specs]
         session.note(str(error))
 
     def text() -> None:
-        for each in found:
-            click.echo(f"{each.name}  {each.arch}  {each.status}: {each.reason}")
-            if each.differs:
+        for explanation in explanations:
+            click.echo(f"{explanation.name}  {explanation.arch}  {explanation.status}: {explanation.reason}")
+            if explanation.differs:
                 rows = [
                     (f"  {row.field}", *("(absent)" if value is None else value for value in (row.stored, row.now)))
-                    for row in each.differs
+                    for row in explanation.differs
                 ]
                 output.table(session, ("  FIELD", "STORED", "NOW"), rows)
 
-    output.answer(session, output.one_or_many(found), text)
+    output.answer(session, output.one_or_many(explanations), text)

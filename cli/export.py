@@ -24,30 +24,28 @@ STDOUT = "-"
 @click.argument("file", metavar="FILE", type=click.Path())
 @click.argument("patterns", metavar="[NAME]...", nargs=-1, shell_complete=complete.stored)
 @one_arch
-@click.option("--lang", type=click.Choice(["c"]), help="Source in this language, into the folder FILE; no bundle.")
-@click.option(
-    "--prefix", default="fusekit", show_default=True, help="What every public name in the source begins with."
-)
-@click.option("--loader", is_flag=True, help="With --lang c: source that loads kernels from bundles; it holds none.")
+@click.option("--lang", type=click.Choice(["c"]), help="Write source in this language into the folder FILE.")
+@click.option("--prefix", default="fusekit", show_default=True, help="Prefix of every public name in the source.")
+@click.option("--loader", is_flag=True, help="With --lang c: source that loads kernels from bundles, without kernels.")
 @signing
 @common
 def command(
     session: Session, file: str, patterns: tuple[str, ...], arch: str | None, lang: str | None, prefix: str,
     loader: bool,
 ) -> None:  # fmt: skip
-    """Write the kernels that NAME means (none: all) to FILE, a bundle. The same kernels give the same bytes. FILE may
+    """Write the kernels that NAME matches (none: all) to FILE, a bundle. The same kernels give the same bytes. FILE may
     be - for standard output.
 
-    With --lang c FILE is a folder, which gets PREFIX.h and PREFIX.c: typed functions that load and launch the kernels,
-    whose cubins are inside. The source is C11 and C++17, needs no library but libdl, and finds the driver at run time.
+    With --lang c, FILE is a folder for PREFIX.h and PREFIX.c: typed functions that load and launch the kernels,
+    with their cubins. The source is C11 and C++17, needs only libdl, and opens the driver at run time.
 
-    With --lang c --loader it holds no kernel, but functions that load those of a bundle, by name, at run time; it
-    takes no NAME, reads no store, and is the same for every bundle.
+    With --lang c --loader the source has no kernels, but functions that load those of a bundle, by name, at run time;
+    it takes no NAME, reads no store, and is the same for every bundle.
     """
     if loader and lang != "c":
         raise UsageError("export --loader writes source; give --lang c with it")
     if lang != "c" and given("prefix"):
-        raise UsageError("export --prefix names what source has; give --lang c with it")
+        raise UsageError("export --prefix is for source; give --lang c with it")
     if lang == "c":
         if session.sign is not None:
             raise UsageError("export --lang c writes source, which is not signed; leave --sign out")
@@ -95,14 +93,14 @@ def command(
 
 @contextmanager
 def _place(session: Session, file: str) -> Iterator[Path]:
-    """Where a bundle is written; for stdout a temporary file, whose bytes go there in the end."""
+    """The path to write a bundle to; for stdout a temporary file, which is copied to stdout at the end."""
     if file != STDOUT:
         yield Path(file).absolute()
         return
     if session.json:
-        raise UsageError("export - writes the bundle to stdout, where --json would write too; leave one of them out")
+        raise UsageError("export - writes the bundle to stdout, and so does --json; leave one of them out")
     if sys.stdout.isatty():
-        raise UsageError("export - writes a bundle to stdout, and that is a terminal; lead it to a program")
+        raise UsageError("export - writes a bundle to stdout, which is a terminal; redirect it to a file or a program")
     with TemporaryDirectory(prefix="fusekit-export-") as folder:
         path = Path(folder) / "bundle"
         yield path

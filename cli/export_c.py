@@ -38,7 +38,7 @@ def run(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: 
             stored = store.load(record.key)
             if stored is None:
                 raise NotBuiltError.of(
-                    record.name, record.arch, f"its name stands for entry {record.key}, which no root holds"
+                    record.name, record.arch, f"its name points to entry {record.key}, which no root holds"
                 )
             entry, cubin = stored
             launch = launch_record(entry)

@@ -21,7 +21,7 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
         return None
     match = _SIZE.fullmatch(value.strip())
     if match is None:
-        raise click.BadParameter(f"{value!r} is no size; write a number of bytes, or one with K, M, G or T: 10G")
+        raise click.BadParameter(f"{value!r} is not a size; write a number of bytes, or one with K, M, G or T: 10G")
     power = "kmgt".find(match[2].lower()) + 1 if match[2] else 0
     return int(Decimal(match[1]) * (1000 if match[3].lower() == "b" else 1024) ** power)
 
@@ -31,24 +31,24 @@ def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> float
         return None
     match = _AGE.fullmatch(value.strip())
     if match is None:
-        raise click.BadParameter(f"{value!r} is no age; write a number with s, m, h, d or w: 30d")
+        raise click.BadParameter(f"{value!r} is not an age; write a number with s, m, h, d or w: 30d")
     return float(match[1]) * _SECONDS[match[2].lower()]
 
 
 @click.command("gc")
 @click.option("--max-size", callback=_size, metavar="S", help="Evict the least recently used down to S: 10G.")
 @click.option(
-    "--max-age", callback=_age, metavar="D", help="Evict what was not used for that long: 30d, 12h; the unit is needed."
+    "--max-age", callback=_age, metavar="D", help="Evict kernels not used for that long: 30d, 12h; the unit is needed."
 )
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @common
 def command(session: Session, max_size: int | None, max_age: float | None, dry_run: bool) -> int:
-    """Evict the least recently used kernels from the writable store, and remove what is not needed: unused cubins,
-    what killed builders left, locks.
+    """Evict the least recently used kernels from the writable store, and remove files that are not needed: unused
+    cubins, files of killed builders, locks.
 
-    Builds and launches may run meanwhile; what a running build relies on stays. Without --max-size and --max-age no
-    kernel goes. Read-only roots are left alone, and so is whatever fusekit did not make. --json lists every file.
-    Exit code 1 if a name or an entry cannot be read: what it may need stays.
+    Builds and launches may run meanwhile; what a running build needs stays. Without --max-size and --max-age no kernel
+    is evicted. Read-only roots, and files that are not fusekit's, are not touched. --json lists every file. Exit code 1
+    if a name or an entry cannot be read: what it may need stays.
     """
     from fusekit.store.files import exists
 
@@ -60,13 +60,13 @@ def command(session: Session, max_size: int | None, max_age: float | None, dry_r
         if report.evicted:
             rows = [
                 (
-                    (each.names[0].removesuffix(".json") if each.names else "(no name)"),
-                    each.key[:12],
-                    output.size(each.bytes),
-                    _idle(each.idle),
-                    each.reason,
+                    (kernel.names[0].removesuffix(".json") if kernel.names else "(no name)"),
+                    kernel.key[:12],
+                    output.size(kernel.bytes),
+                    _idle(kernel.idle),
+                    kernel.reason,
                 )
-                for each in report.evicted
+                for kernel in report.evicted
             ]
             output.table(session, ("NAME", "KEY", "FREED", "IDLE", "REASON"), rows, right=("FREED", "IDLE"))
         cleared = ", ".join(
@@ -89,7 +89,9 @@ def command(session: Session, max_size: int | None, max_age: float | None, dry_r
 
     output.answer(session, report, text)
     if report.in_use:
-        session.note(f"{output.plural(report.in_use, 'kernel')} would go as well, but a build or launch uses them now")
+        session.note(
+            f"{output.plural(report.in_use, 'kernel')} would be evicted, too, but are in use by a build or launch"
+        )
     for note in report.notes:
         session.note(note)
     if not exists(store.root):

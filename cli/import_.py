@@ -13,13 +13,13 @@ from fusekit_cli.options import Session, common
 @click.command("import")
 @click.argument("file", metavar="FILE", type=click.Path())
 @sources.checked
-@click.option("--dry-run", is_flag=True, help="Check all of it, and only say what would come in.")
+@click.option("--dry-run", is_flag=True, help="Check the bundle, and only show what would be imported.")
 @common
 def command(session: Session, file: str, manifest: str | None, dry_run: bool) -> None:
-    """Publish what the bundle FILE holds, whole and checked, or nothing of it.
+    """Publish the kernels of the bundle FILE, checked: all, or none if any of it is wrong.
 
-    FILE is a path, a URL (https://host/kernels.tar, s3://...), or - for standard input; the last two are kept in a
-    temporary file meanwhile. With FUSEKIT_TRUSTED_KEYS, a bundle that none of those keys signed is refused before it is
+    FILE is a path, a URL (https://host/kernels.tar, s3://...), or - for standard input; the last two are copied to a
+    temporary file first. With FUSEKIT_TRUSTED_KEYS, a bundle that none of those keys signed is refused before it is
     read.
     """
     from fusekit.share.bundle_import import import_bundle

@@ -1,4 +1,4 @@
-"""`fusekit key`: keys that sign, and what they sign."""
+"""`fusekit key`: create and show signing keys, and sign kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusekit_cli.options import Session, common, one_arch, signing
 @click.group("key")
 @common
 def command(session: Session) -> None:
-    """Make and show Ed25519 keys, and sign what is in the store.
+    """Create and show Ed25519 keys, and sign the kernels in the store.
 
     FUSEKIT_SIGNING_KEY, or --sign, names the private key that signs what is built, exported and locked.
     FUSEKIT_TRUSTED_KEYS names files of public keys, one a line; if it is set, nothing else is loaded.
@@ -23,10 +23,10 @@ def command(session: Session) -> None:
 
 @command.command("new")
 @click.argument("file", metavar="FILE", type=click.Path())
-@click.option("--comment", default="", help="Whose key it is; stands in the public key's line.")
+@click.option("--comment", default="", help="The owner of the key, for the public key's line.")
 @common
 def new(session: Session, file: str, comment: str) -> None:
-    """Make a key pair: FILE, which only you may read, and FILE.pub, the line for others' lists of trusted keys."""
+    """Create a key pair: FILE, which only you may read, and FILE.pub, the line for lists of trusted keys."""
     from fusekit.store.signature import generate
 
     path = Path(file).absolute()
@@ -43,7 +43,7 @@ def new(session: Session, file: str, comment: str) -> None:
 @click.argument("file", metavar="FILE", type=click.Path())
 @common
 def show(session: Session, file: str) -> None:
-    """Show the public keys of FILE: a list of trusted keys, or a private key whose public half is wanted."""
+    """Show the public keys of FILE: a list of trusted keys, or a private key, whose public key is shown."""
     from fusekit.store.signature import read_any_keys
 
     keys = read_any_keys(Path(file).absolute())
@@ -62,9 +62,9 @@ def show(session: Session, file: str) -> None:
 @signing
 @common
 def sign(session: Session, patterns: tuple[str, ...], arch: str | None) -> None:
-    """Sign the kernels of the writable store that NAME means (none: all, and tuning tables), once all is checked.
+    """Check, then sign, the kernels of the writable store that NAME matches (none: all, and tuning tables).
 
-    By that you vouch for them, whoever built them. What is built with a signing key is signed at once.
+    Sign only kernels that you trust, whoever built them. Builds with a signing key sign their kernels themselves.
     """
     from fusekit.runtime.wellformed import WELLFORMED
     from fusekit.share.selection import select, sign_selection, sign_tuning
@@ -72,8 +72,8 @@ def sign(session: Session, patterns: tuple[str, ...], arch: str | None) -> None:
 
     signer = session.open_store().signer
     if signer is None:
-        raise UsageError("no signing key is given; signing needs one; name it with --sign or FUSEKIT_SIGNING_KEY")
-    store = Store(session.config.store, signing_key=session.config.signing_key)  # trusted or not: it is to be signed
+        raise UsageError("there is no signing key; name one with --sign or FUSEKIT_SIGNING_KEY")
+    store = Store(session.config.store, signing_key=session.config.signing_key)  # no trust: they may be unsigned
     selection = select(store, patterns, arch)
     sign_selection(store, selection)
     tables = [] if patterns else sign_tuning(store, WELLFORMED.tuning, arch)

@@ -1,4 +1,4 @@
-"""`fusekit lock`: the cache manifests, from what was built."""
+"""`fusekit lock`: compare with, or write, the cache manifests."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ def command(
     session: Session, targets: tuple[str, ...], write: bool, folder: str | None, jobs: int | None,
     namespace: str | None,
 ) -> int:  # fmt: skip
-    """Compare what the store holds with the cache manifests, one for each architecture and toolchain, or write them.
+    """Compare the store with the cache manifests, one for each architecture and toolchain, or write them.
 
-    A TARGET is what `fusekit build` takes; without one: every packaged spec, foreign kernels only where
-    FUSEKIT_ALLOW_EXTERN=1. Nothing is compiled without --write;
-    `fusekit build --check` rebuilds.
+    TARGET is as for `fusekit build`; without one: every packaged spec, foreign kernels only with
+    FUSEKIT_ALLOW_EXTERN=1. Nothing is compiled without --write; `fusekit build --check` rebuilds.
     """
     from fusekit.compiler.build import select, trust
     from fusekit.compiler.build_check import locked_in
@@ -57,22 +56,22 @@ def command(
             manifest = Manifest(arch, identity.toolchain, {})
             path = where / manifest.filename
             built, wrong = locked_in(store, wanted, identity)
-            there = exists(path)
-            if there and not (write and not targets):
-                # What stays of it is signed anew.
+            present = exists(path)
+            if present and not (write and not targets):
+                # Kernels of it that are kept are signed again.
                 manifest = read_manifest(path, store.trust)
                 if manifest.filename != path.name:
                     raise IntegrityError(
-                        f"{path} is of {manifest.filename}; a manifest is named by its architecture and toolchain; get "
+                        f"{path} is {manifest.filename}; a manifest is named by its architecture and toolchain; get "
                         "it again, or remove it and write it with `fusekit lock --write`"
                     )
             if write:
                 manifest = manifest.updated(built)
                 document["written"].append(str(write_manifest(manifest, where, store.signer)))
-            elif not there:
+            elif not present:
                 raise UsageError(
                     f"there is no manifest {path} for {arch} and the toolchain installed here; "
-                    "`fusekit lock --write` makes it; install the toolchain of one that is there, or write this one"
+                    "`fusekit lock --write` writes it; install the toolchain of an existing one, or write this one"
                 )
             comparison = manifest.compare(built, [spec.full_name for spec in wanted], wrong)
             comparisons.append(comparison)
@@ -89,7 +88,7 @@ def command(
 
     output.answer(session, document, text)
     if not all(comparison.ok for comparison in comparisons):
-        session.note("`fusekit build` makes what the store lacks; `fusekit lock --write` takes the change as it is")
+        session.note("`fusekit build` builds what the store lacks; `fusekit lock --write` accepts the change")
         return 1
     return 0
 
@@ -101,7 +100,7 @@ def _folder(given: str | None, write: bool) -> Path:
     if here.is_dir():
         return here
     if write:
-        raise UsageError(f"there is no folder {here}; manifests are written where they are kept; name it with --folder")
+        raise UsageError(f"there is no folder {here}; manifests are written to their folder; name it with --folder")
     from fusekit.spec.catalog import packaged_folder
 
     return packaged_folder().with_name(FOLDER)
@@ -121,4 +120,4 @@ def _build(session: Session, targets: tuple[str, ...], jobs: int | None, namespa
     failures(session, report.failed)
     if not report.ok:
         count = output.plural(len(report.failed), "kernel")
-        raise FusekitError(f"{count} could not be built; a manifest is of a whole build; nothing was written; mend it")
+        raise FusekitError(f"{count} could not be built; a manifest needs all; nothing was written; fix the errors")

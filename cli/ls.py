@@ -1,4 +1,4 @@
-"""`fusekit ls`: what the store holds, all roots."""
+"""`fusekit ls`: list the kernels of all roots."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from fusekit_cli.options import Session, common, one_arch
 @sources.sourced
 @common
 def command(session: Session, patterns: tuple[str, ...], arch: str | None, source: str | None) -> int:
-    """List the kernels in the store, of every root, or those that GLOB names. PART OF is the layer of a model that a
+    """List the kernels of all roots of the store, or those that GLOB matches. PART OF is the layer of a model that a
     kernel belongs to.
 
-    Exit code 1 if a root cannot be listed, or is not there; what the others hold is listed all the same.
+    Exit code 1 if a root cannot be listed, or is missing; the others are listed anyway.
     """
     store = session.open_store()
-    found: dict[tuple[str, str], Row] = {}
+    kernels: dict[tuple[str, str], Row] = {}
     problems: list[str] = []
     unlisted = False
     if source is not None:
         roots = {Path(source): sources.shown(source)}
-        for record, told in _elsewhere(session, source, patterns, arch, problems):
-            found[record.name, record.arch] = Row.of(record, told, Path(source))
+        for record, summary in _elsewhere(session, source, patterns, arch, problems):
+            kernels[record.name, record.arch] = Row.of(record, summary, Path(source))
         unlisted = bool(problems)
     else:
         for pattern in patterns or ("*",):
             overview = store.overview(pattern, arch)
-            found.update({(row.name, row.arch): row for row in overview.rows})
+            kernels.update({(row.name, row.arch): row for row in overview.rows})
             problems += overview.problems
             unlisted |= overview.unlisted
         roots = {root.path: str(root.path) for root in store.roots}
-    rows = [row._asdict() | {"root": roots[row.root]} for _, row in sorted(found.items())]
+    rows = [row._asdict() | {"root": roots[row.root]} for _, row in sorted(kernels.items())]
 
     def text() -> None:
         several = len({row["root"] for row in rows}) > 1
@@ -49,9 +49,9 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, sourc
         more = {"PART OF": "part_of"} if parts else {}
         more |= {"ROOT": "root"} if several else {}
         headings = ["NAME", "ARCH", "REGISTERS", "SPILLS", "BYTES", "KEY", *more]
-        told = ("name", "arch", "registers", "spill_bytes", "bytes")
+        keys = ("name", "arch", "registers", "spill_bytes", "bytes")
         cells = [
-            (*(row[key] for key in told), row["key"][:12], *(row[key] or "" for key in more.values())) for row in rows
+            (*(row[key] for key in keys), row["key"][:12], *(row[key] or "" for key in more.values())) for row in rows
         ]
         if rows:
             output.table(session, headings, cells, right=("REGISTERS", "SPILLS", "BYTES"))
@@ -80,7 +80,7 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, sourc
 def _elsewhere(
     session: Session, source: str, patterns: tuple[str, ...], arch: str | None, problems: list[str]
 ) -> Iterator[tuple[NameRecord, Mapping[str, Any]]]:
-    """Each name in `source` with the summary of its entry."""
+    """Each name record of `source`, with the summary of its entry."""
     from fusekit.store.listing import SUMMARY
 
     try:
@@ -93,4 +93,4 @@ def _elsewhere(
         if entry is not None or record.summary.keys() >= SUMMARY:
             yield record, record.summary if entry is None else entry.summary()
         else:
-            problems.append(f"{record.name} for {record.arch} does not say what it stands for; pull it to see")
+            problems.append(f"{record.name} for {record.arch} has no summary of its entry; pull it to see one")

@@ -1,7 +1,7 @@
-"""The entry point: the group of verbs, each imported when it is called, and what becomes of errors.
+"""The entry point: the group of commands, each imported when it is called, and error handling.
 
-A verb's return value, if it is an int, is the exit code: 0 done, 1 what was asked failed, 2 usage or spec error, 3
-not in the store, 4 no usable GPU or driver; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
+The return value of a command, if it is an int, is the exit code: 0 done, 1 the operation failed, 2 usage or spec error,
+3 not in the store, 4 no usable GPU or driver; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from fusekit_cli.terminal import ClosedPipeError, answering, open_streams
 
 STOPS = (signal.SIGTERM, signal.SIGHUP)
 
-# What `--help` shows; a verb's own file is only imported when it is called.
-VERBS = {
+# The list of `--help`; the module of a command is only imported when it is called.
+COMMANDS = {
     "new": "Write a spec file for a model, or for a kernel of yours.",
     "build": "Compile what the store lacks; needs no GPU.",
-    "ls": "List what the store holds.",
-    "show": "Show one entry whole.",
-    "explain": "Say why a kernel would be built, or would not.",
+    "ls": "List the kernels in the store.",
+    "show": "Show an entry in full.",
+    "explain": "Show why a kernel would be built, or would not.",
     "verify": "Check the store against its digests.",
-    "gc": "Evict what was used least recently.",
-    "rm": "Remove names, and the kernels that only they kept.",
+    "gc": "Evict the least recently used kernels.",
+    "rm": "Remove names, and kernels without another name.",
     "copy": "Copy from read-only roots into the writable store.",
     "lock": "Compare the store with the cache manifests, or write them.",
     "export": "Write kernels to one file, a bundle, or as C source.",
-    "import": "Publish what a bundle holds.",
-    "push": "Move kernels to a folder or an object store.",
-    "pull": "Move kernels from there into the store.",
-    "key": "Make keys, and sign what is in the store.",
-    "run": "Launch a kernel from the store on made-up tensors.",
+    "import": "Publish the kernels of a bundle.",
+    "push": "Copy kernels to a folder or an object store.",
+    "pull": "Copy kernels from there into the store.",
+    "key": "Create keys, and sign the kernels in the store.",
+    "run": "Launch a kernel from the store on random inputs.",
     "bench": "Compare kernels with other libraries; tune.",
-    "doctor": "Say what this machine can do.",
+    "doctor": "Report what this machine can do.",
     "schema": "Print the JSON Schema of spec files.",
 }
 
@@ -54,10 +54,10 @@ class LazyGroup(click.Group):
     """A group whose commands are modules of this package, imported one at a time."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in VERBS:
+        if cmd_name not in COMMANDS:
             return None
         module = f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name.replace("-", "_")
         command = import_module(f"fusekit_cli.{module}").command
@@ -65,8 +65,8 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Verbs"):
-            formatter.write_dl(list(VERBS.items()))
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -80,7 +80,7 @@ def cli(session: Session) -> None:
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asks for the end. signal: which."""
+    """A signal ends the command. signal: which."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -89,32 +89,32 @@ class Stopped(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[None]:
-    """While this lasts, `STOPS` end a command as Ctrl-C does, so that it clears away what is its own."""
+    """In the body, `STOPS` end a command as Ctrl-C does, so that it cleans up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: object) -> None:
-        for each in taken:  # a second one would disturb the clearing away
-            signal.signal(each, signal.SIG_IGN)
+        for handled in numbers:  # a second one would disturb the clean-up
+            signal.signal(handled, signal.SIG_IGN)
         raise Stopped(number)
 
-    # A signal that is ignored, as by nohup, stays so.
-    taken = [each for each in STOPS if signal.getsignal(each) is signal.SIG_DFL]
-    for each in taken:
-        signal.signal(each, stop)
+    # A signal that is ignored, as with nohup, stays ignored.
+    numbers = [number for number in STOPS if signal.getsignal(number) is signal.SIG_DFL]
+    for handled in numbers:
+        signal.signal(handled, stop)
     try:
         yield
     finally:
-        for each in taken:
-            signal.signal(each, signal.SIG_DFL)
+        for handled in numbers:
+            signal.signal(handled, signal.SIG_DFL)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line, `sys.argv`'s without `arguments`; returns the exit code. Errors are one message on
+    """Run one command line (`arguments`, or that of `sys.argv`); returns the exit code. An error is one message on
     stderr.
     """
-    gc.set_threshold(100_000)  # a command is short: modules and syntax trees stay to its end
+    gc.set_threshold(100_000)  # a command is short: modules and syntax trees live to its end
     open_streams()
     session = Session()
     try:
@@ -124,9 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = cli.main(arguments, prog_name="fusekit", obj=session, standalone_mode=False)
         return code if isinstance(code, int) else 0
     except (click.Abort, KeyboardInterrupt) as error:
-        stop = error.__cause__ if isinstance(error, click.Abort) else error  # click makes the one of the other
+        stop = error.__cause__ if isinstance(error, click.Abort) else error  # click wraps KeyboardInterrupt in Abort
         by = stop.signal if isinstance(stop, Stopped) else signal.SIGINT
-        session.error(f"interrupted ({by.name}); what was published stays, the same command carries on")
+        session.error(f"interrupted ({by.name}); what was published stays, and the same command continues")
         return 128 + by
     except click.ClickException as error:
         shown = io.StringIO()
@@ -152,7 +152,7 @@ def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = "" if error.filename is None else f"{error.filename}: "
         return (
-            f"{where}{error.strerror}; the system refuses what a command needs; check the path, its file system and the"
+            f"{where}{error.strerror}; the system refused an operation; check the path, its file system and the"
             " current folder"
         )
     return f"{type(error).__name__}: {error}; this is a defect of fusekit; --debug shows where it happened"

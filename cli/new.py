@@ -40,7 +40,7 @@ from fusekit_cli.options import Session, common, given
 )  # fmt: skip
 @click.option("--inference", is_flag=True, help="Layers without a backward pass and a load-balancing loss.")
 @click.option("--arch", metavar="ARCH", default="sm_90a", show_default=True, help="Target architecture.")
-@click.option("--family", metavar="TYPE", help="Read the config as this model type, in place of its own.")
+@click.option("--family", metavar="TYPE", help="Read the config as this model type, instead of its own.")
 @common
 def command(
     session: Session, model: str | None, source: str | None, params: str | None, out: str | None, force: bool,
@@ -49,17 +49,17 @@ def command(
     """Write a commented spec file for MODEL: a Hugging Face config.json, a folder that holds one, or - for stdin.
 
     The file has one layer: the MLP of a dense model; router, experts and shared experts of a mixture-of-experts model.
-    What of the model does not fit is a comment that says why; where a layer does not, those of its kernels that do are
-    listed one by one.
+    Parts of the model that are not supported become a comment with the reason; if the layer is not, those of its
+    kernels that are supported are listed one by one.
 
-    --from runs a function that returns what cute.compile takes, names the arguments of its kernel, and leaves their
-    roles to fill in.
+    --from runs a function that returns the arguments of cute.compile, names the arguments of its kernel, and leaves
+    their roles to be filled in.
     """
     if (model is None) == (source is None):
         raise UsageError("give a MODEL, or --from MODULE:FUNCTION; one of the two")
     if source is not None:
         if of_models := given("tokens", "ranks", "inference", "family"):
-            raise UsageError(f"{', '.join(of_models)}: of a MODEL, not of a function; leave out with --from")
+            raise UsageError(f"{', '.join(of_models)}: for a MODEL, not a function; leave out with --from")
         _foreign(session, source, params, arch, name, out, force)
         return
     assert model is not None
@@ -77,12 +77,12 @@ def command(
     stem = name if name is not None else _stem(model, out, read.model_type)
     _check(stem, name)
     wanted = Request(stem, arch, tokens, ranks, training=not inference, origin=Path(source).name)
-    made = new_spec(read, wanted)
-    _answer(session, made, stem, out, force, model_type=read.model_type)
+    spec = new_spec(read, wanted)
+    _answer(session, spec, stem, out, force, model_type=read.model_type)
 
 
 def _check(stem: str, name: str | None) -> None:
-    """Refuse a stem that no spec file can have. name: what --name said."""
+    """Raises UsageError for a stem that no spec file can have. name: the value of --name."""
     from fusekit.spec.fields import NAME_PATTERN, NAME_RULE
 
     if not re.fullmatch(NAME_PATTERN, stem):
@@ -110,25 +110,25 @@ def _foreign(
     try:
         given = json.loads(params or "{}")
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"--params is no JSON: {error}; give an object such as '{{\"n\": 4096}}'") from None
+        raise UsageError(f"--params is not valid JSON: {error}; give an object such as '{{\"n\": 4096}}'") from None
     if not isinstance(given, dict):
         raise UsageError(f"--params {params}: it is a JSON object, such as '{{\"n\": 4096}}'")
     kernel = re.sub(r"[^a-z0-9._-]+", "-", source.partition(":")[2].lower().replace("_", "-")).strip("-._")
     stem = name if name is not None else (_stem(kernel, out, kernel) if out is not None else kernel)
     _check(stem, name)
-    made = new_extern(kernel, source, arch, given)
-    _answer(session, made, stem, out, force, source=source)
+    spec = new_extern(kernel, source, arch, given)
+    _answer(session, spec, stem, out, force, source=source)
 
 
-def _answer(session: Session, made: str, stem: str, out: str | None, force: bool, **told: str) -> None:
-    """Write the file, or show it where none is named. told: what it was made of."""
-    written = _write(out, made, stem, force) if out is not None else None
-    document = {"name": stem, **told, "file": written, "spec": made}
-    output.answer(session, document, lambda: click.echo(made if written is None else written, nl=written is not None))
+def _answer(session: Session, spec: str, stem: str, out: str | None, force: bool, **origin: str) -> None:
+    """Write the spec to `out`, or print it if `out` is None. origin: members of the JSON document."""
+    written = _write(out, spec, stem, force) if out is not None else None
+    document = {"name": stem, **origin, "file": written, "spec": spec}
+    output.answer(session, document, lambda: click.echo(spec if written is None else written, nl=written is not None))
 
 
 def _read(model: str) -> tuple[str, str]:
-    """The text of the config, and what errors call it."""
+    """The text of the config, and its name in errors."""
     from fusekit.spec.hf_config import MAX_BYTES
     from fusekit.store.given import given_file
 
@@ -153,20 +153,16 @@ def _read(model: str) -> tuple[str, str]:
 
 
 def _stem(model: str, out: str | None, model_type: str) -> str:
-    """The file's stem, as far as it can be told from its path, the model's folder or the model's type."""
+    """The stem of the spec file: from `out`, the model's folder or the model's type."""
     if out is not None and not Path(out).is_dir():
         return Path(out).stem
     path = Path(model).absolute()
     folder = path if path.is_dir() else path.parent
-    if folder.parent.name == "snapshots":  # of Hugging Face's cache: models--ORGANISATION--NAME/snapshots/REVISION
+    if folder.parent.name == "snapshots":  # Hugging Face cache: models--ORGANISATION--NAME/snapshots/REVISION
         folder = Path(folder.parent.parent.name.rpartition("--")[2])
     if model == "-":
-        told = model_type
-    elif path.is_dir() or path.stem == "config":
-        told = folder.name
-    else:
-        told = path.stem
-    return _lower(told)
+        return _lower(model_type)
+    return _lower(folder.name if path.is_dir() or path.stem == "config" else path.stem)
 
 
 def _write(out: str, text: str, stem: str, force: bool) -> str:

@@ -1,4 +1,4 @@
-"""The options that every verb has, before or after its name, and what a verb is given of them."""
+"""The options that all commands have, before or after the name of the command, and the session that holds them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 @dataclass
 class Session:
     """One command line. store: folder given with --store. sign: private key file given with --sign. json: one JSON
-    document on stdout. quiet: nothing but errors on stderr. verbose: details on stderr. debug: show tracebacks. warned:
-    what spec files were warned of.
+    document on stdout. quiet: only errors on stderr. verbose: details on stderr. debug: show tracebacks. warned: the
+    warnings about spec files.
     """
 
     store: str | None = None
@@ -33,7 +33,7 @@ class Session:
 
     @functools.cached_property
     def config(self) -> Config:
-        """The configuration: the options over the environment."""
+        """The configuration: options override the environment."""
         from fusekit.config import Config
 
         return Config.from_environment(store=self.store, signing_key=self.sign)
@@ -47,12 +47,12 @@ class Session:
         return Store.open(self.config)
 
     def note(self, text: str) -> None:
-        """A line on stderr, beside the answer; none with --quiet."""
+        """Print a line on stderr; not with --quiet."""
         if not self.quiet:
             self.say(text)
 
     def detail(self, text: str) -> None:
-        """A line on stderr with --verbose."""
+        """Print a line on stderr, with --verbose only."""
         if self.verbose:
             self.say(text)
 
@@ -60,23 +60,23 @@ class Session:
         self, message: Warning | str, category: type[Warning], filename: str, lineno: int,
         file: TextIO | None = None, line: str | None = None,
     ) -> None:  # fmt: skip
-        """Stands for `warnings.showwarning`: a line on stderr, each once."""
+        """Replaces `warnings.showwarning`: prints each warning once, on stderr."""
         if str(message) not in self.warned:
             self.warned.append(str(message))
             self.note(f"fusekit: warning: {message}")
 
     def error(self, text: str) -> None:
-        """The one message of a command that failed."""
+        """Print the message of a failed command."""
         self.say(f"fusekit: {text}")
 
     def say(self, text: str) -> None:
-        """Text on stderr, in any case."""
+        """Print text on stderr."""
         with to_stderr():
             click.echo(message(text), err=True)
 
 
 def _set(ctx: click.Context, option: click.Parameter, value: Any) -> None:
-    # Not given here: what was given before the verb stays.
+    # An option that is not given after the command keeps the value from before it.
     if value and option.name is not None:
         session = ctx.ensure_object(Session)
         setattr(session, option.name, value)
@@ -84,11 +84,11 @@ def _set(ctx: click.Context, option: click.Parameter, value: Any) -> None:
             if option.name == name:  # the last one counts
                 setattr(session, other, False)
     elif value == "" and option.name in ("store", "sign"):
-        raise click.BadParameter("it is empty; it names a path; give that or leave the option out", ctx, option)
+        raise click.BadParameter("it is empty, and must be a path; give one or leave the option out", ctx, option)
 
 
 def _of_session(*names: str, **settings: Any) -> Callable[[Any], Any]:
-    """An option that the session keeps; the verb's function does not see it."""
+    """An option that is stored in the session, and not passed to the function of the command."""
     return click.option(*names, expose_value=False, callback=_set, **settings)
 
 
@@ -99,35 +99,35 @@ _COMMON = (
     ),
     _of_session("--json", is_flag=True, help="One JSON document on stdout, nothing else."),
     _of_session("-q", "--quiet", is_flag=True, help="Only errors on stderr, no progress."),
-    _of_session("-v", "--verbose", is_flag=True, help="Each step on stderr, and why."),
-    _of_session("--debug", is_flag=True, help="Show a traceback where an error is met."),
+    _of_session("-v", "--verbose", is_flag=True, help="Each step, with its reason, on stderr."),
+    _of_session("--debug", is_flag=True, help="Show the traceback of an error."),
 )  # fmt: skip
 
 signing = _of_session(
     "--sign", metavar="KEY_FILE", type=click.Path(),
-    help="Private key that signs what this makes (default: FUSEKIT_SIGNING_KEY, else none).",
+    help="Private key that signs the output (default: FUSEKIT_SIGNING_KEY, else none).",
 )  # fmt: skip
-"""Gives a verb --sign, which its session's configuration takes in."""
+"""Adds --sign to a command; it is part of the session's configuration."""
 
 namespaced = click.option(
     "--namespace", metavar="TEXT",
-    help="Begin every name with it, TEXT.FILE/KERNEL, in place of what the spec files say.",
+    help="Begin every name with it, TEXT.FILE/KERNEL, instead of the namespace in the spec files.",
 )  # fmt: skip
-"""Gives a verb --namespace, which its function takes as an argument."""
+"""Adds --namespace to a command, as an argument of its function."""
 
 one_arch = click.option("--arch", help="Only this architecture, such as sm_90a.")
 
 
 def given(*names: str) -> list[str]:
-    """Those of the verb's options `names`, as --name, that the command line has."""
+    """The options among `names` that the command line has, as --name."""
     context = click.get_current_context()
-    said = {name: context.get_parameter_source(name) for name in names}
+    sources = {name: context.get_parameter_source(name) for name in names}
     options = {option.name: option.opts[-1] for option in context.command.params}
-    return [str(options[name]) for name in names if said[name] is click.core.ParameterSource.COMMANDLINE]
+    return [str(options[name]) for name in names if sources[name] is click.core.ParameterSource.COMMANDLINE]
 
 
 def common(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a verb the options that all have; its function takes a `Session` as its first argument."""
+    """Adds the common options to a command; its function takes a `Session` as its first argument."""
     function = click.make_pass_decorator(Session, ensure=True)(function)
     for option in reversed(_COMMON):
         function = option(function)

@@ -1,4 +1,4 @@
-"""What goes to stdout: a JSON document, or text for people; tables are drawn on a terminal and aligned elsewhere."""
+"""Output on stdout: a JSON document, or text; tables are drawn on a terminal and aligned elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def answer(session: Session, document: Any, text: Callable[[], None]) -> None:
-    """Print `document` with --json, else let `text` print the same for people."""
+    """Print `document` with --json; otherwise call `text`, which prints it for people."""
     if session.json:
         print_json(document)
     else:
@@ -29,12 +29,12 @@ def answer(session: Session, document: Any, text: Callable[[], None]) -> None:
 
 
 def print_json(document: Any) -> None:
-    """`document`, in which dataclasses and paths may be, as strict JSON; an infinity as the string "inf"."""
+    """Print `document`, which may contain dataclasses and paths, as strict JSON; an infinity is the string "inf"."""
     click.echo(json.dumps(_json(document), indent=2, allow_nan=False))
 
 
 def one_or_many(documents: Sequence[Any]) -> Any:
-    """A name gives one document, a glob as many as it matches."""
+    """One document itself, or a list of several: a name gives one, a glob as many as it matches."""
     return documents[0] if len(documents) == 1 else list(documents)
 
 
@@ -43,8 +43,8 @@ def table(
 ) -> None:
     """Print rows under headings; the columns named in `right` are aligned to the right.
 
-    On a terminal it is drawn; into a file or a pipe it is aligned with spaces, whatever the width, so that it can be
-    cut, sorted and searched.
+    On a terminal it is drawn; into a file or a pipe it is aligned with spaces, at any width, so that it can be cut,
+    sorted and searched.
     """
     cells = [[inline(str(cell)) for cell in row] for row in rows]
     lines: list[str] = []
@@ -74,7 +74,7 @@ def tree(document: Mapping[str, Any], indent: str = "") -> None:
 
 
 def dry_document(dry_run: bool, steps: Iterable[Step]) -> dict[str, Any]:
-    """What --dry-run adds to the JSON document: the names that would move, or whose entries would."""
+    """The members that --dry-run adds to the JSON document: names that would be copied, or whose entries would be."""
     return {"dry_run": True, "would": list(steps)} if dry_run else {}
 
 
@@ -85,21 +85,21 @@ def dry_rows(session: Session, dry_run: bool, steps: Sequence[Step]) -> None:
         table(session, ("NAME", "ARCH", "BYTES", "KEY"), rows, right=("BYTES",))
 
 
-def exchanged(session: Session, report: Report, done: str, dry_run: bool, **more: Any) -> None:
-    """Answer with what `push` or `pull` did; `done`: pushed, pulled. more: further members of the JSON document."""
+def transferred(session: Session, report: Report, done: str, dry_run: bool, **more: Any) -> None:
+    """Print the report of a push or pull. done: "pushed" or "pulled". more: further members of the JSON document."""
     document = {"entries": report.entries, "names": report.names, "bytes": report.bytes, "skipped": report.skipped}
 
     def text() -> None:
         dry_rows(session, dry_run, report.steps)
         would = "would be " if dry_run else ""
-        moved = f"{plural(report.entries, 'entry')} and {plural(report.names, 'name')} {would}{done}"
-        click.echo(f"{moved} ({size(report.bytes)}), {report.skipped} there already")
+        copied = f"{plural(report.entries, 'entry')} and {plural(report.names, 'name')} {would}{done}"
+        click.echo(f"{copied} ({size(report.bytes)}), {report.skipped} there already")
 
     answer(session, document | more | dry_document(dry_run, report.steps), text)
 
 
 def size(count: int) -> str:
-    """A number of bytes for people: `37.2 KiB`."""
+    """A number of bytes as text: `37.2 KiB`."""
     value = float(count)
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:
@@ -122,7 +122,7 @@ def _drawn(
         from rich import box
         from rich.console import Console
         from rich.table import Table
-    except ImportError:  # a launch-only machine may lack it
+    except ImportError:  # a launch-only installation may lack it
         return False
     console = Console(no_color=not session.config.color, markup=False, highlight=False, emoji=False)
     if sum(widths) + 3 * len(widths) + 1 > console.width:
@@ -134,7 +134,7 @@ def _drawn(
         drawn.add_row(*row)
     with console.capture() as captured:
         console.print(drawn)
-    # The escape sequences are rich's own here; those of the cells have been made printable.
+    # The escape sequences are those of rich; the cells have none left.
     getattr(sys.stdout, "write_drawn", sys.stdout.write)(captured.get())
     return True
 
@@ -146,7 +146,7 @@ def _flat(value: Any) -> bool:
 
 
 def _item(value: Any) -> str:
-    # The name of a thing in a list stands before what is said of it.
+    # The name of an item comes first.
     if isinstance(value, Mapping) and "name" in value and len(value) > 1:
         rest = {label: member for label, member in value.items() if label != "name"}
         return f"{_plain(value['name'])}: {_plain(rest)}"
@@ -166,13 +166,13 @@ def _plain(value: Any) -> str:
 
 
 def _json(value: Any) -> Any:
-    """`value` in types that JSON has: of a dataclass its fields, of a path its text, of an infinity "inf"."""
+    """`value` as JSON types: a dataclass as its fields, a path as text, an infinity as "inf"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Path):
         return str(value)
     if is_dataclass(value):
-        return {each.name: _json(getattr(value, each.name)) for each in fields(value)}
+        return {field.name: _json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {name: _json(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 @click.argument("patterns", metavar="[NAME]...", nargs=-1)
 @one_arch
 @sources.checked
-@click.option("--dry-run", is_flag=True, help="Only say what would come in.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be copied.")
 @common
 def command(
     session: Session, url: str, patterns: tuple[str, ...], arch: str | None, manifest: str | None, dry_run: bool
 ) -> int:
-    """Move the kernels that NAME means (none: all) from URL into the store, as far as it lacks them; each is checked.
+    """Copy the kernels that NAME matches (none: all) from URL into the store, unless it has them; each is checked.
 
     With FUSEKIT_TRUSTED_KEYS, what none of those keys signed is refused before it is read.
     """
@@ -39,20 +39,21 @@ def command(
     with progress(session, "pulling", moves_bytes=True) as update:
         report = pull(store, remote, patterns, arch, progress_of(update), inspect=inspect, dry_run=dry_run)
     failed = [{"name": name, "error": error} for name, error in report.failed]
-    output.exchanged(session, report, "pulled", dry_run, failed=failed)
+    output.transferred(session, report, "pulled", dry_run, failed=failed)
     for name, error in report.failed:
         session.error(f"{name}: {error}")
     return 1 if report.failed else 0
 
 
 def _listed(manifest: Manifest, patterns: tuple[str, ...], arch: str | None) -> tuple[str, ...]:
-    """The full names of `manifest` that `patterns` mean: each has to be there."""
-    from fusekit.store.names import meant
+    """The full names of `manifest` that `patterns` match; the remote must have each of them."""
+    from fusekit.store.names import matching
 
-    wanted = {name for each in patterns or ("*",) for name in meant(each, manifest.kernels)}
-    found = tuple(name for name in manifest.kernels if name in wanted)
-    if not found or arch not in (None, manifest.arch):
+    wanted = {name for pattern in patterns or ("*",) for name in matching(pattern, manifest.kernels)}
+    listed = tuple(name for name in manifest.kernels if name in wanted)
+    if not listed or arch not in (None, manifest.arch):
         raise UsageError(
-            f"the manifest is for {manifest.arch} and lists none of what is asked for; name what it lists, or another"
+            f"the manifest is for {manifest.arch} and lists none of these names; give names that it lists, or "
+            "another manifest"
         )
-    return found
+    return listed

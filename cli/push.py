@@ -13,14 +13,14 @@ from fusekit_cli.progress import progress, progress_of
 @click.argument("url", metavar="URL", shell_complete=complete.files)
 @click.argument("patterns", metavar="[NAME]...", nargs=-1, shell_complete=complete.stored)
 @one_arch
-@click.option("--full", is_flag=True, help="Read and check what is there already, and replace what is damaged.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be written.")
+@click.option("--full", is_flag=True, help="Read and check the files that are there, and replace damaged ones.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be written.")
 @signing
 @common
 def command(session: Session, url: str, patterns: tuple[str, ...], arch: str | None, full: bool, dry_run: bool) -> None:
-    """Move the kernels that NAME means (none: all) to URL, as far as they are not there.
+    """Copy the kernels that NAME matches (none: all) to URL, unless they are there.
 
-    URL is a folder or whatever fsspec reaches: s3://bucket/kernels, gs://..., with the plugin for it installed.
+    URL is a folder or anything that fsspec reaches: s3://bucket/kernels, gs://..., with the plugin for it installed.
     """
     from fusekit.share.push_pull import push
     from fusekit.share.remote import Remote
@@ -30,4 +30,4 @@ def command(session: Session, url: str, patterns: tuple[str, ...], arch: str | N
     selection, remote = select(store, patterns, arch), Remote(url)
     with progress(session, "pushing", moves_bytes=True) as update:
         report = push(store, selection, remote, full, progress_of(update), dry_run=dry_run)
-    output.exchanged(session, report, "pushed", dry_run)
+    output.transferred(session, report, "pushed", dry_run)

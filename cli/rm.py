@@ -1,4 +1,4 @@
-"""`fusekit rm`: take names out of the writable store, with what only they kept."""
+"""`fusekit rm`: remove names from the writable store, with kernels that have no other name."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from fusekit_cli.options import Session, common, one_arch
 @click.command("rm")
 @click.argument("patterns", metavar="NAME...", nargs=-1, required=True, shell_complete=complete.stored)
 @one_arch
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @common
 def command(session: Session, patterns: tuple[str, ...], arch: str | None, dry_run: bool) -> int:
     """Remove NAME (a FILE, FILE/KERNEL, a full name or a glob) from the writable store, with the kernels that no other
-    name stands for.
+    name points to.
 
-    A kernel that another name needs stays under that name. Read-only roots are left alone: what they have of NAME is
-    found again afterwards, which is said. Exit code 1 if a name or an entry cannot be read: what it may need stays.
+    A kernel that has another name stays. Read-only roots are not changed: a NAME that they have is used afterwards, and
+    reported. Exit code 1 if a name or an entry cannot be read: what it may need stays.
     """
     store = session.open_store()
-    unwanted = {where for pattern in patterns for where in _meant(store, pattern, arch)}
+    unwanted = {where for pattern in patterns for where in _matching(store, pattern, arch)}
     report = store.discard(unwanted, dry_run=dry_run)
     document = removal(store, report)
 
     def text() -> None:
         would = "would be " if dry_run else ""
-        for name, each in report.names:
-            click.echo(f"{name}  {each}")
+        for name, its_arch in report.names:
+            click.echo(f"{name}  {its_arch}")
         click.echo(
             f"{output.plural(len(report.names), 'name')} and {output.plural(report.entries, 'kernel')} {would}removed, "
             f"{output.size(report.freed_bytes)} {would}freed"
@@ -45,7 +45,7 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, dry_r
 
 def removal(store: Store, report: DiscardReport) -> dict[str, Any]:
     """The JSON document of a removal."""
-    below = [each for each in store.roots[1:] if report.names and each.path != store.root]
+    below = [root for root in store.roots[1:] if report.names and root.path != store.root]
     hidden = [
         {"name": name, "arch": arch, "root": str(root.path)}
         for name, arch in report.names
@@ -71,25 +71,25 @@ def removal(store: Store, report: DiscardReport) -> dict[str, Any]:
 
 
 def notes(session: Session, document: dict[str, Any]) -> None:
-    """What stays, and why, on stderr."""
+    """Print on stderr what stays, and why."""
     for kept in document["kept"]:
-        first, *others = (each["name"] for each in kept["needed_by"])
+        first, *others = (name["name"] for name in kept["needed_by"])
         more = f" and {len(others)} more" if others else ""
         session.note(f"kernel {kept['key'][:12]} stays: {first}{more} need{'' if others else 's'} it")
     for key in document["in_use"]:
         session.note(
             f"kernel {key[:12]} stays: a build or a launch uses it now; `fusekit gc` removes it when it is old"
         )
-    for each in document["without_kernel"]:
-        session.note(f"{each['name']} ({each['arch']}) led to no kernel, or could not be read: it went alone")
-    for each in document["not_removed"]:
-        session.note(f"{each['name']} ({each['arch']}) stays: it changed meanwhile, or is no plain file; try again")
-    for each in document["in_roots"]:
-        session.note(f"{each['name']} ({each['arch']}) is found in the read-only root {each['root']} from now on")
+    for name in document["without_kernel"]:
+        session.note(f"{name['name']} ({name['arch']}) pointed to no kernel, or could not be read: the name alone went")
+    for name in document["not_removed"]:
+        session.note(f"{name['name']} ({name['arch']}) stays: it changed meanwhile, or is no plain file; try again")
+    for name in document["in_roots"]:
+        session.note(f"{name['name']} ({name['arch']}) is taken from the read-only root {name['root']} from now on")
 
 
 def unread(session: Session, report: DiscardReport) -> int:
-    """Say what stays because something could not be read; the exit code for that."""
+    """Print what stays because a document could not be read; returns the exit code."""
     if not report.unread:
         return 0
     stay = [f"kernel {key[:12]}" for key in report.may_be_needed]
@@ -97,20 +97,20 @@ def unread(session: Session, report: DiscardReport) -> int:
         stay.append(output.plural(report.cubins, "cubin"))
     session.note(
         f"{some(report.unread)} cannot be read, so what it needs is not known: "
-        f"{some(stay) + ' may be needed, and stays' if stay else 'no kernel went with it'}; `fusekit verify` says "
-        "more, and `fusekit gc --max-age` removes what is left once it can be read"
+        f"{some(stay) + ' may be needed, and stays' if stay else 'no kernel was removed with it'}; `fusekit verify` "
+        "shows more, and `fusekit gc --max-age` removes what is left once it can be read"
     )
     return 1
 
 
-def _meant(store: Store, pattern: str, arch: str | None) -> list[tuple[str, str]]:
-    own = store.writable().recorded(pattern, arch)
-    if own:
-        return list(own)
+def _matching(store: Store, pattern: str, arch: str | None) -> list[tuple[str, str]]:
+    names = store.writable().recorded(pattern, arch)
+    if names:
+        return list(names)
     if lower := store.recorded(pattern, arch):
         root = next(iter(lower.values()))
         raise NotBuiltError(
-            f"'{pattern}' is in the read-only root {root} alone; fusekit rm changes the writable store {store.root}; "
+            f"'{pattern}' is in the read-only root {root} only; fusekit rm changes the writable store {store.root}; "
             "remove it there, with --store",
             name=pattern,
         )

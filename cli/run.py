@@ -1,4 +1,4 @@
-"""`fusekit run`: launch kernels from the store on made-up tensors; never compiles."""
+"""`fusekit run`: launch kernels from the store on random inputs; never compiles."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ T = TypeVar("T")
 @click.command("run")
 @click.argument("name", shell_complete=complete.stored)
 @click.option("--rows", type=click.IntRange(min=0), help="Rows of x, or tokens (default: the spec's).")
-@click.option("--seed", type=click.IntRange(0, 2**32 - 9), default=0, show_default=True, help="Of the made-up tensors.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**32 - 9), default=0, show_default=True, help="Seed of the random inputs."
+)
 @click.option("--check", is_flag=True, help="Compare with the reference; look for writes out of bounds.")
 @click.option("--time", "timed", is_flag=True, help="Device and host time of a launch, share of the device's peak.")
-@click.option("--cluster-margin", type=click.IntRange(min=0), help="Clusters held back for other kernels.")
+@click.option("--cluster-margin", type=click.IntRange(min=0), help="Clusters that a launch leaves free (reserved SMs).")
 @click.option("--device", type=click.IntRange(min=0), help="Ordinal of the GPU (default: the current one, else 0).")
 @click.option("--set", "settings", metavar="NAME=VALUE", multiple=True, help="A dim or scalar of a foreign kernel.")
 @click.option("--arch", help="The cubin's architecture, such as sm_90a (default: the device's).")
@@ -37,19 +39,19 @@ def command(
     session: Session, name: str, rows: int | None, seed: int, check: bool, timed: bool, cluster_margin: int | None,
     device: int | None, settings: tuple[str, ...], arch: str | None,
 ) -> int:  # fmt: skip
-    """Launch NAME from the store on made-up tensors with uneven groups.
+    """Launch NAME from the store on random inputs with uneven groups.
 
-    FILE/KERNEL runs the variant that loading it takes; a FILE or a glob runs every kernel it means. FILE/LAYER runs a
-    layer, forward and backward; --rows are its tokens, few by default for --check. Exit code 1 when --check finds a
-    result wrong, 3 when NAME is not built, 4 without a usable GPU.
+    FILE/KERNEL runs the variant that `load` takes; a FILE or a glob runs every kernel that it matches. FILE/LAYER runs
+    a layer, forward and backward; --rows are its tokens, few by default for --check. Exit code 1 if --check finds a
+    wrong result, 3 if NAME is not built, 4 without a usable GPU.
 
-    A foreign kernel runs on random numbers, and zeros for integers, of the shapes that its launch record has; --set
-    says their sizes. It has no reference: --check finds only writes out of bounds.
+    A foreign kernel runs on random numbers, and zeros for integers, in the shapes of its launch record; --set gives
+    their sizes. It has no reference: --check finds only writes out of bounds.
     """
     sizes = dict(map(_setting, settings))
     from fusekit.runtime.wake import Waking
 
-    waking = Waking(device)  # 0.1 s in which Python is idle, while everything else is still to be imported
+    waking = Waking(device)  # starts the driver while Python imports modules
     try:
         from fusekit.library import open_library
 
@@ -61,18 +63,18 @@ def command(
                 raise UsageError(f"{name} is a layer, which takes no --cluster-margin and no --set; its kernels do")
             return run(session, library, name, rows, seed, check=check, timed=timed, device=device, arch=arch)
         documents = []
-        for each in _names(library, name, arch):
-            # Loading waits for the driver, which is silent work of its own: NumPy is imported meanwhile.
-            loading = _Background(partial(_load, library, each, arch, device, rows))
+        for kernel in _names(library, name, arch):
+            # Loading waits for the driver: NumPy is imported meanwhile.
+            loading = _Background(partial(_load, library, kernel, arch, device, rows))
             try:
                 from fusekit.bench.trials import open_trial
             except ImportError as error:
                 loading.result()
-                raise UsageError(f"made-up tensors need NumPy: {error}; {install('check')}") from error
+                raise UsageError(f"random inputs need NumPy: {error}; {install('check')}") from error
             trial = open_trial(library, loading.result(), rows, seed, guarded=check, sizes=sizes)
             documents.append(_run(trial, check, timed, cluster_margin))
     finally:
-        waking.wait()  # no process may end while the driver starts
+        waking.wait()  # a process must not end while the driver starts
     output.answer(session, output.one_or_many(documents), lambda: _print(documents))
     return 0 if all(document["ok"] for document in documents) else 1
 
@@ -144,15 +146,15 @@ def _print(documents: list[dict[str, Any]]) -> None:
             click.echo(f"  {rates(document)}, host {document['host_us']:.2f} us a launch")
 
 
-def rates(told: Mapping[str, Any]) -> str:
-    """Time, speed and share of the peak, as far as they are told."""
+def rates(timing: Mapping[str, Any]) -> str:
+    """Time, throughput and share of the peak, those that `timing` has."""
     forms = (("ms", ".4g", " ms"), ("tflops", ".4g", " TFLOP/s"), ("gbs", ".4g", " GB/s"),
              ("peak_share", ".1%", " of peak"))  # fmt: skip
-    return ", ".join(f"{told[key]:{form}}{unit}" for key, form, unit in forms if told.get(key) is not None)
+    return ", ".join(f"{timing[key]:{form}}{unit}" for key, form, unit in forms if timing.get(key) is not None)
 
 
 class _Background(Generic[T]):
-    """A call in a thread of its own; `result` waits, and raises what it raised."""
+    """A call in a thread; `result` waits for it, and raises its error."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function

@@ -1,4 +1,4 @@
-"""`fusekit run` of a layer: forward and backward on made-up tensors."""
+"""`fusekit run` of a layer: forward and backward on random inputs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def run(
     session: Session, library: Library, name: str, tokens: int | None, seed: int, *, check: bool, timed: bool,
     device: int | None, arch: str | None,
 ) -> int:  # fmt: skip
-    """Checks and times the layer `name`; answers with one document."""
+    """Check and time the layer `name`; prints one document."""
     try:
         from fusekit.bench.layer_trial import checked_tokens
     except ImportError as error:
-        raise UsageError(f"made-up tensors need NumPy: {error}; {install('check')}") from error
+        raise UsageError(f"random inputs need NumPy: {error}; {install('check')}") from error
     layer = library.layer(name, arch, device)
     part = next(iter(layer.program.parts))
     document: dict[str, Any] = {
@@ -82,8 +82,8 @@ def _time(library: Library, layer: Layer, tokens: int, seed: int, device: int | 
 
 
 def _memory(trial: Any) -> dict[str, int]:
-    told = ("kept", "scratch", "forward", "inference", "backward", "codes")
-    return {name: getattr(trial.sizes, name) for name in told}
+    sizes = ("kept", "scratch", "forward", "inference", "backward", "codes")
+    return {name: getattr(trial.sizes, name) for name in sizes}
 
 
 def _print(document: dict[str, Any]) -> None:
@@ -94,9 +94,9 @@ def _print(document: dict[str, Any]) -> None:
         click.echo(f"  relative errors, {document['checked_tokens']} tokens: {errors}")
     for line in document["problems"]:
         click.echo(f"  {line}")
-    for which, each in document["passes"].items():
+    for which, timing in document["passes"].items():
         what = "both, one graph" if which == "both" else which
-        click.echo(f"  {what}: {rates(each)}, host {each['host_us']:.2f} us")
+        click.echo(f"  {what}: {rates(timing)}, host {timing['host_us']:.2f} us")
     memory = document["memory"]
-    codes = f", codes of the weights {output.size(memory['codes'])}" if memory["codes"] else ""
-    click.echo(f"  kept {output.size(memory['kept'])}, scratch {output.size(memory['scratch'])}{codes}")
+    weights = f", FP8 weights {output.size(memory['codes'])}" if memory["codes"] else ""
+    click.echo(f"  kept {output.size(memory['kept'])}, scratch {output.size(memory['scratch'])}{weights}")

@@ -82,7 +82,7 @@ def _stored(store: Store, listed: NameListing) -> dict[str, Any]:
     record = listed.record
     entry = store.find_entry(record.key)
     if entry is None:
-        why = f"its name stands for entry {record.key}, which no root holds"
+        why = f"its name points to entry {record.key}, which no root holds"
         raise store.not_built(record.name, record.arch, why)
     return _describe(record, entry, str(listed.root))
 

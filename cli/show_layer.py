@@ -1,4 +1,4 @@
-"""`fusekit show` of a layer: what it is, what it is given, what it launches, and the memory that it needs."""
+"""`fusekit show` of a layer: options, arguments, steps, and memory."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 def describe(store: Store, name: str, records: Sequence[NameRecord], root: str) -> dict[str, Any]:
-    """The document of the layer `name`. records: of its kernels; root: where they are."""
+    """The document of the layer `name`. records: of its kernels. root: path of the root that holds them."""
     from fusekit.plan.layer import program, stored_options
     from fusekit.plan.layer.ranks import room, window_sizes
 
     options = stored_options(name, {record.name: record.spec for record in records})
     assert options is not None
-    made = program(options)
+    plan = program(options)
     windows: dict[str, int] = {}
     if options.ranks > 1:
-        made = made.within(room(options, options.tokens))
-        windows = window_sizes(made, options)
-    wanted = {f"{name}.{part}": keys["op"] for part, keys in made.parts.items()}
-    taken = [record for record in to_load(store, records, name) if record.name.partition("@")[0] in wanted]
+        plan = plan.within(room(options, options.tokens))
+        windows = window_sizes(plan, options)
+    kernels = {f"{name}.{part}": keys["op"] for part, keys in plan.parts.items()}
+    loaded = [record for record in to_load(store, records, name) if record.name.partition("@")[0] in kernels]
     rest = options.canonical() | {"weight_dtype": options.weights}
     for known in ("file", "name", "kind", "tokens"):
         del rest[known]
@@ -38,29 +38,29 @@ def describe(store: Store, name: str, records: Sequence[NameRecord], root: str) 
         "kind": options.kind,
         "root": root,
         "options": rest,
-        "passes": {which: _pass(name, made, which) for which in made.steps},
-        "memory": _memory(options, made) | {"windows": windows},
+        "passes": {which: _pass(name, plan, which) for which in plan.steps},
+        "memory": _memory(options, plan) | {"windows": windows},
         "kernels": [
             {"name": record.name, "arch": record.arch, "op": record.spec["op"], "key": record.key,
              "bytes": record.summary.get("bytes"), "registers": record.summary.get("registers")}
-            for record in sorted(taken, key=lambda record: [*wanted].index(record.name.partition("@")[0]))
+            for record in sorted(loaded, key=lambda record: [*kernels].index(record.name.partition("@")[0]))
         ],
-        "missing": unbuilt(name, made.parts, records),
+        "missing": unbuilt(name, plan.parts, records),
     }  # fmt: skip
 
 
-def _pass(name: str, made: Program, which: str) -> dict[str, Any]:
-    inputs, outputs = made.arguments(which)
+def _pass(name: str, plan: Program, which: str) -> dict[str, Any]:
+    inputs, outputs = plan.arguments(which)
     added = {
-        name for step in made.steps[which] if made.parts[step.part].get("accumulate") for name in step.writes.values()
+        name for step in plan.steps[which] if plan.parts[step.part].get("accumulate") for name in step.writes.values()
     }
     return {
         "inputs": _tensors(inputs.values()),
-        "outputs": [each | {"added_to": each["name"] in added} for each in _tensors(outputs.values())],
+        "outputs": [tensor | {"added_to": tensor["name"] in added} for tensor in _tensors(outputs.values())],
         "steps": [
-            {"kernel": f"{name}.{step.part}", "op": made.parts[step.part]["op"], "reads": dict(step.reads),
+            {"kernel": f"{name}.{step.part}", "op": plan.parts[step.part]["op"], "reads": dict(step.reads),
              "writes": dict(step.writes)}
-            for step in made.steps[which]
+            for step in plan.steps[which]
         ],
     }  # fmt: skip
 
@@ -69,42 +69,42 @@ def _tensors(buffers: Iterable[Buffer]) -> list[dict[str, Any]]:
     return [{"name": buffer.name, "dtype": buffer.dtype, "shape": list(buffer.shape)} for buffer in buffers]
 
 
-def _memory(options: Options, made: Program) -> dict[str, Any]:
-    """Bytes for the tokens of the spec."""
+def _memory(options: Options, plan: Program) -> dict[str, Any]:
+    """Sizes in bytes, for the tokens of the spec."""
     from fusekit.plan.layer.program import QUANTISE
 
-    dims = made.dims(options.tokens)
+    dims = plan.dims(options.tokens)
     scratch = {
-        which: made.scratch(which, made.arguments(which)[1], dims, ())[1] for which in made.steps if which != QUANTISE
+        which: plan.scratch(which, plan.arguments(which)[1], dims, ())[1] for which in plan.steps if which != QUANTISE
     }
-    codes = sum(each.bytes(dims) for each in made.arguments(QUANTISE)[1].values())
-    places, kept = made.kept(dims)
-    parts = {name: made.buffers[name].bytes(dims) for name in places}
+    codes = sum(buffer.bytes(dims) for buffer in plan.arguments(QUANTISE)[1].values())
+    places, kept = plan.kept(dims)
+    parts = {name: plan.buffers[name].bytes(dims) for name in places}
     return {"tokens": options.tokens, "kept": kept, "kept_buffers": parts, "scratch": scratch, "codes": codes}
 
 
 def text(session: Session, document: Mapping[str, Any]) -> None:
-    """The document for people."""
+    """Print the document for people."""
     archs = ", ".join(dict.fromkeys(kernel["arch"] for kernel in document["kernels"]))
     count = len(document["kernels"]) + len(document["missing"])
     click.echo(f"{document['name']}: a layer ({document['kind']}) of {output.plural(count, 'kernel')} for {archs}")
     click.echo("options")
     output.tree(document["options"], "  ")
     trained = bool(document["passes"]["backward"]["steps"])
-    for which, each in document["passes"].items():
+    for which, steps in document["passes"].items():
         if not trained and which != "inference":
             continue
         click.echo(f"\n{which}")
         rows = [
             (tensor["name"], "inout" if tensor.get("added_to") else role, tensor["dtype"], _shape(tensor["shape"]))
             for role in ("input", "output")
-            for tensor in each[f"{role}s"]
+            for tensor in steps[f"{role}s"]
         ]
         output.table(session, ("ARGUMENT", "ROLE", "DTYPE", "SHAPE"), rows)
         done = [
             (number, step["kernel"].rpartition(".")[2], step["op"], ", ".join(step["reads"].values()),
              ", ".join(step["writes"].values()))
-            for number, step in enumerate(each["steps"], start=1)
+            for number, step in enumerate(steps["steps"], start=1)
         ]  # fmt: skip
         click.echo()
         output.table(session, ("STEP", "KERNEL", "OP", "READS", "WRITES"), done, right=("STEP",))
@@ -119,7 +119,7 @@ def text(session: Session, document: Mapping[str, Any]) -> None:
     for name, size in memory["windows"].items():
         click.echo(f"  window {name:<20} {output.size(size)}, shared by layers of the same size")
     if memory["codes"]:
-        click.echo(f"  codes of the weights        {output.size(memory['codes'])}")
+        click.echo(f"  FP8 weights                 {output.size(memory['codes'])}")
     click.echo()
     kernels = [(row["name"], row["arch"], row["op"], row["registers"], row["key"][:12]) for row in document["kernels"]]
     output.table(session, ("NAME", "ARCH", "OP", "REGISTERS", "KEY"), kernels, right=("REGISTERS",))

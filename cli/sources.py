@@ -1,4 +1,4 @@
-"""What verbs share that look at, or take from, elsewhere: a bundle or a remote (--from), a manifest (--check)."""
+"""Options of commands that read a bundle or a remote (--from), or compare with a manifest (--check)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 sourced = click.option(
     "--from", "source", metavar="WHERE", shell_complete=complete.files,
-    help="Not the store but a bundle (a file, a URL, or - for standard input) or a remote (a folder or a URL).",
+    help="Read a bundle (a file, a URL, or - for standard input) or a remote (a folder or a URL), not the store.",
 )  # fmt: skip
 checked = click.option(
     "--check", "manifest", metavar="MANIFEST", shell_complete=complete.files,
@@ -30,22 +30,24 @@ checked = click.option(
 
 
 def inspecting(session: Session, manifest: str | None) -> tuple[Inspect, Manifest | None]:
-    """What looks into documents that come in, and the manifest that it holds them against."""
+    """The checks of documents that are read, and the manifest that they are compared with."""
     from fusekit.runtime.wellformed import WELLFORMED
 
     if manifest is None:
         return WELLFORMED, None
     from fusekit.share.manifest import pinned, read_manifest
 
-    found = read_manifest(Path(manifest), session.open_store().trust)
-    return pinned(found, WELLFORMED), found
+    locked = read_manifest(Path(manifest), session.open_store().trust)
+    return pinned(locked, WELLFORMED), locked
 
 
 def look(
     session: Session, source: str, patterns: Sequence[str] = (), arch: str | None = None, *, entries: bool = False,
     cubins: bool | None = None,
 ) -> Survey:  # fmt: skip
-    """What `source` holds of `patterns`, checked and, with trusted keys, signed. Of a bundle all is checked."""
+    """The kernels of `source` that match `patterns`, checked, with signatures if keys are trusted. A bundle is checked
+    in full.
+    """
     from fusekit.runtime.wellformed import WELLFORMED
     from fusekit.share.bundle_import import read_bundle
     from fusekit.share.push_pull import Survey, survey
@@ -56,16 +58,16 @@ def look(
     trust = session.open_store().trust
     if not is_bundle(source):
         return survey(Remote(source), trust, patterns, arch, entries=entries, cubins=cubins, inspect=WELLFORMED)
-    records, held = read_bundle(bundle_source(source, sys.stdin.buffer), trust, WELLFORMED)
+    records, by_key = read_bundle(bundle_source(source, sys.stdin.buffer), trust, WELLFORMED)
     known = dict.fromkeys(record.name for record in records)
-    wanted = {name for pattern in patterns or ("*",) for name in names.meant(pattern, known)}
+    wanted = {name for pattern in patterns or ("*",) for name in names.matching(pattern, known)}
     chosen = tuple(record for record in records if arch in (None, record.arch) and record.name in wanted)
-    keys = {record.key for record in chosen} if patterns or arch else held.keys()
-    return Survey(chosen, {key: held[key] for key in keys}, len({held[key].cubin_sha256 for key in keys}))
+    keys = {record.key for record in chosen} if patterns or arch else by_key.keys()
+    return Survey(chosen, {key: by_key[key] for key in keys}, len({by_key[key].cubin_sha256 for key in keys}))
 
 
 def shown(source: str) -> str:
-    """`source` as it may be shown."""
+    """`source` without credentials."""
     from fusekit.share.remote import hidden_url
 
     return hidden_url(source)
@@ -75,6 +77,7 @@ def absent(source: str, patterns: Sequence[str], arch: str | None) -> NotBuiltEr
     """The error for names that `source` lacks."""
     what = " ".join(patterns) or "any kernel"
     return NotBuiltError(
-        f"{shown(source)} does not hold {what}{f' for {arch}' if arch else ''}; `fusekit ls --from` lists what it does",
+        f"{shown(source)} does not hold {what}{f' for {arch}' if arch else ''}; `fusekit ls --from` lists what "
+        "it holds",
         name=what,
     )

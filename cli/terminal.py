@@ -1,4 +1,4 @@
-"""What may reach a terminal: no control character of a name, a path or a spec, and no message of megabytes."""
+"""Safe output on a terminal: no control characters from a name, a path or a spec, and no message of megabytes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from collections.abc import Iterator
 from fusekit.errors import FusekitError
 
 MESSAGE_CHARACTERS = 8000
-"""Of a message on stderr, at most; what is longer loses its middle."""
+"""Longest message on stderr; a longer one loses its middle."""
 
 # C0 but tab and newline, DEL, C1, separators of lines, marks that change the direction of text, halves of surrogates.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class AnswerError(FusekitError):
-    """Stdout does not take the answer."""
+    """The output could not be written to stdout."""
 
 
 class ClosedPipeError(Exception):
-    """Whoever read stdout has seen enough. (Click makes an exit code of its own of a BrokenPipeError.)"""
+    """The reader closed stdout. (Click turns a BrokenPipeError into another exit code.)"""
 
 
 def printable(text: str) -> str:
     r"""`text` with control characters as their Python escapes, such as \x1b; newlines and tabs stay."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def inline(text: str) -> str:
@@ -37,7 +37,7 @@ def inline(text: str) -> str:
 
 
 def message(text: str) -> str:
-    """`text` for stderr: printable, and shortened in its middle where it is very long."""
+    """`text` for stderr: printable, and shortened in the middle if it is very long."""
     if len(text) > MESSAGE_CHARACTERS:
         head, tail = MESSAGE_CHARACTERS * 3 // 4, MESSAGE_CHARACTERS // 4
         text = f"{text[:head]} [... {len(text) - head - tail} characters left out ...] {text[-tail:]}"
@@ -46,18 +46,18 @@ def message(text: str) -> str:
 
 @contextlib.contextmanager
 def to_stderr() -> Iterator[None]:
-    """For what is written to stderr: one that takes nothing changes no answer and no exit code."""
+    """Ignore errors of writing to stderr: they change neither the output nor the exit code."""
     try:
         yield
     except OSError:
         with contextlib.suppress(OSError):
-            sys.stderr.close()  # or Python tries once more when it ends, and exits as it likes
+            sys.stderr.close()  # or Python tries again at exit, and changes the exit code
         sys.stderr = None
 
 
 def open_streams() -> None:
-    """Open standard streams that were closed, so that no file of a store gets the number to which others write errors.
-    Standard input is empty then, and stdout takes nothing.
+    """Open standard streams that were closed, so that no file of a store gets the descriptor to which errors are
+    written. Standard input is then empty, and writing to stdout fails.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -75,7 +75,7 @@ class _Stdout(io.TextIOWrapper):
         return len(text)
 
     def write_drawn(self, text: str) -> None:
-        """Writes `text` as it is."""
+        """Write `text` unchanged."""
         with writing():
             super().write(text)
 
@@ -86,21 +86,20 @@ class _Stdout(io.TextIOWrapper):
 
 @contextlib.contextmanager
 def writing() -> Iterator[None]:
-    """While bytes go to stdout: says so where it does not take them."""
+    """Turn errors of writing to stdout into AnswerError or ClosedPipeError."""
     try:
         yield
     except BrokenPipeError as error:
         raise ClosedPipeError from error
     except OSError as error:
         raise AnswerError(
-            f"cannot write the answer to stdout: {error.strerror}; what was asked for is done all the same; look at "
-            "where stdout leads"
+            f"cannot write the answer to stdout: {error.strerror}; the command itself is done; check where stdout leads"
         ) from error
 
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """While this lasts, what is printed is made printable, and an `AnswerError` says that stdout does not take it."""
+    """In the body, escape control characters on stdout, and raise `AnswerError` if it cannot be written."""
     before = sys.stdout
     buffer = getattr(before, "buffer", None)
     if buffer is None:  # closed, or a stand-in
@@ -114,7 +113,7 @@ def answering() -> Iterator[None]:
         stdout.flush()
     except (AnswerError, ClosedPipeError):
         with contextlib.suppress(OSError):
-            buffer.close()  # or Python tries once more when it ends, and exits as it likes
+            buffer.close()  # or Python tries again at exit, and changes the exit code
         raise
     finally:
         sys.stdout = before

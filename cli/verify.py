@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fusekit.errors import IntegrityError, some
-from fusekit.store.folders import said
+from fusekit.store.folders import printable
 from fusekit_cli import complete, output, sources
 from fusekit_cli.options import Session, common
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 @click.command("verify")
-@click.option("--full", is_flag=True, help="Hash every cubin too, and look into launch records and specs.")
+@click.option("--full", is_flag=True, help="Also hash every cubin, and check launch records and specs.")
 @sources.sourced
 @click.option(
     "--check", "manifest", metavar="MANIFEST", shell_complete=complete.files,
-    help="A cache manifest: what it lists must be there, with the key, cubin and launch record that it lists.",
+    help="A cache manifest: its kernels must be there, with their keys, cubins and launch records.",
 )  # fmt: skip
 @common
 def command(session: Session, full: bool, source: str | None, manifest: str | None) -> int:
-    """Check every entry and name of every root against its digest, changing nothing. A bundle is checked in full.
+    """Check every entry and name of every root against its digest; changes nothing. A bundle is checked in full.
 
-    Exit code 1 if one is bad; 3 if there is no store: at --store, in a root of FUSEKIT_STORES, or at all.
+    Exit code 1 if one is bad; 3 if there is no store: at --store, in a root of FUSEKIT_STORES, or anywhere.
     """
     from fusekit.runtime.wellformed import WELLFORMED
     from fusekit.share.manifest import read_manifest
@@ -41,12 +41,12 @@ def command(session: Session, full: bool, source: str | None, manifest: str | No
     report = store.verify(full, WELLFORMED) if source is None else _elsewhere(session, source, full, locked)
     if locked is not None and source is None:
         report = replace(report, bad=(*report.bad, *_differences(store, locked)))
-    told = ("checked", "bad", "entries", "names", "blobs", "full", "orphans", "temporaries")
+    fields = ("checked", "bad", "entries", "names", "blobs", "full", "orphans", "temporaries")
     document = {
-        **{name: getattr(report, name) for name in told},
-        "strays": [said(path) for path in report.strays],
+        **{name: getattr(report, name) for name in fields},
+        "strays": [printable(path) for path in report.strays],
         "absent": list(report.absent),
-        "open_to_all": [said(path) for path in report.open_to_all],
+        "open_to_all": [printable(path) for path in report.open_to_all],
     }
 
     def text() -> None:
@@ -64,12 +64,12 @@ def command(session: Session, full: bool, source: str | None, manifest: str | No
     output.answer(session, document, text)
     if report.orphans or report.temporaries:
         left = f"{output.plural(report.orphans, 'unused cubin')} and {output.plural(report.temporaries, 'temporary')}"
-        session.note(f"{left} lie there as well: no damage, a builder that was stopped leaves them")
+        session.note(f"there are {left}: no damage, a stopped builder leaves them")
     if report.strays:
-        names = ", ".join(said(path) for path in report.strays[:5])
-        session.note(f"not fusekit's, and left alone: {names}{' and more' if len(report.strays) > 5 else ''}")
+        names = ", ".join(printable(path) for path in report.strays[:5])
+        session.note(f"not fusekit's, and not touched: {names}{' and more' if len(report.strays) > 5 else ''}")
     if report.open_to_all:
-        paths = [said(path) for path in report.open_to_all]
+        paths = [printable(path) for path in report.open_to_all]
         session.note(
             f"every user of this machine may write in {some(paths, 5)}, and so add or replace kernels; "
             f"`chmod -R o-w {shlex.quote(paths[0])}` ends that"
@@ -81,13 +81,13 @@ def command(session: Session, full: bool, source: str | None, manifest: str | No
         session.note(f"{why}: there is no store to check; {remedy}")
     if report.bad:
         return 1
-    # The user's cache folder need not be there where the kernels come from other roots.
+    # The user's cache folder may be missing if other roots have the kernels.
     missing = report.absent.keys() - ({store.root} if session.store is None and len(store.roots) > 1 else set())
     return 3 if missing else 0
 
 
 def _differences(store: Store, locked: Manifest) -> list[Problem]:
-    """What `locked` lists and `store` has not, or otherwise."""
+    """Kernels of `locked` that `store` lacks, or has with a difference."""
     from fusekit.share.manifest import differences
     from fusekit.store.verify import Problem
 
@@ -102,7 +102,7 @@ def _differences(store: Store, locked: Manifest) -> list[Problem]:
 
 
 def _elsewhere(session: Session, source: str, full: bool, locked: Manifest | None) -> VerifyReport:
-    """The report on a bundle, or on the names of a remote and what they stand for."""
+    """The report on a bundle, or on the names of a remote and their entries."""
     from fusekit.share.manifest import differences
     from fusekit.share.source import is_bundle
     from fusekit.store.verify import Problem, VerifyReport
@@ -112,11 +112,12 @@ def _elsewhere(session: Session, source: str, full: bool, locked: Manifest | Non
     try:
         held = sources.look(session, source, entries=True, cubins=full)
         names, entries, cubins = len(held.records), len(held.entries), held.cubins
-        found = [(key, why) for _, key, why in held.failed]
+        problems = [(key, why) for _, key, why in held.failed]
         if locked is not None:
-            there = {each.name: (each, held.entries.get(each.key)) for each in held.records if each.arch == locked.arch}
-            found += [(key, why) for _, key, why in differences(locked, there.get)]
+            records = [record for record in held.records if record.arch == locked.arch]
+            kernels = {record.name: (record, held.entries.get(record.key)) for record in records}
+            problems += [(key, why) for _, key, why in differences(locked, kernels.get)]
     except IntegrityError as error:
-        found = [(error.key, str(error))]
-    bad = tuple(Problem(key=key, problem=why, path=at, root=at) for key, why in dict.fromkeys(found))
+        problems = [(error.key, str(error))]
+    bad = tuple(Problem(key=key, problem=why, path=at, root=at) for key, why in dict.fromkeys(problems))
     return VerifyReport(entries, names, cubins, orphans=0, temporaries=0, full=full or bundle, bad=bad)

@@ -87,7 +87,7 @@ def _met(
     if record is None:
         return "miss", "the store has no kernel of this name", ()
     if entry is None:
-        return "miss", f"its name stands for entry {record.key}, which no root holds", ()
+        return "miss", f"its name points to entry {record.key}, which no root holds", ()
     differs = tuple(
         Difference(label, entry.fields.get(label), fields.get(label))
         for label in sorted({*entry.fields, *fields})

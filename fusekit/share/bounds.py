@@ -1,4 +1,4 @@
-"""How much is taken from a remote, and how long is waited for it."""
+"""Limits on the bytes that are read from a remote, and on the time that they may take."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from typing import TypeVar
 T = TypeVar("T")
 
 FOLDER_DEPTH = 3
-"""Levels of folders that a store has below `blobs`, `entries`, `names` or `signatures`, itself included. Deeper ones
-hold nothing of a store, and are not looked into."""
+"""Levels of folders of a store, counted from `blobs`, `entries`, `names` or `signatures`. Deeper ones are not listed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """silence: seconds after which a server that sends nothing is given up. grace, rate: an answer of n bytes may take
-    `grace` + n / `rate` seconds (bytes per second). patience: seconds after which a failed step is not tried again.
-    listing_bytes: of one page of a web server's listing; listing_entries, listing_seconds: of all folders together.
-    total_bytes: of everything that one command reads.
+    """Limits on the use of one remote.
+
+    silence: seconds without a byte after which a server is given up. grace (seconds), rate (bytes per second): an
+    answer of n bytes may take `grace` + n / `rate` seconds. patience: seconds after which a failed step is not tried
+    again. listing_bytes: of one page of a web server's listing. listing_entries, listing_seconds: of all folders
+    together. total_bytes: of everything that one command reads.
     """
 
     silence: float = 30.0
@@ -33,14 +35,14 @@ class Bounds:
     total_bytes: int = 64 << 30
 
     def seconds(self, size: int) -> float:
-        """How long an answer of `size` bytes may take."""
+        """Seconds that an answer of `size` bytes may take."""
         return self.grace + size / self.rate
 
 
 def within(seconds: float, step: Callable[[], T]) -> T:
-    """What `step` returns or raises; TimeoutError after `seconds`, which leaves its thread behind.
+    """The result of `step`, which runs in a thread; TimeoutError after `seconds`, and the thread is abandoned.
 
-    For libraries that wait without end: there is no other way to stop them.
+    For libraries without a timeout: there is no other way to stop them.
     """
     result: Future[T] = Future()
 

@@ -8,18 +8,17 @@ A bundle is a plain tar file, so that `tar -t` lists it. Its members, in this or
     signatures/...
     entries/...
     names/...
-    loader.bin                   what the C loader reads; only in a bundle that was exported for it
+    loader.bin                   the data of the C loader; only in a bundle that was exported for it
 
-The index decides every other byte of the file: the headers are the ones that this module would write for it, sizes
-and order follow from it, and each member has the digest that it states. So the same kernels give the same bytes on
-every machine, and a reader need not interpret a tar header: it computes the one that must stand there and compares.
-A link, a device, an absolute path, a `..`, a member twice, a member too many, an extension header: none of them is
-the expected header. Nothing is compressed: no file can grow when it is read, and its bytes depend on no library's
-version.
+The index decides every other byte of the file: the headers are those that this module writes for it, sizes and order
+follow from it, and each member has the digest that it gives. So the same kernels give the same bytes on every machine,
+and a reader does not interpret tar headers: it computes the expected header and compares. A link, a device, an absolute
+path, a `..`, a member twice, an additional member or an extension header is never the expected one. Nothing is
+compressed: no file can grow when it is read, and its bytes do not depend on the version of a library.
 
-`bundle_import` reads the whole file before it writes the first byte, and what it then writes it checks again, so a file
-that changes under its eyes is refused too. Cubins come before entries and entries before names, as in a build: an
-import that is killed leaves nothing that is wrong, and the same import finishes it.
+`bundle_import` reads the whole file before it writes the first byte, and checks what it writes again, so a file that
+changes meanwhile is refused, too. Cubins come before entries and entries before names, as in a build: a killed import
+leaves a correct store, and the same import completes it.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from fusekit.share.selection import Selection, Step
 from fusekit.store.files import exists
 from fusekit.store.keys import canonical_json, sha256
 from fusekit.store.publishing import replace_file
-from fusekit.store.root import SHELL
+from fusekit.store.root import RELATIVE
 from fusekit.store.signature import SIGNATURE_BYTES
 from fusekit.store.store import Store
 
 SCHEMAS = (1, 2)
-"""Of the index: 2 has the member for the C loader."""
+"""Versions of the index: 2 has the member for the C loader."""
 INDEX = "bundle.json"
 LOADER = "loader.bin"
 
@@ -52,11 +51,10 @@ _LABELS = {"blob": "blobs", "signature": "signatures", "entry": "entries", "name
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member behind the index: its kind (`blob`, `signature`, `entry`, `name` or `loader`), path in a store, size,
-    digest.
+    """A member after the index. kind: `blob`, `signature`, `entry`, `name` or `loader`. path: in a store.
 
-    subject: what it is for: a blob's digest, an entry's key, (name, architecture), (document's digest, key id). row:
-    its row of the index, which the functions below make it of.
+    subject: the digest of a blob, the key of an entry, (name, architecture), or (digest of the document, key id). row:
+    its row of the index, from which the functions below make it.
     """
 
     kind: str
@@ -69,9 +67,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What went into or out of a store. entries, names: in all; bytes: of the cubins that moved, or of the bundle;
-    skipped: entries that were there already. digest: SHA-256 of a bundle's index, which decides everything in it, or
-    what `export_bundle` was given with the loader's member. steps: what came in, by name.
+    """The result of an export or import. entries, names: numbers of all. bytes: of the cubins that were copied, or of
+    the bundle. skipped: entries that were there already. digest: SHA-256 of a bundle's index, which decides everything
+    in it, or the digest from `Loader`. steps: what was imported, by name.
     """
 
     entries: int
@@ -83,34 +81,35 @@ class Transfer:
 
 
 Loader = Callable[[Mapping[str, int]], tuple[bytes, str]]
-"""How many bytes before the loader's member each cubin begins, by its digest -> the content, and a digest to tell."""
+"""Digest of each cubin -> how many bytes before the loader's member it begins; gives the content of that member and a
+digest for display."""
 
 
 def export_bundle(store: Store, selection: Selection, path: Path, loader: Loader | None = None) -> Transfer:
-    """Write `selection` of `store` to the file `path`, in one step; signed if the store has a key. A file that is there
-    is replaced, and so is a link to one: what it leads to stays as it is.
+    """Write `selection` of `store` to the file `path`, in one step; signed if the store has a signing key. An existing
+    file is replaced, and so is a link, but not its target.
 
-    loader: makes what the C loader reads. The same kernels give the same bytes. Raises UsageError for a `path` that is
-    no plain file or in no folder, IntegrityError when a cubin is damaged, StoreError when `path` cannot be written; it
-    is then as it was.
+    loader: gives the member of the C loader. The same kernels give the same bytes. Raises UsageError for a `path` that
+    is not a plain file or whose folder is missing, IntegrityError for a damaged cubin, StoreError if `path` cannot be
+    written; it is then unchanged.
     """
     if not exists(path.parent):
-        raise UsageError(f"{path}: there is no folder {path.parent}; a bundle is put where one is; make it first")
+        raise UsageError(f"{path}: there is no folder {path.parent}; make it first")
     selection = selection.signed(store)
     members = tuple(_members(selection))
-    own_content, digest = (b"", None) if loader is None else loader(before(members))
+    loader_content, digest = (b"", None) if loader is None else loader(before(members))
     if loader is not None:
-        members = (*members, loader_of(sha256(own_content), len(own_content)))
+        members = (*members, loader_of(sha256(loader_content), len(loader_content)))
     index = _index_bytes(members)
-    own = {} if store.signer is None else store.signer.sign("bundle", index)
+    signatures = {} if store.signer is None else store.signer.sign("bundle", index)
     entries = {entry.cubin_sha256: entry for entry, _ in selection.entries}
-    content: dict[str, bytes] = {sha256(own_content): own_content}
+    content: dict[str, bytes] = {sha256(loader_content): loader_content}
     for _, signed in (*selection.entries, *selection.records):
         content[signed.digest] = signed.data
         content |= {sha256(signature): signature for signature in signed.signatures.values()}
 
     def write(file: BinaryIO) -> None:
-        for key_id, signature in sorted(own.items()):
+        for key_id, signature in sorted(signatures.items()):
             _put(file, signature_name(key_id), signature)
         _put(file, INDEX, index)
         for member in members:
@@ -126,7 +125,7 @@ def export_bundle(store: Store, selection: Selection, path: Path, loader: Loader
 
 
 def header(path: str, size: int) -> bytes:
-    """The one header that a member may have; a path of more than 100 letters takes extension blocks before it."""
+    """The one header that a member may have; a path of more than 100 characters needs extension blocks before it."""
     info = tarfile.TarInfo(path)
     info.size, info.mode = size, _MODE  # time, owner and group are 0
     return info.tobuf(tarfile.PAX_FORMAT, "ascii", "strict")
@@ -147,7 +146,7 @@ def signature_name(key_id: str) -> str:
 
 
 def _members(selection: Selection) -> Iterator[Member]:
-    """In the order of the file: kinds in order of publication, each sorted by path."""
+    """The members in the order of the file: kinds in order of publication, each sorted by path."""
     blobs = {entry.cubin_sha256: entry.cubin_bytes for entry, _ in selection.entries}
     signatures = {
         (signed.digest, key_id): signature
@@ -163,20 +162,20 @@ def _members(selection: Selection) -> Iterator[Member]:
 
 
 def blob_of(digest: str, size: int) -> Member:
-    return Member("blob", SHELL.blob_path(digest).as_posix(), size, digest, digest, (digest, size))
+    return Member("blob", RELATIVE.blob_path(digest).as_posix(), size, digest, digest, (digest, size))
 
 
 def signature_of(of: str, key_id: str, digest: str) -> Member:
-    path = SHELL.signature_path(of, key_id).as_posix()
+    path = RELATIVE.signature_path(of, key_id).as_posix()
     return Member("signature", path, SIGNATURE_BYTES, digest, (of, key_id), (of, key_id, digest))
 
 
 def entry_of(key: str, size: int, digest: str) -> Member:
-    return Member("entry", SHELL.entry_path(key).as_posix(), size, digest, key, (key, size, digest))
+    return Member("entry", RELATIVE.entry_path(key).as_posix(), size, digest, key, (key, size, digest))
 
 
 def name_of(name: str, arch: str, size: int, digest: str) -> Member:
-    path = SHELL.name_path(name, arch).as_posix()
+    path = RELATIVE.name_path(name, arch).as_posix()
     return Member("name", path, size, digest, (name, arch), (name, arch, size, digest))
 
 
@@ -185,15 +184,15 @@ def loader_of(digest: str, size: int) -> Member:
 
 
 def before(members: tuple[Member, ...]) -> dict[str, int]:
-    """How many bytes each cubin begins before the content of the loader's member."""
-    found: dict[str, int] = {}
-    at = BLOCK  # that member's own header
+    """Digest of each cubin -> how many bytes before the content of the loader's member it begins."""
+    offsets: dict[str, int] = {}
+    at = BLOCK  # the header of that member
     for member in reversed(members):
         at += member.bytes + padding(member.bytes)
         if member.kind == "blob":
-            found[member.sha256] = at
+            offsets[member.sha256] = at
         at += len(header(member.path, member.bytes))
-    return found
+    return offsets
 
 
 def _index_bytes(members: tuple[Member, ...]) -> bytes:

@@ -1,4 +1,4 @@
-"""Reading bundles, which may come from anybody: see `fusekit.share.bundle` for their form."""
+"""Reading bundles, which may be hostile: see `fusekit.share.bundle` for their format."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "x
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What a bundle holds. signers: ids of the keys that signed it; signer: the trusted one, if a trust was given."""
+    """The index of a bundle. signers: ids of the keys that signed it. signer: the trusted one, if a trust was given."""
 
     members: tuple[Member, ...]
     signers: tuple[str, ...] = ()
@@ -65,12 +65,12 @@ class Index:
 
 
 def import_bundle(store: Store, source: Source, *, inspect: Inspect | None = None, dry_run: bool = False) -> Transfer:
-    """Publish everything in the bundle `source` into `store`, or nothing of one that is wrong anywhere.
+    """Publish everything in the bundle `source` into `store`, or nothing if any of it is wrong.
 
-    Raises SignatureError when the store trusts keys and none of them signed the bundle and each document in it, before
-    the index is parsed; IntegrityError for any byte of the file that is not as its index says, and for what `inspect`
-    refuses. The store is unchanged then, and with `dry_run` in any case. A disk that fails while it is written
-    (StoreError) keeps whole kernels, and names only once every entry is there; the same import carries on.
+    Raises SignatureError, before the index is parsed, if the store trusts keys and none of them signed the bundle and
+    each document in it; IntegrityError for any byte of the file that does not match its index, and for documents that
+    `inspect` refuses. The store is unchanged then, and with `dry_run` always. If the disk fails while it is written
+    (StoreError), the store has whole kernels, and names only once every entry is there; the same import continues.
     """
     with open_bundle(source, store.trust) as reader:
         index = reader.index()
@@ -81,16 +81,16 @@ def import_bundle(store: Store, source: Source, *, inspect: Inspect | None = Non
 def read_bundle(
     source: Source, trust: Trust | None = None, inspect: Inspect | None = None
 ) -> tuple[list[NameRecord], dict[str, Entry]]:
-    """The names in the bundle `source`, sorted, and its entries by key, once all of it is checked as for an import."""
+    """The names in the bundle `source`, sorted, and its entries by key; everything is checked as for an import."""
     with open_bundle(source, trust) as reader:
         return reader.check(reader.index(), inspect)
 
 
 @contextlib.contextmanager
 def open_bundle(source: Source, trust: Trust | None) -> Iterator[_Reader]:
-    """The bundle in a file, or one that comes in pieces, which are put into a temporary file first.
+    """The bundle in a file, or a stream, which is copied to a temporary file first.
 
-    Of pieces, no more is taken than the index needs, and then than it says that there is.
+    Of a stream, no more is read than the index needs, and then than the index gives.
     """
     if isinstance(source, Path):
         with given_file(source, "bundle") as (file, status):
@@ -98,14 +98,14 @@ def open_bundle(source: Source, trust: Trust | None) -> Iterator[_Reader]:
         return
 
     def length(spool: BinaryIO, have: int) -> int:
-        # Cut within the index, it ends too early; cut behind it, the index says how long it should be.
+        # If it is cut within the index it ends too early; after it, the index gives the length.
         return _Reader(spool, have, source.where, trust).length()
 
     with spooled(source, _HEAD_LIMIT, length) as spool:
         yield _Reader(spool, spool.seek(0, os.SEEK_END), source.where, trust)
 
 
-# Columns of each row of the index: what a value must be.
+# Checks of the columns of a row of the index.
 _Column = Callable[[object], bool]
 
 
@@ -133,7 +133,7 @@ _ROWS: tuple[tuple[str, tuple[_Column, ...], Callable[..., Member]], ...] = (
 
 
 class _Reader:
-    """Reads one open bundle of `size` bytes. Every refusal names the file and says what is wrong with it."""
+    """Reads an open bundle of `size` bytes. Every error names the file and the problem."""
 
     def __init__(self, file: BinaryIO, size: int, path: str, trust: Trust | None) -> None:
         file.seek(0)
@@ -141,17 +141,17 @@ class _Reader:
         self._size = size
         self._path = path
         self._trust = trust
-        self._start = 0  # of the first member behind the index
+        self._start = 0  # of the first member after the index
 
     def index(self) -> Index:
-        """The index, once its signatures are checked; the sizes in it add up to the file's."""
+        """The index. Its signatures are checked first; the sizes in it add up to that of the file."""
         index, length = self._head()
         if length != self._size:
-            raise self._bad(f"has {self._size} bytes, where its index makes {length}: it is cut, or a size is a lie")
+            raise self._bad(f"has {self._size} bytes, and by its index {length}: it is truncated, or a size is false")
         return index
 
     def length(self) -> int:
-        """How many bytes the whole bundle has, as its index says, once that one's signatures are checked."""
+        """Size in bytes of the whole bundle by its index, whose signatures are checked first."""
         return self._head()[1]
 
     def _head(self) -> tuple[Index, int]:
@@ -162,7 +162,7 @@ class _Reader:
                 break
             key_id = name.removeprefix(f"{INDEX}.").removesuffix(".sig")
             if name != signature_name(key_id) or not is_key_id(key_id):
-                raise self._bad(f"begins with the member {name!r}, where {INDEX} or a signature of it must stand")
+                raise self._bad(f"begins with the member {name!r}, where {INDEX} or a signature of it is expected")
             if size != SIGNATURE_BYTES or len(signatures) == SIGNER_LIMIT or list(signatures)[-1:] >= [key_id]:
                 raise self._bad(f"has the signature {name!r} of {size} bytes: too large, one too many, or out of order")
             signatures[key_id] = self._content(name, size)
@@ -172,28 +172,28 @@ class _Reader:
         signer = None if self._trust is None else self._trust.check("bundle", data, signatures, self._path)
         members = self._parse(data)
         self._start = self._file.tell()
-        total = sum(len(header(each.path, each.bytes)) + each.bytes + padding(each.bytes) for each in members)
+        total = sum(len(header(member.path, member.bytes)) + member.bytes + padding(member.bytes) for member in members)
         index = Index(members, tuple(signatures), None if signer is None else signer.id)
         return index, self._start + total + len(END)
 
     def check(self, index: Index, inspect: Inspect | None = None) -> tuple[list[NameRecord], dict[str, Entry]]:
-        """Read everything once: digests, documents, and how they belong together. Names, and entries by key."""
+        """Check every digest and document, and that they fit together. Returns names, and entries by key."""
         blobs = {member.sha256: member.bytes for member in index.of("blob")}
         signed = {member.subject[0] for member in index.of("signature")}
         at = {member.sha256: (member, offset) for member, offset in self._offsets(index) if member.kind == "blob"}
         records: list[NameRecord] = []
         entries: dict[str, Entry] = {}
-        held: dict[str, dict[str, bytes]] = {}
+        signatures: dict[str, dict[str, bytes]] = {}  # digest of a document -> key id -> signature
         loader: bytes | None = None
         for member, data in self._members(index):
             if member.kind == "signature":
                 of, key_id = member.subject
-                held.setdefault(of, {})[key_id] = data
+                signatures.setdefault(of, {})[key_id] = data
             elif member.kind == "loader":
                 loader = data
             elif member.kind in ("entry", "name"):
                 signed.discard(member.sha256)
-                document = self._document(member, data, held)
+                document = self._document(member, data, signatures)
                 if isinstance(document, Entry):
                     if blobs.get(document.cubin_sha256) != document.cubin_bytes:
                         raise self._bad(f"has the entry {document.key}, but not its cubin {document.cubin_sha256}")
@@ -213,19 +213,19 @@ class _Reader:
         if signed:
             raise self._bad(f"has a signature over {min(signed)}, which is none of its documents")
         if self._file.read(len(END) + 1) != END:
-            raise self._bad("does not end where its index says")
+            raise self._bad("does not end where its index ends it")
         if loader is not None:
             self._check_loader(loader, index, [(record, entries[record.key]) for record in records])
         return records, entries
 
     def _check_loader(self, loader: bytes, index: Index, kernels: Sequence[tuple[NameRecord, Entry]]) -> None:
-        """What the C loader reads follows from the documents, byte for byte; no digest tells whether it does."""
+        """The member for the C loader must follow from the documents, byte for byte; a digest does not show that."""
         from fusekit.share.loader import derived
 
         if loader != derived(kernels, before(index.members[:-1]))[0]:
             raise self._bad(
-                f"has a {LOADER} that does not follow from its entries and names: somebody changed it, or another"
-                " version of fusekit wrote it",
+                f"has a {LOADER} that does not follow from its entries and names: it was changed, or written by another"
+                " version of fusekit",
                 remedy="; export it again",
             )
 
@@ -236,15 +236,15 @@ class _Reader:
             raise self._bad(f"has {member.path}, which cannot be used: {error}", remedy="") from None
 
     def publish(self, index: Index, store: Store, dry_run: bool = False) -> Transfer:
-        """Publish what `check` has passed: each entry with its cubin, then the names."""
-        own = store.writable()  # what a root below has may be what this disk is to be rid of
-        with contextlib.nullcontext() if dry_run else own.lease():
-            return self._publish(index, own, dry_run)
+        """Publish the members that `check` has passed: each entry with its cubin, then the names."""
+        target = store.writable()  # a root below may have the kernels, and is not to be needed
+        with contextlib.nullcontext() if dry_run else target.lease():
+            return self._publish(index, target, dry_run)
 
-    def _publish(self, index: Index, own: Store, dry_run: bool) -> Transfer:
+    def _publish(self, index: Index, target: Store, dry_run: bool) -> Transfer:
         blobs = {member.sha256: offset for member, offset in self._offsets(index) if member.kind == "blob"}
-        held: dict[str, dict[str, bytes]] = {}
-        fresh: dict[str, int] = {}  # key -> bytes of its cubin, of entries that were not there; 0 once a name told them
+        signatures: dict[str, dict[str, bytes]] = {}  # digest of a document -> key id -> signature
+        fresh: dict[str, int] = {}  # key of each new entry -> bytes of its cubin; 0 once a name counts them
         moved, skipped, steps = 0, len(index.of("entry")), list[Step]()
         for member, offset in self._offsets(index):
             if member.kind in ("blob", "loader"):
@@ -252,20 +252,20 @@ class _Reader:
             data = self._again(member, offset)
             if member.kind == "signature":
                 of, key_id = member.subject
-                held.setdefault(of, {})[key_id] = data
+                signatures.setdefault(of, {})[key_id] = data
                 continue
-            document = self._document(member, data, held)
-            signatures = held.get(member.sha256, {})
+            document = self._document(member, data, signatures)
+            over = signatures.get(member.sha256, {})
             if isinstance(document, NameRecord):
-                if document.key in fresh or not _has(own, document):
+                if document.key in fresh or not _has(target, document):
                     steps.append(Step(document.name, document.arch, document.key, fresh.get(document.key, 0)))
                     fresh[document.key] = 0
                 if not dry_run:
-                    own.publish_name(document, signatures=signatures)
-            elif own.present(document.key, mark=not dry_run) is None:
+                    target.publish_name(document, signatures=over)
+            elif target.present(document.key, mark=not dry_run) is None:
                 cubin = blob_of(document.cubin_sha256, document.cubin_bytes)
                 if not dry_run:
-                    own.publish(document, self._again(cubin, blobs[cubin.sha256]), signatures)
+                    target.publish(document, self._again(cubin, blobs[cubin.sha256]), over)
                 fresh[document.key] = cubin.bytes
                 moved += cubin.bytes
                 skipped -= 1
@@ -278,44 +278,44 @@ class _Reader:
             document = parse(data, INDEX_LIMIT)
             canonical = (canonical_json(document) + "\n").encode() == data
         except (ValueError, FusekitError) as error:
-            raise self._bad(f"has an index that is no JSON ({error})") from None
+            raise self._bad(f"has an index that is not valid JSON ({error})") from None
         schema = document.get("schema") if isinstance(document, dict) else None
         if type(schema) is not int or schema not in SCHEMAS:
-            raise self._bad(f"has an index of schema {schema!r}, where this fusekit reads {SCHEMAS}")
+            raise self._bad(f"has an index of schema {schema!r}, and this fusekit reads {SCHEMAS}")
         rows_of = _ROWS[: 3 + schema]
         if not canonical or set(document) != {"schema", *(label for label, _, _ in rows_of)}:
-            raise self._bad("has an index that is not in its one form: sorted keys, no spaces, no other members")
+            raise self._bad("has an index that is not in canonical form: sorted keys, no spaces, no other members")
         members: list[Member] = []
         for label, columns, make in rows_of:
             rows = document[label]
             if not isinstance(rows, list):
-                raise self._bad(f"has an index whose {label} are no list")
+                raise self._bad(f"has an index whose {label} are not a list")
             for row in rows:
                 fits = isinstance(row, list) and len(row) == len(columns)
                 if not fits or not all(fit(value) for fit, value in zip(columns, row, strict=True)):
                     raise self._bad(f"lists among its {label} {_short(row)}, which cannot be one")
-            made = [make(*row) for row in rows]
-            for one, after in itertools.pairwise(made):
+            listed = [make(*row) for row in rows]
+            for one, after in itertools.pairwise(listed):
                 if one.subject >= after.subject:
                     raise self._bad(f"lists {after.path} twice or out of order among its {label}")
-            members += made
+            members += listed
         return tuple(members)
 
-    def _document(self, member: Member, data: bytes, held: dict[str, dict[str, bytes]]) -> Entry | NameRecord:
+    def _document(self, member: Member, data: bytes, signatures: dict[str, dict[str, bytes]]) -> Entry | NameRecord:
         where = f"{self._path}:{member.path}"
         if self._trust is not None:
-            self._trust.check(member.kind, data, held.get(member.sha256, {}), where)
+            self._trust.check(member.kind, data, signatures.get(member.sha256, {}), where)
         document: Entry | NameRecord
         if member.kind == "entry":
             document = Entry.from_bytes(data, where, member.subject)
         else:
             document = NameRecord.from_bytes(data, where, *member.subject)
         if document.to_bytes() != data:
-            raise self._bad(f"has {member.path} in another form than the one that a store writes")
+            raise self._bad(f"has {member.path} in another form than a store writes")
         return document
 
     def _offsets(self, index: Index) -> Iterator[tuple[Member, int]]:
-        """Each member with the place of its first byte."""
+        """Each member with the offset of its first byte."""
         at = self._start
         for member in index.members:
             at += len(header(member.path, member.bytes))
@@ -326,17 +326,17 @@ class _Reader:
         seen: set[str] = set()
         for member in index.members:
             expected = header(member.path, member.bytes)
-            found = self._read(len(expected))
-            if found != expected:
-                raise self._bad(f"{_difference(found, member, seen)}, where {member.path!r} must stand")
+            actual = self._read(len(expected))
+            if actual != expected:
+                raise self._bad(f"{_difference(actual, member, seen)}, where {member.path!r} is expected")
             data = self._content(member.path, member.bytes)
             if (digest := sha256(data)) != member.sha256:
-                raise self._bad(f"has {member.path!r} with the digest {digest}, where its index says {member.sha256}")
+                raise self._bad(f"has {member.path!r} with the digest {digest}, and its index gives {member.sha256}")
             seen.add(member.path)
             yield member, data
 
     def _leading_header(self) -> tuple[str, int]:
-        """Name and size of a member in front of, or of, the index."""
+        """Name and size of the next member, which is the index or precedes it."""
         block = self._read(BLOCK)
         for magic, name in _COMPRESSED.items():
             if block.startswith(magic):
@@ -344,14 +344,14 @@ class _Reader:
         try:
             info = tarfile.TarInfo.frombuf(block, "ascii", "strict")
         except (tarfile.HeaderError, ValueError) as error:
-            raise self._bad(f"is no tar file ({error})") from None
+            raise self._bad(f"is not a tar file ({error})") from None
         if block != _header_or_nothing(info.name, info.size):
             raise self._bad(f"begins with {_kind(info)}, which no bundle has there")
         return info.name, info.size
 
     def _content(self, name: str, size: int) -> bytes:
         if size > self._size - self._file.tell():
-            raise self._bad(f"ends within {name!r}: it states {size} bytes")
+            raise self._bad(f"ends within {name!r}: it should have {size} bytes")
         data = self._read(size)
         if self._read(padding(size)).strip(b"\0"):
             raise self._bad(f"has bytes between {name!r} and the next member")
@@ -372,11 +372,11 @@ class _Reader:
         except OSError as error:
             raise store_error(self._path, "read", error) from error
         if len(data) != count:
-            raise self._bad("ends too early" if self._file.tell() > BLOCK else "is no bundle, or ends too early")
+            raise self._bad("ends too early" if self._file.tell() > BLOCK else "is not a bundle, or ends too early")
         return data
 
     def _bad(self, what: str, remedy: str = "; get it again") -> IntegrityError:
-        return IntegrityError(f"{self._path} {what}; a bundle is taken whole or not at all{remedy}")
+        return IntegrityError(f"{self._path} {what}; a bundle is imported whole or not at all{remedy}")
 
 
 def _has(store: Store, record: NameRecord) -> bool:
@@ -392,16 +392,16 @@ def _header_or_nothing(name: str, size: int) -> bytes:
         return b""
 
 
-def _difference(found: bytes, member: Member, seen: set[str]) -> str:
-    """What the header `found` is, in words."""
+def _difference(actual: bytes, member: Member, seen: set[str]) -> str:
+    """The header `actual` in words."""
     try:
-        info = tarfile.TarInfo.frombuf(found[-BLOCK:], "utf-8", "surrogateescape")
+        info = tarfile.TarInfo.frombuf(actual[-BLOCK:], "utf-8", "surrogateescape")
     except tarfile.HeaderError:
         return "has no member"
     if info.name in seen:
         return f"has {info.name!r} twice"
     if info.name == member.path and info.isreg() and info.size != member.bytes:
-        return f"states {info.size} bytes for a member of {member.bytes}"
+        return f"gives {info.size} bytes for a member of {member.bytes}"
     return f"has {_kind(info)}"
 
 
@@ -412,7 +412,7 @@ def _kind(info: tarfile.TarInfo) -> str:
         return f"the path {info.name!r}, which leads out of a store"
     if not info.isreg():
         return f"{info.name!r}, which is no plain file"
-    return f"a header of its own making for {info.name!r}"
+    return f"an unexpected header for {info.name!r}"
 
 
 def _short(value: object) -> str:

@@ -1,8 +1,8 @@
-"""What a bundle holds for the C loader: one more member, behind all that Python reads.
+"""The member of a bundle for the C loader, after all that Python reads.
 
-It is the flat records, one behind the other, the directory, zeros up to a whole block, and the footer, so that a loader
-finds it from the end of the file. The directory says where each record and each cubin of the bundle begins, with sizes
-and digests, and the footer has the directory's digest: that one stands for everything that can be loaded.
+It has the flat records, the directory, zeros up to a whole block, and the footer, so that a loader reads it from the
+end of the file. The directory gives offset, size and digest of each record and each cubin of the bundle, and the footer
+the digest of the directory, which so covers everything that can be loaded.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from fusekit.store.names import NameRecord
 
 
 def export_bundle(store: Store, selection: Selection, path: Path) -> form.Transfer:
-    """`fusekit.share.bundle.export_bundle`, for the C loader too. A kernel beyond its limits is listed for it with the
-    reason, and is a kernel like others for Python.
+    """As `fusekit.share.bundle.export_bundle`, with the member for the C loader. A kernel beyond the limits of that
+    loader is listed there with the reason, and loads in Python.
     """
     return form.export_bundle(store, selection, path, lambda before: member(selection, before))
 
 
 def member(selection: Selection, before: Mapping[str, int]) -> tuple[bytes, str]:
-    """`derived` of a selection."""
+    """The loader's member for `selection`; see `derived`."""
     entries = {entry.key: entry for entry, _ in selection.entries}
     return derived([(record, entries[record.key]) for record, _ in selection.records], before)
 
 
 def derived(kernels: Sequence[tuple[NameRecord, Entry]], before: Mapping[str, int]) -> tuple[bytes, str]:
-    """The member and its directory's SHA-256, which follow from names and entries, both in the bundle's order. before:
-    by its digest, how far before the member a cubin begins.
+    """The member and the SHA-256 of its directory, derived from names and entries in the bundle's order. before: digest
+    of each cubin -> how many bytes before the member it begins.
     """
     records = [_record(named, entry) for named, entry in kernels]
     left = size = sum(len(data) for data, _ in records)
@@ -61,7 +61,7 @@ def derived(kernels: Sequence[tuple[NameRecord, Entry]], before: Mapping[str, in
 
 
 def _record(named: NameRecord, entry: Entry) -> tuple[bytes, str]:
-    """The flat record, or nothing and why."""
+    """The flat record and no problem, or no bytes and the problem."""
     try:
         launch = LaunchRecord.from_json(dict(entry.launch))
         launch.check_complete()

@@ -1,9 +1,9 @@
-"""Cache manifests: what was built, for one architecture by one toolchain, as a file to commit and compare with.
+"""Cache manifests: the kernels built for one architecture by one toolchain, as a file to commit and compare with.
 
 `<arch>-<toolchain>.json` lists every kernel's key and the digests of its cubin and its launch record. The same sources
-and toolchain must give the same digests on any machine; where they do not, the difference is reported kernel by kernel.
+and toolchain must give the same digests on any machine; if they do not, the difference is reported for each kernel.
 
-A manifest may be signed: `<file>.<key id>.sig` beside it is a signature over its exact bytes.
+A manifest may be signed: `<file>.<key id>.sig` next to it is a signature over its exact bytes.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from fusekit.store.signature import SigningKey, Trust, is_key_id, read_signature
 from fusekit.store.verify import Inspect
 
 SCHEMA = 2
-"""Version of manifests. 2: with the digests of launch records; those of 1, written by fusekit 0.1, are read too."""
+"""Version of manifests. 2 has the digests of launch records; 1, of fusekit 0.1, is read too."""
 LIMIT = 64 << 20
 """Largest manifest accepted, in bytes."""
 _FAMILY = "nvidia-cutlass-dsl"
-_PLAIN = ("base", "core")  # parts of every installation, named only where their version is another
+_PLAIN = ("base", "core")  # parts of every installation, named only if their version differs
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+!_-]{0,99}")  # a distribution or its version: both become part of a path
 
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """One kernel: the key it was built under, its cubin's SHA-256 and size in bytes, its launch record's SHA-256, which
-    is empty in a manifest of schema 1.
+    """One kernel: its key, SHA-256 and size in bytes of its cubin, SHA-256 of its launch record, which is empty in a
+    manifest of schema 1.
     """
 
     key: str
@@ -60,19 +60,21 @@ class Locked:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A kernel whose cubin or launch record is not the manifest's. expected, found: digests of that. why: whether its
-    key says so, or the same key gave something else.
+    """A kernel whose cubin or launch record differs from the manifest. expected, built: its digests. why: whether its
+    key has changed, or the same key gave another result.
     """
 
     name: str
     expected: str
-    found: str
+    built: str
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """same: names whose cubins and launch records are the manifest's. missing: (name, what lacks it)."""
+    """Result of a comparison. same: names whose cubins and launch records are those of the manifest. missing: (name,
+    reason).
+    """
 
     same: tuple[str, ...]
     changed: tuple[Changed, ...]
@@ -85,7 +87,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """arch: such as `sm_90a`. toolchain: distribution -> version. kernels: full name -> what was built."""
+    """A manifest. arch: such as `sm_90a`. toolchain: distribution -> version. kernels: by full name."""
 
     arch: str
     toolchain: Mapping[str, str]
@@ -96,21 +98,21 @@ class Manifest:
         return f"{self.arch}-{toolchain_label(self.toolchain)}.json"
 
     def to_bytes(self) -> bytes:
-        """The file: sorted, indented, one value a line, so that a change shows as a change of its lines."""
+        """The bytes of its file: sorted, indented, one value a line, so that a diff shows each change."""
         kernels = {name: _document(kernel) for name, kernel in self.kernels.items()}
         schema = SCHEMA if all(kernel.launch_sha256 for kernel in self.kernels.values()) else 1
         document = {"schema": schema, "arch": self.arch, "toolchain": dict(self.toolchain), "kernels": kernels}
         return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
 
     def updated(self, kernels: Mapping[str, Locked]) -> Manifest:
-        """This manifest with `kernels` in place of those of the same names."""
+        """This manifest with `kernels` instead of those of the same names."""
         return replace(self, kernels={**self.kernels, **kernels})
 
     def compare(
         self, built: Mapping[str, Locked], wanted: Iterable[str], wrong: Mapping[str, str] | None = None
     ) -> Comparison:
-        """How `built` (by full name) differs from this manifest in the kernels `wanted`. wrong: why some are not built,
-        where it is known.
+        """Compare `built` (by full name) with this manifest, for the names `wanted`. wrong: why some are not built, if
+        known.
         """
         same: list[str] = []
         changed: list[Changed] = []
@@ -120,7 +122,7 @@ class Manifest:
             if locked is None:
                 missing.append((name, "the manifest does not have it"))
             elif now is None:
-                missing.append((name, (wrong or {}).get(name, "it is not built from what stands here now")))
+                missing.append((name, (wrong or {}).get(name, "it is not built from the present sources")))
             elif locked.cubin_sha256 == now.cubin_sha256 and locked.launches_as(now):
                 same.append(name)
             else:
@@ -143,11 +145,11 @@ def _document(kernel: Locked) -> dict[str, Any]:
 
 
 def pinned(manifest: Manifest, inspect: Inspect) -> Inspect:
-    """`inspect`, and that every name and entry is the one that `manifest` lists: its key, its cubin, its launch record.
+    """`inspect`, extended by the check that names and entries are those of `manifest`: key, cubin and launch record.
 
-    So nothing older passes, however well it is signed: the manifest says what is the latest.
+    So nothing older passes, even if it is signed: the manifest is the latest state.
     """
-    by_key = {each.key: each for each in manifest.kernels.values()}
+    by_key = {locked.key: locked for locked in manifest.kernels.values()}
 
     def name(record: NameRecord) -> None:
         locked = manifest.kernels.get(record.name) if record.arch == manifest.arch else None
@@ -157,24 +159,24 @@ def pinned(manifest: Manifest, inspect: Inspect) -> Inspect:
             )
         if locked.key != record.key:
             raise IntegrityError(
-                f"{record.name} stands for {record.key}, in the manifest for {locked.key}: one of them is older; get "
+                f"{record.name} points to {record.key}, and in the manifest to {locked.key}: one of them is older; get "
                 "the manifest or the kernel again",
                 key=record.key,
             )
         inspect.name(record)
 
-    def entry(found: Entry, cubin: bytes | None) -> None:
-        locked, now = by_key.get(found.key), Locked.of(found)
+    def entry(built: Entry, cubin: bytes | None) -> None:
+        locked, now = by_key.get(built.key), Locked.of(built)
         same = locked is not None and (locked.cubin_sha256, locked.bytes) == (now.cubin_sha256, now.bytes)
         if locked is None or not same or not locked.launches_as(now):
             part = "launch record" if same else "cubin"
             digest = now.cubin_sha256 if part == "cubin" else now.launch_sha256
             raise IntegrityError(
-                f"entry {found.key} has the {part} {digest}, which the manifest does not list for it; get the manifest "
+                f"entry {built.key} has the {part} {digest}, which the manifest does not list for it; get the manifest "
                 "or the kernel again",
-                key=found.key,
+                key=built.key,
             )
-        inspect.entry(found, cubin)
+        inspect.entry(built, cubin)
 
     return Inspect(entry, name, inspect.tuning)
 
@@ -182,18 +184,18 @@ def pinned(manifest: Manifest, inspect: Inspect) -> Inspect:
 def differences(
     manifest: Manifest, look: Callable[[str], tuple[NameRecord, Entry | None] | None]
 ) -> Iterator[tuple[str, str, str]]:
-    """(name, key, what is wrong) of each kernel that `manifest` lists and that is not there, or is another. look: the
-    record of a full name, and its entry.
+    """(name, key, problem) of each kernel of `manifest` that is missing or different. look: gives the record of a full
+    name, and its entry.
     """
     check = pinned(manifest, Inspect(lambda *_: None, lambda _: None, lambda *_: None))
     for name, locked in sorted(manifest.kernels.items()):
         try:
-            found = look(name)
-            if found is None or found[1] is None:
-                what = "is not there" if found is None else "leads to no entry"
+            kernel = look(name)
+            if kernel is None or kernel[1] is None:
+                what = "is not there" if kernel is None else "points to no entry"
                 raise IntegrityError(f"{name} for {manifest.arch} is in the manifest and {what}; get it again")
-            check.name(found[0])
-            check.entry(found[1], None)
+            check.name(kernel[0])
+            check.entry(kernel[1], None)
         except (IntegrityError, StoreError) as error:
             yield name, locked.key, str(error)
 
@@ -202,18 +204,18 @@ def toolchain_label(toolchain: Mapping[str, str]) -> str:
     """A toolchain as part of a file name: `cutlass-dsl-4.8.1-cu12`."""
     version = toolchain.get(_FAMILY, "none")
     parts = [f"cutlass-dsl-{version}"]
-    for name, own in sorted(toolchain.items()):
+    for name, installed in sorted(toolchain.items()):
         part = name.removeprefix(f"{_FAMILY}-").removeprefix("libs-")
-        if name != _FAMILY and (own != version or part not in _PLAIN):
-            parts.append(part if own == version else f"{part}-{own}")
+        if name != _FAMILY and (installed != version or part not in _PLAIN):
+            parts.append(part if installed == version else f"{part}-{installed}")
     return "-".join(parts)
 
 
 def read_manifest(path: Path, trust: Trust | None = None) -> Manifest:
     """The manifest in the file `path`; with `trust`, refused before it is parsed unless one of its keys signed it.
 
-    Raises UsageError when there is none or it is another file, IntegrityError when it is damaged, SignatureError when
-    it is not trusted.
+    Raises UsageError if there is no such file or it is not a manifest, IntegrityError if it is damaged, SignatureError
+    if it is not trusted.
     """
     with given_file(path, "manifest") as (file, status):
         if status.st_size > LIMIT:
@@ -227,9 +229,10 @@ def read_manifest(path: Path, trust: Trust | None = None) -> Manifest:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Others who write manifests into `folder`, which is made, wait meanwhile; not where its file system has no locks.
+    """Lock `folder`, which is created if missing, against other writers of manifests; no lock if its file system has
+    none.
 
-    The folder itself is locked: it is somebody's checkout, and gets no further file.
+    The folder itself is locked: it is part of a checkout, and gets no lock file.
     """
     from filelock import lock_descriptor
 
@@ -246,7 +249,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _in_words(path: Path) -> Iterator[None]:
-    """What is wrong with a place that a person has named, and is no store."""
+    """Turns errors of the body into a StoreError about `path`, which the user has named and is not in a store."""
     try:
         yield
     except (OSError, StoreError) as error:
@@ -257,22 +260,22 @@ def _in_words(path: Path) -> Iterator[None]:
 
 
 def write_manifest(manifest: Manifest, folder: Path, signer: SigningKey | None = None) -> Path:
-    """Write `manifest` under its own name into `folder`, with its signature if there is a `signer`; the file's path.
+    """Write `manifest` into `folder`, with a signature if there is a `signer`; returns the path of the file.
 
-    Signatures of what stood there before are removed: they are of other bytes. Raises StoreError where it cannot be
-    written; it is then as it was.
+    Signatures over the previous file are removed. Raises StoreError if it cannot be written; it is then unchanged.
     """
     path, data = folder / manifest.filename, manifest.to_bytes()
     publisher = Publisher(folder)
     with _in_words(path):
         publisher.put(path, data)
-    path.chmod(0o644)  # a file to edit and commit, other than those of a store
-    own = {} if signer is None else signer.sign("manifest", data)
-    for key_id, signature in own.items():
+    path.chmod(0o644)  # to edit and commit, unlike files of a store
+    signatures = {} if signer is None else signer.sign("manifest", data)
+    for key_id, signature in signatures.items():
         publisher.put(_signature_path(path, key_id), signature)
     for other in folder.iterdir():
         key_id = other.name.removeprefix(f"{path.name}.").removesuffix(".sig")
-        if is_key_id(key_id) and key_id not in own and other == _signature_path(path, key_id) and not other.is_dir():
+        stale = is_key_id(key_id) and key_id not in signatures and other == _signature_path(path, key_id)
+        if stale and not other.is_dir():
             other.unlink(missing_ok=True)
     return path
 
@@ -288,12 +291,12 @@ def _parse(data: bytes, path: Path) -> Manifest:
         manifest = None if absent else _manifest(document, path)
     except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
         raise IntegrityError(
-            f"{path} is no cache manifest ({type(error).__name__}: {error}); check the path; `fusekit lock --write` "
+            f"{path} is not a cache manifest ({type(error).__name__}: {error}); check the path; `fusekit lock --write` "
             "makes one"
         ) from None
     if manifest is None:
         raise UsageError(
-            f"{path} is no cache manifest: it has no {', '.join(absent)}; check the path; `fusekit lock --write` "
+            f"{path} is not a cache manifest: it has no {', '.join(absent)}; check the path; `fusekit lock --write` "
             "makes one"
         )
     return manifest

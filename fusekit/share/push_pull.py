@@ -1,4 +1,4 @@
-"""`push` and `pull`: what one side lacks moves to it, the rest stays where it is. See `fusekit.share.remote`."""
+"""`push` and `pull`: copy what the other side lacks. See `fusekit.share.remote`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from fusekit.errors import FusekitError, IntegrityError, NotBuiltError
 from fusekit.share.remote import Remote
 from fusekit.share.selection import Selection, Signed
-from fusekit.share.transfer import Exchange, Notify, Progress, Report, check_form, raised, twice
+from fusekit.share.transfer import Notify, Progress, Report, Task, check_form, raised, twice
 from fusekit.store import names
 from fusekit.store.documents import LIMIT
 from fusekit.store.entries import Entry
 from fusekit.store.keys import sha256
 from fusekit.store.names import NameRecord
-from fusekit.store.root import SHELL
+from fusekit.store.root import RELATIVE
 from fusekit.store.signature import Trust
 from fusekit.store.store import Store
 from fusekit.store.verify import Inspect
@@ -32,11 +32,11 @@ def push(
     *,
     dry_run: bool = False,
 ) -> Report:
-    """Move what `remote` lacks of `selection` there; signed too with the store's own key, if it has one.
+    """Copy what `remote` lacks of `selection` to it, signed with the store's signing key, if it has one.
 
-    An entry that is there with its cubin stands. Without `full` it counts as whole when the sizes fit; with `full` each
-    byte that is there is read and checked, and what is damaged is replaced. dry_run: nothing is written. Raises
-    NoStoreError for a folder that is neither empty nor a store, StoreError when the remote fails.
+    An entry that is there with its cubin is kept. Without `full` it counts as whole if the sizes fit; with `full` all
+    bytes there are read and checked, and damaged files are replaced. dry_run: nothing is written. Raises NoStoreError
+    for a folder that is neither empty nor a store, StoreError if the remote fails.
     """
     return _Push(store, selection.signed(store), remote, full, notify, dry_run).run()
 
@@ -51,20 +51,20 @@ def pull(
     inspect: Inspect | None = None,
     dry_run: bool = False,
 ) -> Report:
-    """Move what the writable store lacks of `patterns` (names, files, globs; none: everything) from `remote` into it.
+    """Copy what the writable root lacks of `patterns` (names, files, globs; none: everything) from `remote`.
 
-    Each entry is published with its cubin, checked, as it arrives; names come last. What is damaged or not trusted, or
-    what `inspect` refuses, is listed in the report's `failed`, the rest comes. dry_run: only name records are read, and
-    nothing is written. Raises NotBuiltError for a pattern that means nothing there, StoreError when the remote or the
-    store fails.
+    Each entry is checked and published with its cubin as it arrives; names come last. What is damaged or not trusted,
+    or refused by `inspect`, is listed in `Report.failed`, and the rest is copied. dry_run: only name records are read,
+    and nothing is written. Raises NotBuiltError for a pattern without a match, StoreError if the remote or the store
+    fails.
     """
     return _Pull(store, remote, notify, inspect).run(patterns, arch, dry_run)
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What lies somewhere, checked. records: sorted by name and architecture. entries: by key. cubins: how many were
-    looked at. failed: (name, key or nothing, why) of what was refused.
+    """The checked content of a remote. records: sorted by name and architecture. entries: by key. cubins: how many were
+    checked. failed: (name, key or "", why) of what was refused.
     """
 
     records: tuple[NameRecord, ...]
@@ -83,39 +83,39 @@ def survey(
     cubins: bool | None = None,
     inspect: Inspect | None = None,
 ) -> Survey:
-    """What `remote` holds of `patterns` (none: everything): its name records, and with `entries` these too, each
-    checked as `pull` does. cubins: of entries, whether each is there with its size; True, and where none is
-    listed: and has its digest. Writes nothing anywhere. Errors as for `pull`.
+    """The name records of `remote` that match `patterns` (none: everything), and with `entries` their entries, checked
+    as by `pull`. cubins: False checks that each cubin is there with its size (with its digest, if the server does not
+    list); True checks digests. Writes nothing. Errors as for `pull`.
     """
-    puller = _Reading(trust, remote, None, inspect)
-    found = puller.records(patterns, arch)
-    records = tuple(found[where][0] for where in sorted(found))
-    failed = [(name, "", why) for name, why in puller.report.failed]
+    reader = _Reading(trust, remote, None, inspect)
+    matching = reader.records(patterns, arch)
+    records = tuple(matching[where][0] for where in sorted(matching))
+    failed = [(name, "", why) for name, why in reader.report.failed]
     good: dict[str, Entry] = {}
     sizes = remote.sizes("blobs") if cubins is False else {}
 
     def look(key: str) -> Entry:
         def take() -> Entry:
-            entry = puller.entry(key)[0]
+            entry = reader.entry(key)[0]
             if sizes:
-                puller.check_size(entry, sizes)
-            elif cubins is not None:  # of a server that lists none only reading tells
-                puller.cubin(entry)
+                reader.check_size(entry, sizes)
+            elif cubins is not None:  # a server that does not list gives no sizes
+                reader.cubin(entry)
             return entry
 
         return twice(take)
 
-    wanted = sorted({each.key for each in records}) if entries or cubins is not None else []
-    for key, outcome in puller.each(wanted, look):
+    keys = sorted({record.key for record in records}) if entries or cubins is not None else []
+    for key, outcome in reader.each(keys, look):
         if isinstance(outcome, FusekitError):
-            failed += [(each.name, key, str(outcome)) for each in records if each.key == key]
+            failed += [(record.name, key, str(outcome)) for record in records if record.key == key]
         else:
             good[key] = outcome
-    looked = {entry.cubin_sha256 for entry in good.values()} if cubins is not None else ()
-    return Survey(records, good, len(looked), tuple(failed))
+    checked = {entry.cubin_sha256 for entry in good.values()} if cubins is not None else ()
+    return Survey(records, good, len(checked), tuple(failed))
 
 
-class _Push(Exchange):
+class _Push(Task):
     def __init__(
         self, store: Store, selection: Selection, remote: Remote, full: bool, notify: Notify | None, dry_run: bool
     ) -> None:
@@ -133,36 +133,36 @@ class _Push(Exchange):
             self._sizes |= self.remote.sizes(folder)
         entries, records = self._selection.entries, self._selection.records
         total = len(entries) + len(records)
-        self.tell(0, total)
+        self.notify(0, total)
         done = 0
         for (entry, _), outcome in self.each(entries, lambda item: self._entry(*item)):
             done += 1
             self.count_entry(entry.key, raised(outcome))
-            self.tell(done, total, entry.key[:12])
+            self.notify(done, total, entry.key[:12])
         for (record, _), outcome in self.each(records, lambda item: self._name(*item)):
             done += 1
             moved = raised(outcome)
             self.report.bytes += moved
             self.count_name(record, moved > 0, moved)
-            self.tell(done, total, record.name)
+            self.notify(done, total, record.name)
         self.report.steps.sort(key=lambda step: (step.name, step.arch))
         return self.report
 
     def _entry(self, entry: Entry, signed: Signed) -> int:
-        """Bytes that were moved; 0 when the remote has it."""
-        path = SHELL.entry_path(entry.key).as_posix()
-        if path in self._sizes and self._stands(entry, signed, path):
+        """Bytes that were copied; 0 if the remote has it."""
+        path = RELATIVE.entry_path(entry.key).as_posix()
+        if path in self._sizes and self._is_whole(entry, signed, path):
             return 0
         moved = self._blob(entry)
         self._sign(signed)
         self._write(path, signed.data)
         return moved + len(signed.data)
 
-    def _stands(self, entry: Entry, signed: Signed, path: str) -> bool:
-        """Whether the entry that is there is whole. It may be another's, of another run of the compiler."""
+    def _is_whole(self, entry: Entry, signed: Signed, path: str) -> bool:
+        """Whether the entry that is there is whole. It may be of another build."""
         same_size = self._sizes[path] == len(signed.data)
         if same_size and not self._full and not signed.signatures:
-            return self._there(SHELL.blob_path(entry.cubin_sha256).as_posix(), entry.cubin_bytes)
+            return self._has_size(RELATIVE.blob_path(entry.cubin_sha256).as_posix(), entry.cubin_bytes)
         try:
             document = self.document("entry", path)
             if document is None:
@@ -173,8 +173,8 @@ class _Push(Exchange):
         except IntegrityError:
             return False
         if signed.signatures:
-            # What this store vouches for must be there under its signature: the same bytes get it added, others give
-            # way, unless somebody whom this store trusts has signed them.
+            # What this store signs must be there with its signature: it is added to the same bytes. Other bytes are
+            # replaced, unless a key that this store trusts has signed them.
             if document[0] == signed.data:
                 self._sign(signed)
             elif self.trust is None:
@@ -182,13 +182,13 @@ class _Push(Exchange):
         return True
 
     def _whole_blob(self, entry: Entry) -> bool:
-        path = SHELL.blob_path(entry.cubin_sha256).as_posix()
+        path = RELATIVE.blob_path(entry.cubin_sha256).as_posix()
         if not self._full:
-            return self._there(path, entry.cubin_bytes)
+            return self._has_size(path, entry.cubin_bytes)
         data = self.remote.read(path, limit=entry.cubin_bytes, exactly=entry.cubin_bytes)
         return data is not None and sha256(data) == entry.cubin_sha256
 
-    def _there(self, path: str, size: int) -> bool:
+    def _has_size(self, path: str, size: int) -> bool:
         return path in self._sizes and self._sizes[path] in (size, None)
 
     def _blob(self, entry: Entry) -> int:
@@ -197,26 +197,26 @@ class _Push(Exchange):
                 return 0
         except IntegrityError:
             pass  # of another size: replaced
-        self._write(SHELL.blob_path(entry.cubin_sha256).as_posix(), self.store.read_cubin(entry))
+        self._write(RELATIVE.blob_path(entry.cubin_sha256).as_posix(), self.store.read_cubin(entry))
         return entry.cubin_bytes
 
     def _sign(self, signed: Signed) -> None:
         for key_id, signature in signed.signatures.items():
-            path = SHELL.signature_path(signed.digest, key_id).as_posix()
-            if self._full or not self._there(path, len(signature)):
+            path = RELATIVE.signature_path(signed.digest, key_id).as_posix()
+            if self._full or not self._has_size(path, len(signature)):
                 self._write(path, signature)
 
     def _name(self, record: NameRecord, signed: Signed) -> int:
-        path = SHELL.name_path(record.name, record.arch).as_posix()
-        if path in self._sizes and self._says(path, record, signed):
+        path = RELATIVE.name_path(record.name, record.arch).as_posix()
+        if path in self._sizes and self._is_current(path, record, signed):
             self._sign(signed)
             return 0
         self._sign(signed)
         self._write(path, signed.data)
         return len(signed.data)
 
-    def _says(self, path: str, record: NameRecord, signed: Signed) -> bool:
-        """Whether the record that is there is this one. Its summary may be of another run of the compiler."""
+    def _is_current(self, path: str, record: NameRecord, signed: Signed) -> bool:
+        """Whether the record that is there is this one. Its summary may be of another build."""
         try:
             data = self.remote.read(path, limit=LIMIT)
             if data is None or data == signed.data:
@@ -227,8 +227,8 @@ class _Push(Exchange):
         return theirs == record and not signed.signatures
 
 
-class _Reading(Exchange):
-    """Takes documents and cubins from a remote, each checked."""
+class _Reading(Task):
+    """Reads and checks documents and cubins of a remote."""
 
     def __init__(self, trust: Trust | None, remote: Remote, notify: Notify | None, inspect: Inspect | None) -> None:
         super().__init__(trust, remote, notify)
@@ -237,10 +237,10 @@ class _Reading(Exchange):
     def records(
         self, patterns: Sequence[str], arch: str | None
     ) -> dict[tuple[str, str], tuple[NameRecord, dict[str, bytes]]]:
-        """The good name records that `patterns` mean, with their signatures; what is wrong goes into the report."""
+        """The good name records that `patterns` match, with their signatures; problems go into the report."""
         wanted = self._wanted(patterns, arch)
         self.list_signatures()
-        self.tell(0, len(wanted))
+        self.notify(0, len(wanted))
         records: dict[tuple[str, str], tuple[NameRecord, dict[str, bytes]]] = {}
         for where, outcome in self.each(wanted, self._record):
             if isinstance(outcome, FusekitError):
@@ -251,25 +251,25 @@ class _Reading(Exchange):
 
     def _wanted(self, patterns: Sequence[str], arch: str | None) -> list[tuple[str, str]]:
         stems = {pattern.partition("/")[0] for pattern in patterns}
-        listable = stems and all(names.is_part(stem) for stem in stems)  # no glob: only those folders are asked for
+        listable = stems and all(names.is_part(stem) for stem in stems)  # no glob: only those folders are listed
         folders = [f"names/{stem}" for stem in sorted(stems)] if listable else ["names"]
-        found: set[tuple[str, str]] = set()
+        listed: set[tuple[str, str]] = set()
         for folder in folders:
             for path in self.remote.sizes(folder):
                 try:
-                    found.add(names.of_path(*path.removeprefix("names/").split("/", 1)))
+                    listed.add(names.of_path(*path.removeprefix("names/").split("/", 1)))
                 except (IntegrityError, TypeError):
-                    continue  # whatever else lies there is not asked for
+                    continue  # not a name record
         wanted: set[tuple[str, str]] = set()
         archs: dict[str, set[str]] = {}
-        for name, each in found:
-            archs.setdefault(name, set()).add(each)
+        for name, its_arch in listed:
+            archs.setdefault(name, set()).add(its_arch)
         for pattern in patterns or ("*",):
             # Full names may be thousands: each is looked up.
-            meant = [pattern] if names.is_full(pattern) else names.meant(pattern, archs)
-            chosen = {(name, each) for name in meant for each in archs.get(name, ()) if arch in (None, each)}
+            matching = [pattern] if names.is_full(pattern) else names.matching(pattern, archs)
+            chosen = {(name, other) for name in matching for other in archs.get(name, ()) if arch in (None, other)}
             if not chosen and names.is_full(pattern) and arch is not None:
-                chosen = {(pattern, arch)}  # of a server that does not list: asked for by name
+                chosen = {(pattern, arch)}  # a server that does not list is asked by name
             if not chosen:
                 raise self._absent(pattern if patterns else "", arch)
             wanted |= chosen
@@ -285,7 +285,7 @@ class _Reading(Exchange):
         )
 
     def _record(self, where: tuple[str, str]) -> tuple[NameRecord, dict[str, bytes]]:
-        path = SHELL.name_path(*where).as_posix()
+        path = RELATIVE.name_path(*where).as_posix()
 
         def take() -> tuple[NameRecord, dict[str, bytes]]:
             document = self.document("name", path)
@@ -300,11 +300,11 @@ class _Reading(Exchange):
         return twice(take)
 
     def entry(self, key: str) -> tuple[Entry, int, dict[str, bytes]]:
-        """The entry of `key` there, its size in bytes and its signatures; IntegrityError for one that is not whole."""
-        path = SHELL.entry_path(key).as_posix()
+        """The entry of `key`, its size in bytes and its signatures; IntegrityError if it is damaged."""
+        path = RELATIVE.entry_path(key).as_posix()
         document = self.document("entry", path)
         if document is None:
-            raise IntegrityError(f"{self.remote.at(path)} is missing; a name there stands for it; push it again")
+            raise IntegrityError(f"{self.remote.at(path)} is missing, and a name there points to it; push it again")
         data, signatures = document
         entry = Entry.from_bytes(data, self.remote.at(path), key)
         check_form(entry.to_bytes(), data, self.remote.at(path))
@@ -313,8 +313,8 @@ class _Reading(Exchange):
         return entry, len(data), signatures
 
     def cubin(self, entry: Entry) -> bytes:
-        """The cubin of `entry` there; IntegrityError where it is not whole."""
-        blob = SHELL.blob_path(entry.cubin_sha256).as_posix()
+        """The cubin of `entry`; IntegrityError if it is damaged."""
+        blob = RELATIVE.blob_path(entry.cubin_sha256).as_posix()
         cubin = self.remote.read(blob, limit=entry.cubin_bytes, exactly=entry.cubin_bytes)
         if cubin is None or sha256(cubin) != entry.cubin_sha256:
             what = "is missing" if cubin is None else f"has the digest {sha256(cubin)}, not that of its name"
@@ -324,11 +324,11 @@ class _Reading(Exchange):
         return cubin
 
     def check_size(self, entry: Entry, sizes: Mapping[str, int | None]) -> None:
-        """IntegrityError where `sizes`, of all cubins there, lack that of `entry`, or have another for it."""
-        blob = SHELL.blob_path(entry.cubin_sha256).as_posix()
+        """Raises IntegrityError if the cubin of `entry` is not in `sizes`, those of all cubins, or has another size."""
+        blob = RELATIVE.blob_path(entry.cubin_sha256).as_posix()
         if sizes.get(blob, -1) not in (None, entry.cubin_bytes):
-            there = f"has {sizes[blob]} bytes, not {entry.cubin_bytes}" if blob in sizes else "is missing"
-            raise self._broken(blob, there)
+            problem = f"has {sizes[blob]} bytes, not {entry.cubin_bytes}" if blob in sizes else "is missing"
+            raise self._broken(blob, problem)
 
     def _broken(self, blob: str, what: str) -> IntegrityError:
         return IntegrityError(f"{self.remote.at(blob)} {what}; push it again with --full from a whole store")
@@ -337,7 +337,7 @@ class _Reading(Exchange):
 class _Pull(_Reading):
     def __init__(self, store: Store, remote: Remote, notify: Notify | None, inspect: Inspect | None) -> None:
         super().__init__(store.trust, remote, notify, inspect)
-        self.store = store.writable()  # what a root below has is asked for here
+        self.store = store.writable()  # kernels of a root below are copied, too
 
     def run(self, patterns: Sequence[str], arch: str | None, dry_run: bool) -> Report:
         records = self.records(patterns, arch)
@@ -361,13 +361,13 @@ class _Pull(_Reading):
                 self.report.failed += [(record.name, str(moved)) for record, _ in records.values() if record.key == key]
             else:
                 self.count_entry(key, moved)
-            self.tell(done, total, key[:12])
+            self.notify(done, total, key[:12])
         for where in sorted(records):
             record, signatures = records[where]
             done += 1
             if record.key not in refused:
                 self._publish_name(record, signatures, dry_run)
-            self.tell(done, total, record.name)
+            self.notify(done, total, record.name)
         self.report.failed.sort()
         return self.report
 
@@ -375,10 +375,10 @@ class _Pull(_Reading):
         self.store.renew()
 
     def _entry(self, key: str) -> int:
-        """Bytes that were moved; 0 when the store has it."""
-        if (there := self.store.present(key)) is not None:
+        """Bytes that were copied; 0 if the store has it."""
+        if (present := self.store.present(key)) is not None:
             if self.inspect is not None:
-                self.inspect.entry(there, None)
+                self.inspect.entry(present, None)
             return 0
 
         def take() -> int:
@@ -390,7 +390,7 @@ class _Pull(_Reading):
         return twice(take)
 
     def _missing(self, record: NameRecord) -> int:
-        """Bytes that would be moved of the entry of `record`."""
+        """Bytes that would be copied for the entry of `record`."""
         if self.store.present(record.key, mark=False) is not None:
             return 0
         summary = record.summary

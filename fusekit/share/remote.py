@@ -1,17 +1,17 @@
-"""Remotes: a store's files on anything that fsspec reaches, in a store's own layout.
+"""Remotes: the files of a store on anything that fsspec reaches, in the layout of a store.
 
     file:///shared/kernels   s3://bucket/kernels   gs://bucket/kernels   https://host/kernels (read-only)   memory://x
 
-What is pushed is what a store holds: `blobs/`, `signatures/`, `entries/`, `names/`, in this order, so whoever pulls
-sees a name only when everything behind it is there, and what a broken push has moved need not move again. Cubins and
-entries are never changed. Two who push the same key agree: the entry that is there stands if it is whole, and where
-both write at once either is right, as in a store. A name stands for what was pushed last.
+A push copies `blobs/`, `signatures/`, `entries/`, `names/`, in this order: a puller sees a name only when its kernel is
+there, and a push after a broken one copies only the rest. Cubins and entries are never changed. If two push the same
+key, the entry that is there is kept if it is whole; if both write at once either is correct, as in a store. A name
+points to the entry that was pushed last.
 
-Nothing that comes back is believed: each document is checked as one of a store is, each cubin against its entry, and
-with trusted keys each signature before anything is parsed. A failing connection is tried again, with growing pauses.
-How much is read, and how long is waited, is bounded: `fusekit.share.bounds`.
+Nothing that is read is trusted: each document is checked as in a store, each cubin against its entry, and with trusted
+keys each signature before anything is parsed. After a failed connection a step is tried again, with growing pauses.
+Bytes and time are limited: `fusekit.share.bounds`.
 
-A folder of this machine is written as a store is: by `Publisher`, so that no link in it leads a push elsewhere.
+A folder of this machine is written as a store, by `Publisher`, so that no link in it leads a push elsewhere.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ FIRST_PAUSE = 0.25
 LONGEST_PAUSE = 10.0
 PARALLEL = 16
 
-# Where a write is seen whole or not at all, and a rename is a copy. Elsewhere a file gets its name once it is whole.
+# Here a write is atomic, and a rename is a copy. Elsewhere a file gets its name once it is complete.
 _OBJECT_STORES = frozenset(
     {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2", "hf", "gdrive"}
 )
 _TEMPORARY = ".tmp"
 _PIECE = 8 << 20
-# A web server that does not list its folders answers so.
+# Statuses of a web server that does not list its folders.
 _UNLISTED = frozenset({403, 404, 405})
-# Of the answers that put the blame on the request, those that another try may change.
+# Client errors that may pass at another try.
 _PASSING = frozenset({408, 425, 429})
-# Another try would meet the same answer.
+# Errors that another try does not change.
 _FINAL = (
     FusekitError, FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError,
     NotImplementedError, ImportError, TypeError, ValueError, KeyError, AttributeError,
@@ -61,9 +61,9 @@ _FINAL = (
 
 
 class Remote:
-    """The files below one fsspec URL. Paths are relative to it, with '/'.
+    """The files below an fsspec URL. Paths are relative to it, with '/'.
 
-    attempts: how often a step is tried; pause: seconds after the first failure, doubled after each further one.
+    attempts: how often a step is tried. pause: seconds after the first failure, doubled after each further one.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Remote:
         self._fs, root = _filesystem(url, self.bounds.grace)
         self._root = root.rstrip("/")
         self._lists_itself = _lists_itself(self._fs)
-        self._made: set[str] = set()
+        self._directories: set[str] = set()
         self._taken = 0
         self._guard = threading.Lock()
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
@@ -85,13 +85,13 @@ class Remote:
         self._here = bool(protocols & {"memory", "file", "local"})
         local = bool(protocols & {"file", "local"})
         self._publisher = Publisher(Path(self._root or "/"), admit=marker.admit) if local else None
-        # Others may keep one connection, which takes one request at a time.
+        # Other file systems may have one connection, with one request at a time.
         self.parallel = PARALLEL if self._fs.async_impl or self._here else 1
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """Path -> size in bytes (None where it is not told) of the plain files below `folder`; empty if none is there.
+        """Path -> size in bytes (None if not known) of the plain files below `folder`; empty if there are none.
 
-        A server that does not list is as an empty one. StoreError for a listing beyond the bounds.
+        A server that does not list counts as empty. StoreError for a listing beyond the bounds.
         """
 
         def find() -> dict[str, Any]:
@@ -106,20 +106,20 @@ class Remote:
             return self._walk(self._full(folder))
 
         below = f"{self._full(folder)}/"
-        found = self.attempt(folder, "list", find)
-        self._bound_entries(len(found))
+        files = self.attempt(folder, "list", find)
+        self._bound_entries(len(files))
         return {
             f"{folder}/{path}": info.get("size")
-            for full, info in found.items()
+            for full, info in files.items()
             if info.get("type", "file") == "file" and not full.endswith(_TEMPORARY)
             for path in [unquote(full).removeprefix(unquote(below))]
             if not path.startswith("/") and ".." not in path.split("/")
         }
 
     def read(self, path: str, *, limit: int, exactly: int | None = None) -> bytes | None:
-        """The bytes of the file `path`, at most `limit` (or `exactly` so many); None when there is none.
+        """The bytes of the file `path`; None if there is none. limit: largest size in bytes; exactly: the only size.
 
-        Never reads more than that, whatever the other side says of the size. IntegrityError for another size.
+        Never reads more than that, whatever size the server reports. IntegrityError for another size.
         """
         most = limit if exactly is None else exactly
 
@@ -131,22 +131,24 @@ class Remote:
 
         data = self.attempt(path, "read", take)
         if data is not None and (len(data) > most or (exactly is not None and len(data) != exactly)):
-            found = f"more than {most}" if len(data) > most else str(len(data))
+            actual = f"more than {most}" if len(data) > most else str(len(data))
             rule = f"must have {exactly}" if exactly is not None else f"may have at most {limit}"
-            raise IntegrityError(f"{self.at(path)} has {found} bytes; it {rule}; push it again from a whole store")
+            raise IntegrityError(f"{self.at(path)} has {actual} bytes; it {rule}; push it again from a whole store")
         return data
 
     def stream(self, path: str, most: int) -> Generator[bytes, None, None]:
-        """The bytes of the file `path` in pieces, ending soon after `most` of them. FileNotFoundError for none."""
+        """The bytes of the file `path` in pieces, ending soon after `most` of them. FileNotFoundError if it
+        is missing.
+        """
         full = self._full(path)
-        made = self._pieces(full, most) if self._web is None else self._web.stream(full, most)
-        with contextlib.closing(made) as chunks:
+        pieces = self._pieces(full, most) if self._web is None else self._web.stream(full, most)
+        with contextlib.closing(pieces) as chunks:
             for chunk in chunks:
                 with self._guard:
                     self._taken += len(chunk)
                 if self._taken > self.bounds.total_bytes:
                     raise StoreError(
-                        f"more than {self.bounds.total_bytes} bytes were read, which is the most at a time"
+                        f"more than {self.bounds.total_bytes} bytes were read, which is the limit of one command"
                     )
                 yield chunk
 
@@ -167,7 +169,9 @@ class Remote:
                 yield chunk
 
     def admit(self) -> None:
-        """Raises NoStoreError for a folder of this machine that is neither empty nor a store, StoreError for none."""
+        """Raises NoStoreError for a local folder that is neither empty nor a store, StoreError for what is not a
+        folder.
+        """
         if self._publisher is not None and exists(self._publisher.root):
             try:
                 marker.check(self._publisher.folders)
@@ -175,7 +179,7 @@ class Remote:
                 raise store_error(self._publisher.root, "push to", error) from error
 
     def write(self, path: str, data: bytes) -> None:
-        """Make `path` a file of `data`; nobody sees a part of it. What was there before is replaced."""
+        """Write `data` to the file `path`, atomically, replacing what is there."""
         full = self._full(path)
 
         def put() -> None:
@@ -193,19 +197,19 @@ class Remote:
                 self._within(send, lambda: self._fs.pipe_file(temporary, data))
                 self._within(send, lambda: self._fs.mv(temporary, full))
             except BaseException:
-                with contextlib.suppress(Exception):  # what failed, or its connection did; a temporary is no damage
+                with contextlib.suppress(Exception):  # a temporary that stays does no harm
                     self._within(self.bounds.grace, lambda: self._fs.rm_file(temporary))
                 raise
 
         self.attempt(path, "write", put)
 
     def at(self, path: str) -> str:
-        """The URL of `path`, for messages; of the remote itself where `path` is empty."""
+        """The URL of `path`, for messages; of the remote itself if `path` is empty."""
         return f"{self.url.rstrip('/')}/{path}" if path else self.url
 
     def _walk(self, top: str) -> dict[str, Any]:
-        # fsspec's own walk leaves out what it could not list, and would make a broken connection a short listing.
-        found: dict[str, Any] = {}
+        # fsspec's walk skips folders that it cannot list, so a broken connection would give a short listing.
+        files: dict[str, Any] = {}
         folders, seen = [(top, 1)], 0
         until = time.monotonic() + self.bounds.listing_seconds
         while folders:
@@ -214,13 +218,13 @@ class Remote:
                 seen += 1
                 name = info["name"].rstrip("/")
                 if info["type"] != "directory":
-                    found[name] = info
+                    files[name] = info
                 elif depth < FOLDER_DEPTH and name.startswith(f"{folder.rstrip('/')}/"):
                     folders.append((name, depth + 1))
             self._bound_entries(seen)
             if time.monotonic() > until:
-                raise StoreError(f"the listing takes more than {self.bounds.listing_seconds:g} s, which is the most")
-        return found
+                raise StoreError(f"the listing takes more than {self.bounds.listing_seconds:g} s, which is the limit")
+        return files
 
     def _listing(self, folder: str, until: float) -> list[dict[str, Any]]:
         try:
@@ -236,7 +240,7 @@ class Remote:
 
     def _bound_entries(self, count: int) -> None:
         if count > self.bounds.listing_entries:
-            raise StoreError(f"the listing has more than {self.bounds.listing_entries} files and folders, the most")
+            raise StoreError(f"the listing has more than {self.bounds.listing_entries} files and folders, the limit")
 
     def _within(self, seconds: float, step: Callable[[], T]) -> T:
         return step() if self._here or self._web is not None else within(max(seconds, 0.0), step)
@@ -246,14 +250,16 @@ class Remote:
 
     def _directory(self, folder: str) -> None:
         with self._guard:
-            if folder in self._made:
+            if folder in self._directories:
                 return
         self._fs.makedirs(folder, exist_ok=True)
         with self._guard:
-            self._made.add(folder)
+            self._directories.add(folder)
 
     def attempt(self, path: str, doing: str, step: Callable[[], T]) -> T:
-        """What `step` returns, after another try where that may help. A failure says `doing` what, and where."""
+        """The result of `step`, which is tried again after errors that may pass. `doing` and `path` are for
+        the error.
+        """
         from tenacity import (
             Retrying,
             retry_if_exception,
@@ -275,17 +281,17 @@ class Remote:
             raise
         except Exception as error:
             times = retrying.statistics.get("attempt_number", 1)
-            often = "" if _is_final(error) or times == 1 else f", {times} times"
+            tries = "" if _is_final(error) or times == 1 else f", {times} times"
             cause = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}".rstrip(": ")
             raise StoreError(
-                f"cannot {doing} {self.at(path)}{often}: {hidden(cause)[:1000]}; check the URL, the network and what "
-                "you may do there; what has been moved stays, the same command carries on",
+                f"cannot {doing} {self.at(path)}{tries}: {hidden(cause)[:1000]}; check the URL, the network and your "
+                "permissions; what was copied stays, and the same command continues",
                 path=self.at(path),
             ) from error
 
 
 def _publish(publisher: Publisher, path: str, data: bytes) -> None:
-    """Publish `data` as `path` below the publisher's root. What another try may change is raised as it came."""
+    """Publish `data` as `path` below the publisher's root. Raises errors that may pass as OSError."""
     try:
         publisher.put(publisher.root / path, data)
     except StoreError as error:
@@ -302,13 +308,13 @@ def _is_final(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status that `error` carries, where it is one of a web server's."""
+    """The HTTP status of `error`, if it is from a web server."""
     status = getattr(error, "status", None)
     return status if isinstance(status, int) else None
 
 
 def _lists_itself(filesystem: Any) -> bool:
-    """Whether it has a listing of its own, as object stores have, and not fsspec's walk over folders."""
+    """Whether it has its own recursive listing, as object stores have, and not fsspec's walk over folders."""
     from fsspec import AbstractFileSystem
     from fsspec.asyn import AsyncFileSystem
 
@@ -319,14 +325,14 @@ def _lists_itself(filesystem: Any) -> bool:
 
 
 def hidden(text: str, url: str = "") -> str:
-    """`text`, a message with URLs, as it may be shown: without user names, passwords, and queries, which may hold a
-    signature. url: one that may stand in it as it was typed.
+    """`text`, a message with URLs, without user names, passwords and queries, which may hold a signature. url: one that
+    may be in it as it was typed.
     """
     return _URL.sub(_bare, text.replace(url, hidden_url(url)) if url else text)
 
 
 def hidden_url(url: str) -> str:
-    """`hidden` of a text that is one URL, whatever its password holds."""
+    """`hidden` for a single URL, whose password may have any characters."""
     return _URL.sub(_bare, re.sub(r"\s", "%20", url))
 
 
@@ -336,7 +342,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S*")
 def _bare(match: re.Match[str]) -> str:
     try:
         parts = urlsplit(match[0])
-        _ = parts.port  # ValueError for what is none: a part of a password, where that holds / or ?
+        _ = parts.port  # ValueError if a password has / or ?
     except ValueError:
         return f"{match[0].partition('://')[0]}://..."
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
@@ -347,14 +353,14 @@ def _filesystem(url: str, seconds: float) -> tuple[Any, str]:
         raise UsageError("the URL is empty; a remote is a folder or a URL such as s3://bucket/kernels; give one")
     check_url(url)
     try:
-        import tenacity  # noqa: F401 - asked for here, before anything has moved
+        import tenacity  # noqa: F401 - fails here, before anything is copied
         from fsspec.core import url_to_fs
     except ImportError as error:
         package = str(error.name).partition(".")[0]
         raise StoreError(f"remotes need the package {package}; {install('remote')}") from None
     shown = hidden_url(url)
     try:
-        # Some connect at once, and wait as long as their library likes.
+        # Some connect at once, without a timeout.
         filesystem, root = within(seconds, lambda: url_to_fs(url))
     except ImportError as error:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What is taken along when kernels leave a store: name records, their entries and cubins, and the signatures."""
+"""Selections: the name records, entries and signatures that leave a store together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusekit.store.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Signed:
-    """A document as it lies in a store: its exact bytes and what is signed over them, by key id."""
+    """The exact bytes of a document, and the signatures over them, by key id."""
 
     data: bytes
     signatures: dict[str, bytes]
@@ -26,7 +26,7 @@ class Signed:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One name that moves, or whose entry does. bytes: of what moves for it; the first name of an entry has all."""
+    """A name that is copied, or whose entry is. bytes: copied for it; the first name of an entry counts its bytes."""
 
     name: str
     arch: str
@@ -36,13 +36,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Documents to carry on. records: in the order of names and architectures; entries: of keys; each once."""
+    """Documents to copy, each once. records: sorted by name and architecture. entries: sorted by key."""
 
     records: tuple[tuple[NameRecord, Signed], ...]
     entries: tuple[tuple[Entry, Signed], ...]
 
     def signed(self, store: Store) -> Selection:
-        """The same, with the signature of `store`'s own key, if it has one, beside those that are there."""
+        """The same, with the signatures of `store`'s signing key, if it has one, added."""
         return Selection(
             tuple((record, _sign(store, "name", signed)) for record, signed in self.records),
             tuple((entry, _sign(store, "entry", signed)) for entry, signed in self.entries),
@@ -50,10 +50,9 @@ class Selection:
 
 
 def select(store: Store, patterns: Sequence[str] = (), arch: str | None = None) -> Selection:
-    """What `patterns` (names, files or globs; none: everything) mean in `store`, every root, checked.
+    """The kernels of all roots of `store` that match `patterns` (names, files or globs; none: everything), checked.
 
-    Raises NotBuiltError for a pattern that means nothing there, IntegrityError for anything that is damaged: what is
-    carried on is whole or not carried.
+    Raises NotBuiltError for a pattern without a match, IntegrityError if any file is damaged.
     """
     records: dict[tuple[str, str], NameRecord] = {}
     for pattern in patterns or ("*",):
@@ -62,14 +61,14 @@ def select(store: Store, patterns: Sequence[str] = (), arch: str | None = None) 
             raise IntegrityError(f"{listing.problems[0]} ({len(listing.problems)} such; `fusekit verify` lists them)")
         if not listing.names and patterns:
             raise store.not_built(pattern, arch)
-        records.update({(found.record.name, found.record.arch): found.record for found in listing.names})
+        records.update({(listed.record.name, listed.record.arch): listed.record for listed in listing.names})
     entries: dict[str, Entry] = {}
     for record in records.values():
         if record.key not in entries:
             entry = store.find_entry(record.key)
             if entry is None:
                 raise IntegrityError(
-                    f"{record.name} for {record.arch} stands for entry {record.key}, which no root holds; a name "
+                    f"{record.name} for {record.arch} points to entry {record.key}, which no root holds; a name "
                     "comes after its entry; build it again",
                     key=record.key,
                 )
@@ -81,7 +80,7 @@ def select(store: Store, patterns: Sequence[str] = (), arch: str | None = None) 
 
 
 def sign_selection(store: Store, selection: Selection) -> None:
-    """Publish the signature of `store`'s own key over every document of `selection`, once each cubin is checked."""
+    """Check each cubin, then publish signatures of `store`'s signing key over every document of `selection`."""
     for entry, _ in selection.entries:
         store.read_cubin(entry)
     signed = selection.signed(store)
@@ -90,13 +89,13 @@ def sign_selection(store: Store, selection: Selection) -> None:
 
 
 def sign_tuning(store: Store, check: Callable[[bytes, str, str], None], arch: str | None = None) -> list[str]:
-    """Publish the signature of `store`'s own key over its tuning tables (of `arch`, or all), once `check` has passed
-    each; their architectures.
+    """Publish signatures of `store`'s signing key over its tuning tables (of `arch`, or all), after `check` has passed
+    each; returns their architectures.
     """
-    own, signer = store.roots[0], store.signer
-    tables = {each: own.tuning(each) or b"" for each in own.tuned() if arch in (None, each)}
-    for each, data in tables.items():
-        check(data, str(own.tuning_path(each)), each)
+    root, signer = store.roots[0], store.signer
+    tables = {tuned: root.tuning(tuned) or b"" for tuned in root.tuned() if arch in (None, tuned)}
+    for tuned, data in tables.items():
+        check(data, str(root.tuning_path(tuned)), tuned)
     for data in tables.values():
         store.publish_signatures(data, {} if signer is None else signer.sign("tuning", data))
     return list(tables)
@@ -107,5 +106,5 @@ def _signed(store: Store, data: bytes) -> Signed:
 
 
 def _sign(store: Store, kind: str, signed: Signed) -> Signed:
-    own = {} if store.signer is None else store.signer.sign(kind, signed.data)
-    return replace(signed, signatures=dict(sorted((signed.signatures | own).items())))
+    added = {} if store.signer is None else store.signer.sign(kind, signed.data)
+    return replace(signed, signatures=dict(sorted((signed.signatures | added).items())))

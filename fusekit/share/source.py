@@ -1,4 +1,4 @@
-"""Where a bundle or a set of names may come from: a file, standard input, a URL, a remote."""
+"""Sources of a bundle or of names: a file, standard input, a URL, a remote."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A bundle that comes in pieces of any sizes. where: what messages call it. open: begins at its first byte.
-    retry: runs a step, again if that may help.
+    """A bundle that is read as a stream. where: its name in messages. open: starts at its first byte. retry: runs a
+    step, again after an error that may pass.
     """
 
     where: str
@@ -33,10 +33,10 @@ Source = Path | Stream
 
 
 def check_url(text: str) -> str:
-    """`text`, unless it is a URL with a part missing, which would be taken for a path. Raises UsageError for that."""
+    """`text`; UsageError for an incomplete URL, which would be taken for a path."""
     if match := re.match(r"([a-z][a-z0-9+.-]+):/(?!/)", text, re.IGNORECASE):
         raise UsageError(
-            f"{match[1]}:/...: a URL has two slashes behind {match[1]}: and then a server's name; write "
+            f"{match[1]}:/...: a URL has two slashes after {match[1]}: and then the name of a server; write "
             f"{match[1]}://HOST/..., or ./ in front of a path"
         )
     if re.fullmatch(r"https?://[/?#]*", text, re.IGNORECASE):
@@ -45,7 +45,7 @@ def check_url(text: str) -> str:
 
 
 def bundle_source(text: str, stdin: BinaryIO) -> Source:
-    """The bundle that `text` names: `-` (then `stdin` is read), a URL, or the path of a file."""
+    """The bundle `text`: `-` (`stdin` is read), a URL, or the path of a file."""
     if text == STDIN:
         if stdin.isatty():
             raise UsageError("standard input is a terminal; a bundle is read from a pipe or a file; redirect it")
@@ -66,7 +66,9 @@ def bundle_source(text: str, stdin: BinaryIO) -> Source:
 
 
 def is_bundle(text: str) -> bool:
-    """Whether `text` names a bundle and not a remote: `-`, a file, or a URL that ends or begins as one does."""
+    """Whether `text` is a bundle and not a remote: `-`, a file, or a URL whose suffix or first bytes are
+    those of one.
+    """
     if text == STDIN:
         return True
     if "://" not in check_url(text):
@@ -80,13 +82,13 @@ def is_bundle(text: str) -> bool:
         with contextlib.closing(remote.stream("", 1 << 10)) as pieces:
             return next(pieces, b"").startswith(b"bundle.json")
     except Exception:
-        return False  # a folder; what is wrong with it is said when it is listed
+        return False  # a folder; listing it reports its errors
 
 
 @contextlib.contextmanager
 def spooled(source: Stream, head: int, length: Callable[[BinaryIO, int], int]) -> Iterator[BinaryIO]:
-    """A temporary file of what `source` sends: `head` bytes, and then what `length` makes of them (the file, and how
-    many bytes it has) and one piece more at most. So a stream without end is not taken.
+    """A temporary file with the bytes of `source`: first `head` bytes, then as many as `length` gives (called with the
+    file and its size), and at most one piece more. So an endless stream is not read.
     """
 
     def fill() -> None:
@@ -127,6 +129,6 @@ def _temporary_file() -> BinaryIO:
 def _unkept(error: OSError) -> StoreError:
     where = tempfile.tempdir or "a temporary file"
     return StoreError(
-        f"cannot keep a bundle in {where}: {error.strerror or error}; one that does not come from a file is kept while "
+        f"cannot keep a bundle in {where}: {error.strerror or error}; a stream is kept there while "
         "it is checked; free some space, or name another folder with TMPDIR"
     )

@@ -1,4 +1,4 @@
-"""What `push` and `pull` have in common: steps in parallel, their report, documents with signatures."""
+"""The common part of `push` and `pull`: parallel steps, their report, documents with signatures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusekit.share.selection import Step
 from fusekit.store.documents import LIMIT
 from fusekit.store.keys import sha256
 from fusekit.store.names import NameRecord
-from fusekit.store.root import SHELL
+from fusekit.store.root import RELATIVE
 from fusekit.store.signature import Trust, is_key_id, read_signatures
 
 _WAIT_SECONDS = 60.0
@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """One step: entries and names done, of how many, and the bytes moved so far; what came last."""
+    """Entries and names done so far, their total, bytes copied so far, and the last item."""
 
     done: int
     total: int
@@ -34,9 +34,11 @@ class Progress:
 
 @dataclass(slots=True)
 class Report:
-    """entries: that moved, with their cubins. skipped: that were there already. names: that were written. bytes: moved,
-    of everything. failed: (name or key, why) of what could not be moved while the rest was. steps: what moved, by name.
-    With `dry_run` all of it is what would move.
+    """Result of a push or pull; with `dry_run`, of what would be copied.
+
+    entries: number that were copied, with their cubins. skipped: entries that were there already. names: number that
+    were written. bytes: copied in all. failed: (name or key, why) of what could not be copied. steps: what was copied,
+    by name.
     """
 
     entries: int = 0
@@ -50,18 +52,20 @@ class Report:
 Notify = Callable[[Progress], None]
 
 
-class Exchange:
+class Task:
+    """A push or pull."""
+
     def __init__(self, trust: Trust | None, remote: Remote, notify: Notify | None) -> None:
         self.trust = trust
         self.remote = remote
         self.report = Report()
         self._notify = notify or (lambda _: None)
         self._signatures: dict[str, set[str]] = {}
-        self._moved: dict[str, int] = {}  # key -> bytes, until a name is told
+        self._moved: dict[str, int] = {}  # key -> bytes, until a name counts them
 
     def each(self, items: Sequence[T], step: Callable[[T], R]) -> Iterator[tuple[T, R | FusekitError]]:
-        """`step` on every item, several at a time; what one raises is its answer, but for a disk or a network that
-        fails. Ctrl-C waits for what has begun only.
+        """Run `step` on every item, several at a time. An IntegrityError is the result of its item; other errors are
+        raised. Ctrl-C waits only for steps that have begun.
         """
         pool = ThreadPoolExecutor(max_workers=min(self.remote.parallel, len(items)) or 1)
         try:
@@ -82,13 +86,13 @@ class Exchange:
             pool.shutdown(cancel_futures=True)
 
     def wait(self) -> None:
-        """Called again and again while steps run."""
+        """Called repeatedly while steps run."""
 
-    def tell(self, done: int, total: int, what: str = "") -> None:
+    def notify(self, done: int, total: int, what: str = "") -> None:
         self._notify(Progress(done, total, self.report.bytes, what))
 
     def count_entry(self, key: str, moved: int) -> None:
-        """`moved`: bytes; 0 for one that was there already."""
+        """Count an entry. moved: bytes copied, 0 if it was there already."""
         self.report.entries += moved > 0
         self.report.skipped += moved == 0
         self.report.bytes += moved
@@ -101,7 +105,7 @@ class Exchange:
             self.report.steps.append(Step(record.name, record.arch, record.key, moved))
 
     def list_signatures(self) -> dict[str, int | None]:
-        """The sizes of the remote's signatures, by path; remembers which documents have which."""
+        """Sizes of the remote's signatures, by path; remembers which documents they are for."""
         sizes = self.remote.sizes("signatures")
         for path in sizes:
             of, _, key_id = path.rpartition("/")[2].partition(".")
@@ -110,15 +114,15 @@ class Exchange:
         return sizes
 
     def signatures(self, digest: str) -> dict[str, bytes]:
-        """What the remote has signed over the document of SHA-256 `digest`."""
+        """Key id -> signature, for those of the remote over the document of SHA-256 `digest`."""
         wanted = self._signatures.get(digest, set())
         if self.trust is not None:  # a server that does not list is asked by name
             wanted = wanted | {key.id for key in self.trust.keys}
-        paths = ((key_id, SHELL.signature_path(digest, key_id).as_posix()) for key_id in sorted(wanted))
+        paths = ((key_id, RELATIVE.signature_path(digest, key_id).as_posix()) for key_id in sorted(wanted))
         return read_signatures(paths, self.remote.read)
 
     def document(self, kind: str, path: str) -> tuple[bytes, dict[str, bytes]] | None:
-        """A document of the remote and its signatures; with a trust, refused here unless they are good."""
+        """A document of the remote and its signatures; with a trust, SignatureError unless it is signed."""
         data = self.remote.read(path, limit=LIMIT)
         if data is None:
             return None
@@ -135,7 +139,7 @@ def raised(outcome: T | FusekitError) -> T:
 
 
 def twice(take: Callable[[], T]) -> T:
-    """Bytes that came damaged are asked for once more; those that nobody trusted has signed are not."""
+    """The result of `take`, which is called again if the bytes were damaged; not if no trusted key signed them."""
     try:
         return take()
     except SignatureError:
@@ -144,6 +148,7 @@ def twice(take: Callable[[], T]) -> T:
         return take()
 
 
-def check_form(written: bytes, found: bytes, where: str) -> None:
-    if written != found:
-        raise IntegrityError(f"{where} is in another form than the one that a store writes; push it again")
+def check_form(canonical: bytes, data: bytes, where: str) -> None:
+    """Raises IntegrityError unless `data` is the canonical form of its document."""
+    if canonical != data:
+        raise IntegrityError(f"{where} is in another form than a store writes; push it again")

@@ -1,7 +1,7 @@
-"""Reading from a web server that need not be an honest one.
+"""Reading from a web server that may be hostile.
 
-fsspec opens the session; what it reads itself it reads whole, whatever its size. Here every answer is taken in pieces,
-within `Bounds`. No compressed answer is asked for, and one that comes all the same is refused: it could be of any size.
+fsspec opens the session, but reads whole answers of any size. Here every answer is read in pieces, within `Bounds`. An
+answer that is compressed, although that was not requested, is refused: it could expand to any size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LINK = re.compile(rb"""<a\s[^<>]{0,500}?href\s*=\s*["']([^"'<>\s]{1,2000})["']"
 
 
 class Web:
-    """A web server behind fsspec's file system for it."""
+    """A web server, reached through fsspec's HTTP file system."""
 
     def __init__(self, filesystem: Any, bounds: Bounds) -> None:
         self._fs = filesystem
@@ -33,10 +33,8 @@ class Web:
     def stream(self, url: str, limit: int, until: float = math.inf) -> Generator[bytes, None, None]:
         """The body of `url` in pieces, ending soon after `limit` bytes or at the time `until` (as of `time.monotonic`).
 
-        FileNotFoundError when there is none.
-
-        Raises TimeoutError for a server that is silent or slow, StoreError for a compressed answer, and whatever
-        aiohttp raises for a connection that fails.
+        Raises FileNotFoundError if it is missing, TimeoutError for a server that is silent or slow, StoreError for a
+        compressed answer, and the errors of aiohttp for a failed connection.
         """
         begun, taken = time.monotonic(), 0
         answer = self._wait(self._begin, url)
@@ -54,13 +52,15 @@ class Web:
             self._wait(self._end, answer)
 
     def list(self, folder: str, until: float) -> list[dict[str, Any]]:
-        """What the page of `folder` links to right below it, as fsspec's `ls` tells it. FileNotFoundError for none."""
+        """The files and folders in `folder` that its page links to, in the form of fsspec's `ls`. FileNotFoundError if
+        it is missing.
+        """
         base, page = folder.rstrip("/") + "/", bytearray()
         with contextlib.closing(self.stream(base, self._bounds.listing_bytes, until)) as chunks:
             for chunk in chunks:
                 page += chunk
         if len(page) > self._bounds.listing_bytes:
-            raise StoreError(f"the listing has more than {self._bounds.listing_bytes} bytes, the most")
+            raise StoreError(f"the listing has more than {self._bounds.listing_bytes} bytes, the limit")
         host, below = urlsplit(base).netloc, unquote(urlsplit(base).path)
         names = set()
         for match in _LINK.finditer(page):
@@ -94,7 +94,7 @@ class Web:
             answer.raise_for_status()
             encoding = answer.headers.get("Content-Encoding", "identity")
             if encoding.lower() != "identity":
-                raise StoreError(f"the answer is compressed ({encoding[:40]!r}), which was not asked for")
+                raise StoreError(f"the answer is compressed ({encoding[:40]!r}), which was not requested")
         except BaseException:
             answer.close()
             raise
@@ -107,7 +107,7 @@ class Web:
         from fsspec.asyn import sync
 
         try:
-            # A redirect, or an answer before the answer, begins the server's time anew: `grace` is for all of them.
+            # A redirect, or an interim answer, restarts the timeout of the server: `grace` is for all of them.
             return sync(self._fs.loop, step, *arguments, timeout=self._bounds.grace)
         except TimeoutError:
             raise TimeoutError(f"nothing came for {self._bounds.silence:g} s") from None

@@ -1,10 +1,10 @@
 """Sealed JSON: the form of every entry and name record on the disk.
 
 A document is one line of canonical JSON with a member `digest`: the SHA-256 of the same line without that member. So
-a changed byte anywhere, white space included, is seen, and two equal documents are equal files.
+a changed byte anywhere, white space included, is detected, and two equal documents are equal files.
 
-A digest says nothing about who made it. So what is read is bounded as well, in bytes, values, nesting and numbers:
-whatever passes can be walked, compared and printed by plain recursive code.
+A digest does not authenticate. So what is read is also bounded, in bytes, values, nesting and numbers: a document that
+passes can be walked, compared and printed by plain recursive code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusekit.store.keys import canonical_json, is_digest, sha256
 LIMIT = 16 << 20
 """Largest document accepted, in bytes. A launch record has some thousands."""
 DEPTH = 63
-"""Most objects and arrays that may stand in each other. An entry has some ten; the loader in C takes as many."""
+"""Deepest nesting of objects and arrays. An entry has some ten; the C loader has the same limit."""
 VALUES = 250_000
 """Most commas in a document, and so about the most values. An entry has some 700."""
 
@@ -33,19 +33,17 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def seal(document: dict[str, Any], what: str) -> bytes:
-    """`document`, which must have members that sort after `digest`, as the bytes of a file. `what` names it in an
-    error.
-    """
+    """The bytes of a file with `document`, which must have members that sort after `digest`. what: for errors."""
     body = canonical_json(document, what)
     return (canonical_json(document | {"digest": sha256(body.encode())}, what) + "\n").encode()
 
 
 def check_readable(data: bytes, what: str) -> None:
-    """Raises FusekitError, naming `what`, for a document that a store could write and not read again."""
+    """Raises FusekitError, naming `what`, for a document that could be written but not read again."""
     try:
         parse(data)
     except ValueError as error:
-        raise FusekitError(f"{what} cannot be kept, since {error}; leave that out") from None
+        raise FusekitError(f"{what} cannot be stored, since {error}; leave that out") from None
 
 
 def unseal(data: bytes, path: AnyPath) -> dict[str, Any]:
@@ -55,11 +53,11 @@ def unseal(data: bytes, path: AnyPath) -> dict[str, Any]:
     try:
         document = parse(data)
     except ValueError as error:
-        raise damaged(path, f"is no JSON of a store ({error})") from None
+        raise damaged(path, f"is not valid JSON of a store ({error})") from None
     digest = document.pop("digest", None) if isinstance(document, dict) else None
     if not is_digest(digest):
         raise damaged(path, "has no digest")
-    # The digest is over bytes as they lie there, not over what a parser made of them.
+    # The digest is over the bytes of the file, not over the parsed values.
     member = f'"digest":"{digest}",'.encode()
     body, _, _ = data.replace(member, b"", 1).rpartition(b"\n")
     if data[-1:] != b"\n" or sha256(body) != digest:
@@ -69,8 +67,8 @@ def unseal(data: bytes, path: AnyPath) -> dict[str, Any]:
 
 
 def parse(data: bytes, values: int = VALUES) -> Any:
-    """The JSON value in `data`. Raises ValueError for what is none, for a number that is not finite or does not fit
-    into 64 bits, for half of a surrogate pair, and for more than `values` values or `DEPTH` levels.
+    """The JSON value in `data`. Raises ValueError for invalid JSON, a number that is not finite or does not fit into 64
+    bits, half of a surrogate pair, and more than `values` values or `DEPTH` levels.
     """
     if data.count(b",") > values:
         raise ValueError(f"it has more than {values} values")
@@ -86,7 +84,7 @@ def parse(data: bytes, values: int = VALUES) -> Any:
         return document
     level: list[Any] = [[document]]
     for _ in range(DEPTH + 1):
-        inside = [child for each in level for child in (each.values() if type(each) is dict else each)]
+        inside = [child for node in level for child in (node.values() if type(node) is dict else node)]
         if any(type(child) is int and child not in _INT64 for child in inside):
             raise ValueError("it has an integer that does not fit into 64 bits")
         level = [child for child in inside if type(child) is dict or type(child) is list]
@@ -96,8 +94,8 @@ def parse(data: bytes, values: int = VALUES) -> Any:
 
 
 def _is_shallow(data: bytes) -> bool:
-    """Whether the brackets of the JSON text `data` are nested no deeper than `DEPTH`; those in strings may make it
-    False where it is True. To walk the values would take thrice as long as parsing them.
+    """Whether the brackets of the JSON text `data` are nested no deeper than `DEPTH`. Brackets in strings may make
+    the answer False where it is True. Walking the values would take three times as long as parsing.
     """
     brackets = data.translate(_ONE_KIND, _NO_BRACKETS)
     for _ in range(DEPTH):
@@ -115,7 +113,7 @@ def _finite(text: str) -> float:
 
 
 def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"it has the number {text}, which JSON has not")
+    raise ValueError(f"it has the number {text}, which JSON does not have")
 
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -129,15 +127,15 @@ def members(document: dict[str, Any], types: dict[str, type], path: AnyPath) -> 
         raise damaged(path, f"lacks or has too many members: {odd}")
     for name, kind in types.items():
         if type(document[name]) is not kind:
-            raise damaged(path, f"has {name} of type {type(document[name]).__name__}, where {kind.__name__} must stand")
+            raise damaged(path, f"has {name} of type {type(document[name]).__name__}, which must be {kind.__name__}")
 
 
 def check_schema(document: dict[str, Any], schema: int, path: AnyPath) -> None:
     """Raises `OtherSchemaError` for a document of another version of fusekit."""
-    found = document.get("schema")
-    if type(found) is int and found != schema:
+    written = document.get("schema")
+    if type(written) is int and written != schema:
         raise OtherSchemaError(
-            f"{path} is of another version of fusekit: it has schema {found}, and this one reads {schema}; build it"
+            f"{path} is of another version of fusekit: it has schema {written}, and this one reads {schema}; build it"
             " again, or use that version"
         )
 

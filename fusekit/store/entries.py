@@ -1,7 +1,7 @@
-"""Entries: what is known about one compiled kernel, filed under its key.
+"""Entries: the data of one compiled kernel, stored under its key.
 
-An entry is one file, so that cubin digest, launch record and resources can never be of different builds. It is
-written after its cubin: an entry that can be seen is complete.
+An entry is one file, so cubin digest, launch record and resources are always of one build. It is written after its
+cubin: a visible entry is complete.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Entry:
 
     key: 64 hexadecimal digits, the hash of `fields`. fields: the labelled key fields. cubin_sha256, cubin_bytes:
     digest and size of the cubin, which is the blob of that digest. launch: the launch record as JSON. resources:
-    registers, spill_bytes and shared memory, read from the cubin. proof: what was compared. toolchain: what compiled
-    it. seconds: to compile and prove it.
+    registers, spill_bytes and shared memory, read from the cubin. proof: what was compared. toolchain: names and
+    versions of the compiler. seconds: time to compile and prove it.
     """
 
     key: str
@@ -62,8 +62,8 @@ class Entry:
         return sha256(canonical_json(self.launch, f"launch record of {self.key}").encode())
 
     def summary(self) -> dict[str, Any]:
-        """What a listing says of it: cubin_sha256, bytes (of the cubin), registers, spill_bytes, seconds and launches
-        (proved; the last four None where it does not say), and entry_bytes, the size of the entry's own file.
+        """The columns of a listing: cubin_sha256, bytes (of the cubin), registers, spill_bytes, seconds, launches (that
+        were proved) and entry_bytes (size of the entry's file). A value that the entry lacks is None.
         """
         return {
             "cubin_sha256": self.cubin_sha256,
@@ -76,7 +76,7 @@ class Entry:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the digest, as JSON types."""
+        """The entry as JSON types, without the digest."""
         return {
             "schema": SCHEMA,
             "key": self.key,
@@ -90,16 +90,14 @@ class Entry:
         }
 
     def to_bytes(self) -> bytes:
-        """The entry as a file's bytes. Raises `IntegrityError` when its parts contradict each other."""
+        """The bytes of its file. Raises `IntegrityError` if its parts contradict each other."""
         document = self.to_json()
         _check(document, self.key, f"entry {self.key}")
         return seal(document, f"entry {self.key}")
 
     @classmethod
     def from_bytes(cls, data: bytes, path: AnyPath, key: str) -> Entry:
-        """The entry in `data`, read from `path`, where the one of `key` belongs. Raises `IntegrityError` for any
-        other.
-        """
+        """The entry in `data`, read from `path`. Raises `IntegrityError` unless it is the entry of `key`."""
         document = unseal(data, path)
         check_schema(document, SCHEMA, path)
         members(document, _MEMBERS, path)
@@ -123,7 +121,7 @@ def _check(document: dict[str, Any], key: str, path: AnyPath) -> None:
             raise damaged(path, f"is the entry of key {document['key']}, not of {key}")
         fields = document["fields"]
         if not all(type(value) is str for value in fields.values()) or "arch" not in fields:
-            raise damaged(path, "has key fields that are no strings, or no field 'arch'")
+            raise damaged(path, "has key fields that are not strings, or no field 'arch'")
         if key_of(fields) != key:
             raise damaged(path, f"has key fields whose key is {key_of(fields)}, not {key}")
         cubin = document["cubin"]
@@ -134,9 +132,9 @@ def _check(document: dict[str, Any], key: str, path: AnyPath) -> None:
         for table, label in (("resources", "registers"), ("resources", "spill_bytes"), ("proof", "launches")):
             count = document[table].get(label)
             if count is not None and (type(count) is not int or count < 0):
-                raise damaged(path, f"has {label} {count!r}, which is no count")
+                raise damaged(path, f"has {label} {count!r}, which is not a count")
         if document["seconds"] < 0:
-            raise damaged(path, f"has seconds {document['seconds']!r}, which is no time")
+            raise damaged(path, f"has seconds {document['seconds']!r}, which is not a time")
         arch = document["launch"].get("arch", fields["arch"])
         if arch != fields["arch"]:
             raise damaged(path, f"has a launch record for {arch} under a key for {fields['arch']}")

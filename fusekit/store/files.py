@@ -1,4 +1,4 @@
-"""Reading in a store: what is no plain file is refused before anything of it is read; and what a failing disk means.
+"""Reading files of a store: only plain files, checked before they are read. OSErrors become errors with a remedy.
 
 Writing is `fusekit.store.publishing`.
 """
@@ -17,14 +17,14 @@ from fusekit.errors import IntegrityError, StoreError
 
 T = TypeVar("T")
 AnyPath = Path | str
-"""A listing looks at thousands of files, and to take a `Path` together costs as much as to look at one."""
+"""Listings read thousands of files, and building a `Path` costs as much as reading one."""
 
 TEMPORARY_SUFFIX = ".tmp"
 
 # O_NONBLOCK: opening a FIFO must not wait for a writer. O_NOFOLLOW: a link is never a part of a store.
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-# How often a file is opened again after a network file system said that its handle is stale: another host replaced it.
+# How often a file is opened again after ESTALE of a network file system: another host has replaced it.
 _STALE_RETRIES = 4
 
 _REMEDIES = {
@@ -40,7 +40,7 @@ _REMEDIES = {
     errno.EIO: "the disk or the network file system failed: check it, then run `fusekit verify --full`",
 }
 
-# The same of a file that a person names, outside a store.
+# The same for a file outside a store, which the user names.
 _FILE_REMEDIES = {
     errno.EACCES: "grant access to it, or choose another path",
     errno.EPERM: "grant access to it, or choose another path",
@@ -52,24 +52,24 @@ _FILE_REMEDIES = {
 
 
 def store_error(path: AnyPath, doing: str, error: OSError) -> StoreError:
-    """`error`, met while `doing` something with `path`, as a message that says what to do about it."""
+    """StoreError for `error`, raised while `doing` something with `path`, with a remedy."""
     remedy = _REMEDIES.get(error.errno or 0, "check the path and its file system, or name another store with --store")
     return StoreError(f"cannot {doing} {path}: {error.strerror or error}; {remedy}", path=str(path))
 
 
 def file_error(path: Path, doing: str, error: OSError) -> StoreError:
-    """As `store_error`, of a file that a person names."""
+    """As `store_error`, for a file that the user names."""
     remedy = _FILE_REMEDIES.get(error.errno or 0, "check the path and its file system, or choose another")
     return StoreError(f"cannot {doing} {path}: {error.strerror or error}; {remedy}", path=str(path))
 
 
 def read_file(path: AnyPath, *, limit: int, exactly: int | None = None, at: int | None = None) -> bytes | None:
-    """The bytes of the plain file at `path`, taken once; None when there is none.
+    """The bytes of the plain file at `path`, read once; None if there is none.
 
-    `limit` is the largest size accepted, `exactly` the only one, both in bytes. at: its folder, if that is open; the
-    rest of `path` is only for messages then. A symbolic link, a FIFO, a directory, a device or a file of another size
-    raises `IntegrityError` before anything is read; `StoreError` is for a failing disk. A stale handle (ESTALE: another
-    host replaced the file between our look-up and our read) is not a failing disk until it comes again and again.
+    limit: largest size accepted, in bytes. exactly: the only size accepted. at: descriptor of its folder; the rest of
+    `path` is then only for messages. Raises `IntegrityError`, before anything is read, for a symbolic link, a FIFO, a
+    directory, a device or a file of another size, `StoreError` for a failing disk. ESTALE (another host replaced the
+    file between look-up and read) is retried.
     """
     for _ in range(_STALE_RETRIES):
         try:
@@ -82,7 +82,7 @@ def read_file(path: AnyPath, *, limit: int, exactly: int | None = None, at: int 
 
 
 def quietly(look: Callable[..., T], *arguments: Any) -> T | None:
-    """What `look` finds; None where it is damaged or cannot be read."""
+    """The result of `look`; None if the file is damaged or cannot be read."""
     try:
         return look(*arguments)
     except (IntegrityError, StoreError):
@@ -90,13 +90,13 @@ def quietly(look: Callable[..., T], *arguments: Any) -> T | None:
 
 
 def close(descriptor: int) -> None:
-    """Close what was only read, or is synced: a failure says nothing of it, and the descriptor is gone all the same."""
+    """Close a file that was only read, or is synced: a failure does not matter, and the descriptor is gone anyway."""
     with contextlib.suppress(OSError):
         os.close(descriptor)
 
 
 def revalidate(directory: Path) -> None:
-    """Have a network file system look at `directory` again: opening one drops what was remembered as absent in it."""
+    """Make a network file system look at `directory` again: opening it drops the cache of absent names."""
     with contextlib.suppress(OSError):
         os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
@@ -126,7 +126,7 @@ def _read(path: AnyPath, limit: int, exactly: int | None, at: int | None) -> byt
         if status.st_size > limit:
             raise _wrong_size(path, status.st_size, f"may have at most {limit}")
         data = os.read(descriptor, status.st_size)
-        while len(data) < status.st_size:  # a large file comes in pieces
+        while len(data) < status.st_size:  # a large file is read in pieces
             chunk = os.read(descriptor, status.st_size - len(data))
             if not chunk:
                 raise _wrong_size(path, len(data), f"had {status.st_size} when it was opened")
@@ -139,9 +139,7 @@ def _read(path: AnyPath, limit: int, exactly: int | None, at: int | None) -> byt
 
 
 def size_of(path: AnyPath) -> int | None:
-    """Size in bytes of the plain file at `path`; None when there is none. IntegrityError for anything but a plain
-    file.
-    """
+    """Size in bytes of the plain file at `path`; None if there is none. IntegrityError if it is not a plain file."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -154,7 +152,7 @@ def size_of(path: AnyPath) -> int | None:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is anything at `path`, links followed; StoreError where that cannot be told."""
+    """Whether there is anything at `path`, links followed; StoreError if that cannot be determined."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -165,7 +163,7 @@ def exists(path: Path) -> bool:
 
 
 def is_writable(root: Path) -> bool:
-    """Whether this process may write below `root`, or may make it where it is missing. Tries nothing."""
+    """Whether this process may write below `root`, or create it if it is missing. Writes nothing."""
     try:
         while not exists(root):
             root = root.parent

@@ -1,8 +1,8 @@
-"""The folders of a store, opened one below the other: a link below the root is never followed.
+"""Folders of a store, opened one component at a time: a link below the root is never followed.
 
-Whoever may write in a store could put a link in the place of a folder, at any moment, and so lead a builder or a
-collection elsewhere. So whatever walks, writes or removes opens the folder first, one component at a time, and then
-names files relative to that descriptor. The root is the user's own choice, and may be a link.
+Who may write in a store could replace a folder by a link at any moment, and so lead a builder or a collection
+elsewhere. So every walk, write and removal opens the folder first, one component at a time, and then names files
+relative to that descriptor. The root is chosen by the user, and may be a link.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fusekit.store.files import close
 DIRECTORY_MODE = 0o777  # the process' umask applies
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# To pass through a folder takes no right to read it.
+# Passing through a folder needs no permission to read it.
 _THROUGH = _FOLDER | getattr(os, "O_PATH", 0)
 
 
 class Folders:
-    """Opens folders of the store at `root`. Their parts are names below the root: `("blobs", "sha256", "ab")`."""
+    """Opens folders of the store at `root`. A folder is given by its parts: `("blobs", "sha256", "ab")`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -32,7 +32,7 @@ class Folders:
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
-        """Meanwhile the root and the folders that lie between it and files are opened once, and kept open."""
+        """Open the root, and the folders between it and files, once, and keep them open in the body."""
         self._pinned = {(): os.open(self.root, _THROUGH)}
         try:
             yield
@@ -42,34 +42,34 @@ class Folders:
             self._pinned = None
 
     def parts(self, folder: Path) -> tuple[str, ...]:
-        """Of the absolute path of a folder below the root."""
+        """The parts of the absolute path of a folder below the root."""
         return folder.relative_to(self.root).parts
 
     @contextlib.contextmanager
     def at(self, *parts: str, listed: bool = False) -> Iterator[int]:
-        """A descriptor of the folder of `parts`, for `dir_fd`, and to be synced where this process may read it.
+        """A descriptor of the folder `parts`, for `dir_fd`; it can be synced if this process may read the folder.
 
-        listed: the folder is to be read. OSError: there is none, it may not be entered or read, or is a link (ELOOP).
+        listed: the folder will be read. OSError: it is missing, may not be entered or read, or is a link (ELOOP).
         """
         try:
             descriptor = self.open(*parts, flags=_FOLDER)
         except PermissionError:
             if listed:
                 raise
-            descriptor = self.open(*parts)  # a folder may let us write and not read
+            descriptor = self.open(*parts)  # a folder may be writable and not readable
         try:
             yield descriptor
         finally:
             close(descriptor)
 
     def open(self, *parts: str, flags: int = _THROUGH) -> int:
-        """As `at`, only for `dir_fd`, to be closed by the caller."""
+        """As `at`, for `dir_fd` only; the caller closes it."""
         if self._pinned is not None:
             above = self._keep(parts[:-1])
             return self._below(parts, above, flags) if parts else os.open(".", flags, dir_fd=above)
         if not parts:
             return os.open(self.root, flags)
-        # The root and what lies in it take one call: only the last component is not to be a link.
+        # The root and a folder in it take one call: only the last component must not be a link.
         last = len(parts) - 1
         descriptor = self._below(parts[:1], None, _THROUGH if last else flags)
         for depth in range(1, len(parts)):
@@ -81,7 +81,7 @@ class Folders:
         return descriptor
 
     def make(self, *parts: str) -> None:
-        """Make what is missing of the folder `parts`, below a root that is there; not synced."""
+        """Create the missing folders of `parts` below an existing root; does not sync."""
         for depth in range(len(parts)):
             with self.at(*parts[:depth]) as above, contextlib.suppress(FileExistsError):
                 os.mkdir(parts[depth], DIRECTORY_MODE, dir_fd=above)
@@ -109,11 +109,11 @@ def is_link(name: str, at: int | None) -> bool:
 
 
 def link_error(path: Path) -> OSError:
-    """For a link in the place of a folder."""
+    """The error for a link where a folder should be."""
     return OSError(errno.ELOOP, f"{path} is a symbolic link", str(path))
 
 
-def said(path: Path | str) -> str:
-    """`path` for a message, whatever its name holds."""
+def printable(path: Path | str) -> str:
+    """`path` for a message, escaped if it has characters that cannot be printed."""
     text = str(path)
     return text if text.isprintable() else ascii(text)

@@ -1,42 +1,42 @@
-"""Collection: evict what was used least recently, and clear away what nobody needs. Readers and writers carry on.
+"""Collection: evict the least recently used kernels, and remove files that are not needed, while others read and write.
 
-**The rule that keeps it safe**, without a lock and without a clock:
+**The rule that makes it safe**, without a lock and without a clock:
 
-- *who wants a thing says so first, then looks whether it is there* (a reader or a builder marks an entry and then
-  reads it; a publisher makes its entry visible and then looks whether the cubin it relies on is still there);
-- *who removes a thing moves it aside first, then looks whether somebody said so*, and puts it back if so.
+- *a user first announces what it wants, then looks whether it is there* (a reader or a builder marks an entry and then
+  reads it; a publisher makes its entry visible and then checks that the cubin it relies on is still there);
+- *a collection first moves a file aside, then looks whether it was announced*, and puts it back if so.
 
-Whichever comes first, one of the two sees the other. So what somebody found stays; what he did not find is a miss, to
-be built again. What is put back was out of sight for a moment: who marked it and does not see it looks again. A
-reader that cannot mark (a read-only mount) may find an entry and then miss its cubin: it looks again, and sees the
-miss.
+Whichever comes first, one of the two sees the other. So a file that a user has read stays; one that it has not is a
+miss, to be built again. A file that is put back was invisible for a moment: who marked it and does not see it looks
+again. A reader that cannot mark (a read-only mount) may read an entry and then miss its cubin: it looks again, and
+sees the miss.
 
-Two collections at once could mislead each other: what one has aside, names above all, the other does not see, so it
-might remove an entry whose name the first one puts back. So they take turns, as far as locks work there. Where they do
-not, a name may be left that leads nowhere, which `verify` tells and the next build mends.
+Two collections at once could mislead each other: one does not see the names that the other has moved aside, and might
+remove an entry whose name is put back. So they take turns, if locks work there. If they do not, a name may be left
+without an entry, which `verify` reports and the next build fixes.
 
-**Order.** Names go before their entry, an entry before its cubin, so at any moment, and after a kill at any moment,
-no name leads nowhere and no entry lacks its cubin. What was moved aside and not removed is a temporary, for the next
-collection, which puts a cubin back that an entry came to need meanwhile; until then readers find it where it lies.
+**Order.** Names are removed before their entry, an entry before its cubin. So at any moment, and after a kill at any
+moment, every name points to an entry and every entry has its cubin. A file that was moved aside and not removed is a
+temporary for the next collection, which puts a cubin back if an entry needs it by then; readers find it meanwhile.
 
-**What is evicted**: first every entry that was not used for `max_age`, then the least recently used until cubins,
-entries and names together have at most `max_bytes`. What a running build published or looked up stays (see
-fusekit.store.marks). A cubin goes when the last entry that mentions it goes; names go with their entry.
+**Evicted** are first all entries that were not used for `max_age`, then the least recently used until cubins, entries
+and names together have at most `max_bytes`. What a running build published or looked up stays (see
+fusekit.store.marks). A cubin is removed with the last entry that mentions it, names with their entry.
 
-A document that cannot be read may still need anything: while there is one, no cubin and no signature goes, and
-while there is such a name, no entry is evicted.
+A document that cannot be read may need anything: while there is one, no cubin and no signature is removed, and while
+there is such a name, no entry is evicted.
 
-**What is cleared away**: cubins that no entry mentions; temporaries whose writer is gone, or is of another host and
-was last heard of `STALE_SECONDS` ago; signatures over what is gone; lock files, marks and leases that nobody holds or
-needs. Damaged files stay: `verify` names them, a build mends them.
+**Removed as well** are cubins that no entry mentions; temporaries whose writer is gone, or is on another host and
+changed them `STALE_SECONDS` ago; signatures over removed documents; lock files, marks and leases that nobody holds or
+needs. Damaged files stay: `verify` reports them, a build fixes them.
 
-**What is never touched**: a folder that is no store (fusekit.store.marker); what has a name that fusekit does not give,
-or is no plain file (fusekit.store.layout); what lies behind a link (fusekit.store.folders). The root is opened once,
-and every file is removed relative to an open folder below it.
+**Never touched** are a folder that is not a store (fusekit.store.marker); a file whose name fusekit does not give, or
+that is not a plain file (fusekit.store.layout); anything reached through a link (fusekit.store.folders). The root is
+opened once, and every file is removed relative to an open folder below it.
 
-**Time** is the file system's: "now" is the stamp of a file made for that, also for a dry run, which goes by the host's
-clock only where it may not write. A stamp in the future comes of a clock that
-was wrong: what has no other counts as used now, and is marked so.
+**Time** is that of the file system: "now" is the stamp of a new file, also for a dry run, which uses the host's clock
+only if it may not write. A stamp in the future comes from a wrong clock: an entry without another stamp counts as used
+now, and is marked.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from pathlib import Path
 from fusekit.errors import IntegrityError, StoreError, some
 from fusekit.store import locks, marker, marks, process
 from fusekit.store.files import exists, store_error
-from fusekit.store.folders import said
+from fusekit.store.folders import printable
 from fusekit.store.keys import is_digest, sha256
 from fusekit.store.names import of_path
 from fusekit.store.publishing import Disk, Publisher
@@ -62,17 +62,17 @@ from fusekit.store.root import Root
 from fusekit.store.scan import File, Item, Scan, scan
 
 STALE_SECONDS = 3600
-# Two changes within one tick of the file system's clock have one stamp: what is as young as this is not touched.
+# Two changes within one tick of the file system's clock have one stamp: files younger than this are not touched.
 _TICK = 50_000_000
 _SECOND = 10**9
 _BATCH = 256
-_TURN = sha256(b"collection")  # the name of its lock, which no kernel's key is
-_NAMED = 5  # strangers' files in a note
+_TURN = sha256(b"collection")  # the name of its lock; no kernel has this key
+_LISTED = 5  # paths in a note
 
 
 def discard(root: Root, disk: Disk, unwanted: Collection[tuple[str, str]], *, dry_run: bool) -> DiscardReport:
-    """Remove the name records `unwanted` (full name, architecture) from the store of `root`, the entries that no other
-    name stands for, and the cubins that no other entry needs. Raises StoreError as `collect` does.
+    """Remove the name records `unwanted` (full name, architecture) from `root`, the entries that no other name points
+    to, and the cubins that no other entry needs. Raises StoreError as `collect` does.
     """
     report = DiscardReport(dry_run)
     if unwanted:
@@ -83,8 +83,8 @@ def discard(root: Root, disk: Disk, unwanted: Collection[tuple[str, str]], *, dr
 
 
 def collect(root: Root, disk: Disk, *, max_bytes: int | None, max_age: float | None, dry_run: bool) -> CollectReport:
-    """Collect the store of `root`. max_age: seconds. Raises StoreError for a store that cannot be read or written,
-    NoStoreError for a folder that is none.
+    """Collect `root`. max_age: seconds. Raises StoreError for a store that cannot be read or written, NoStoreError for
+    a folder that is not a store.
     """
     report = CollectReport(dry_run)
     with _opened(root, disk, report) as collection:
@@ -95,7 +95,7 @@ def collect(root: Root, disk: Disk, *, max_bytes: int | None, max_age: float | N
 
 @contextlib.contextmanager
 def _opened(root: Root, disk: Disk, report: CollectReport) -> Iterator[_Collection | None]:
-    """The store of `root`, its root opened once, and scanned; None where there is nothing."""
+    """The opened and scanned `root`; None if there is nothing."""
     if not exists(root.path):
         yield None
         return
@@ -113,17 +113,17 @@ def _opened(root: Root, disk: Disk, report: CollectReport) -> Iterator[_Collecti
                 publisher.admit()
                 turns.enter_context(_alone(root, publisher))
             began = _now(publisher, report)
-            found = scan(publisher.folders)
-            yield _Collection(root, publisher, began, _now(publisher, report), found, report)
+            scanned = scan(publisher.folders)
+            yield _Collection(root, publisher, began, _now(publisher, report), scanned, report)
     except OSError as error:
         raise store_error(root.path, "collect", error) from error
 
 
 @contextlib.contextmanager
 def _alone(root: Root, publisher: Publisher) -> Iterator[None]:
-    """While no other collection runs; beside it where locks do not work, or where it takes more than `PATIENCE`."""
+    """Wait until no other collection runs; continue anyway if locks do not work, or after `PATIENCE`."""
     path, release = root.lock_path(_TURN), None
-    with contextlib.suppress(locks.HeldError, StoreError):  # a full disk has no room for a lock, and needs collecting
+    with contextlib.suppress(locks.HeldError, StoreError):  # a full disk has no room for a lock
         release = locks.acquire(path, publisher, locks.PATIENCE)
     try:
         yield
@@ -136,7 +136,7 @@ def _alone(root: Root, publisher: Publisher) -> Iterator[None]:
 
 def _names(files: Iterable[File]) -> Iterator[tuple[str, str]]:
     for file in files:
-        with contextlib.suppress(IntegrityError):  # a strange file, which keeps what it mentions
+        with contextlib.suppress(IntegrityError):  # not a name record; it keeps what it mentions
             yield of_path(file.path.parent.name, file.path.name)
 
 
@@ -146,7 +146,7 @@ def _now(publisher: Publisher, report: CollectReport) -> int:
     except StoreError:
         if not report.dry_run:
             raise
-        report.notes[:] = [f"{said(publisher.root)} cannot be written, so ages here are by this host's clock"]
+        report.notes[:] = [f"{printable(publisher.root)} cannot be written, so ages here are by this host's clock"]
         return time.time_ns()
 
 
@@ -165,19 +165,21 @@ def _stamp(publisher: Publisher) -> int:
 
 class _Collection:
     def __init__(
-        self, root: Root, publisher: Publisher, began: int, now: int, found: Scan, report: CollectReport
+        self, root: Root, publisher: Publisher, began: int, now: int, scanned: Scan, report: CollectReport
     ) -> None:
-        """began, now: before and after the scan `found`, as the file system counts."""
-        self.root, self.publisher, self.scan, self.report = root, publisher, found, report
+        """began, now: times before and after the scan, as the file system counts."""
+        self.root, self.publisher, self.scan, self.report = root, publisher, scanned, report
         self.began, self.now = began, now
-        self.remover = Remover(publisher, found)
+        self.remover = Remover(publisher, scanned)
         # Read after the scan: a lease is taken before anything is marked under it.
         self.lease, self.ended = marks.leases(publisher.folders, now)
-        self.gone: set[str] = set()  # digests of the documents that were evicted
+        self.gone: set[str] = set()  # digests of evicted documents
         # How many entries need each blob.
-        self.needed = Counter(digest for item in found.entries.values() for digest in item.digests & found.blobs.keys())
-        self.total = found.other_bytes + sum(file.bytes for file in found.blobs.values())
-        self.total += sum(item.bytes for item in found.entries.values())
+        self.needed = Counter(
+            digest for item in scanned.entries.values() for digest in item.digests & scanned.blobs.keys()
+        )
+        self.total = scanned.other_bytes + sum(file.bytes for file in scanned.blobs.values())
+        self.total += sum(item.bytes for item in scanned.entries.values())
 
     def run(self, max_bytes: int | None, max_age: float | None) -> None:
         report = self.report
@@ -185,12 +187,12 @@ class _Collection:
         if report.unread:
             kernels = "no kernel is evicted, and " if self.scan.unread_names else ""
             report.notes.append(
-                f"{some(report.unread, _NAMED)} cannot be read, so what it needs is not known: {kernels}no cubin and "
+                f"{some(report.unread, _LISTED)} cannot be read, so what it needs is not known: {kernels}no cubin and "
                 "no signature is removed; `fusekit verify` says more"
             )
         if strays := self.scan.strays:
-            report.strays = [said(path) for path in sorted(strays)]
-            report.notes.append(f"not fusekit's, and left alone: {some(report.strays, _NAMED)}")
+            report.strays = [printable(path) for path in sorted(strays)]
+            report.notes.append(f"not fusekit's, and not touched: {some(report.strays, _LISTED)}")
         self._temporaries()
         report.orphans = self._remove_blobs(self._orphans())
         unneeded: list[str] = []
@@ -206,10 +208,10 @@ class _Collection:
         report.in_use = len(stay)
 
     def unread(self) -> list[str]:
-        return [said(path) for path in self.scan.unread]
+        return [printable(path) for path in self.scan.unread]
 
     def discard(self, unwanted: Collection[tuple[str, str]], report: DiscardReport) -> None:
-        """Remove `unwanted` names, and what only they kept."""
+        """Remove `unwanted` names, and the files that only they needed."""
         paths = {self.root.name_path(*name): name for name in unwanted}
         gone: set[Path] = set()
         victims: list[tuple[Item, str]] = []
@@ -236,13 +238,13 @@ class _Collection:
         report.in_use += sorted(stay)
         gone -= {file.path for item, _ in victims if item.key in stay for file in item.names}
         known = {file.path for item in self.scan.entries.values() for file in item.names} | gone
-        for path in paths.keys() - known:  # it leads nowhere, or is damaged
+        for path in paths.keys() - known:  # it points to no entry, or is damaged
             if (loose := self.scan.loose.get(path)) is not None and self._remove_name(loose):
                 gone.add(path)
                 report.without_entry.append(paths[path])
         report.without_entry.sort()
         removed = self._remove_blobs(unneeded)
-        if self.scan.unread:  # the cubin of an entry that could not be read stays as well
+        if self.scan.unread:  # the cubin of an entry that could not be read stays, too
             unknown = [item for item, _ in victims if item.key not in stay and str(item.file.path) in self.scan.unread]
             report.cubins = len(unneeded) - removed + len(unknown)
         if report.may_be_needed or report.cubins or not gone.isdisjoint(map(Path, self.scan.unread)):
@@ -264,8 +266,8 @@ class _Collection:
     def _victims(
         self, max_bytes: int | None, max_age: float | None, stay: set[str], unneeded: list[str]
     ) -> list[tuple[Item, str]]:
-        """What policy evicts, each with the reason; those it must leave in place are added to `stay`. unneeded: blobs
-        that are there still and are about to go.
+        """Entries that policy evicts, each with the reason; those that are in use are added to `stay`. unneeded: blobs
+        that are going to be removed.
         """
         victims = []
         needed = self.needed.copy()
@@ -287,11 +289,11 @@ class _Collection:
     def _in_use(self, item: Item) -> bool:
         if self.lease is not None and item.stamp >= self.lease:
             return True
-        # Whoever marks it again within the tick of the mark that was seen could not be told from that one.
+        # A second mark within one tick of the first has the same stamp, and would not be noticed.
         return self.began - _TICK < item.stamp <= self.now
 
     def _evict(self, victims: list[tuple[Item, str]], unneeded: list[str]) -> set[str]:
-        """Evict `victims`; blobs that no entry needs any more are added to `unneeded`. Returns the keys that stay."""
+        """Evict `victims`; blobs that no entry needs now are added to `unneeded`. Returns the keys that stay."""
         stay: set[str] = set()
         if not self.report.dry_run:
             by_name = sorted((item for item, _ in victims), key=lambda item: [name.path for name in item.names])
@@ -321,12 +323,12 @@ class _Collection:
     # -- blobs --------------------------------------------------------------------------------------------------------
 
     def _orphans(self) -> list[str]:
-        """Blobs that no entry mentions. Those that came since a running build began may be about to get one."""
+        """Blobs that no entry mentions, except those since the start of a running build, whose entry may follow."""
         young = self.began - _TICK if self.lease is None else min(self.lease, self.began - _TICK)
         return [d for d, file in self.scan.blobs.items() if not self.needed[d] and min(file.stamp, self.now) < young]
 
     def _remove_blobs(self, digests: list[str]) -> int:
-        """Remove what no entry needs, unless that cannot be known; how many went."""
+        """Remove blobs that no entry needs, unless a document could not be read; returns how many."""
         if self.scan.unread:
             return 0
         stay = set() if self.report.dry_run else self.remover.blobs(digests)
@@ -357,7 +359,7 @@ class _Collection:
             self._remove(file.path)
 
     def _restored(self, file: File) -> bool:
-        # A collection that was killed may have left aside the cubin of an entry that came to be in that moment.
+        # A killed collection may have left aside the cubin of an entry that was published at that moment.
         digest = file.path.name[1:65]
         if not (is_digest(digest) and file.path.parent == self.root.blob_path(digest).parent):
             return False
@@ -368,8 +370,8 @@ class _Collection:
         return self.report.dry_run or self.publisher.give(file.path, self.root.blob_path(digest))
 
     def _signatures(self) -> None:
-        """Signatures over what is no more. One is published before its document, with a new stamp if it was there
-        already: so a young one may be waiting for that, and one that changed since the scan is put back.
+        """Remove signatures over removed documents. A signature is published before its document, with a new stamp if
+        it was there already: a young one may precede its document, and one that changed since the scan is put back.
         """
         if self.scan.unread:
             return
@@ -385,7 +387,7 @@ class _Collection:
     def _leftovers(self) -> None:
         evicted = {each.key for each in self.report.evicted}
         for file in self.scan.locks:
-            # Where there is no entry it may be being made: such a lock is left until it is old.
+            # Without an entry, a build may be running: such a lock stays until it is old.
             done = file.path.stem in evicted or file.path.stem in self.scan.entries
             old = abs(self.now - file.stamp) > STALE_SECONDS * _SECOND
             if (done or old) and self.remover.lock(file.path, remove=not self.report.dry_run):

@@ -1,4 +1,4 @@
-"""Files that a person names: a bundle, a key. Links are followed, other than in a store."""
+"""Files that the user names: a bundle, a key. Links are followed here, unlike in a store."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from fusekit.store.files import close, file_error
 
 @contextlib.contextmanager
 def given_file(path: Path, what: str, remedy: str = "check the path") -> Iterator[tuple[BinaryIO, os.stat_result]]:
-    """The plain file `path`, open for reading, and its status; `what` says what it should be: `bundle`, `key file`.
+    """The plain file `path`, open for reading, and its status. what: what it should be, such as `bundle`.
 
-    Raises UsageError when there is none or it is a folder, a FIFO or a device, StoreError when it cannot be opened or
-    read.
+    Raises UsageError if there is none or it is a folder, a FIFO or a device, StoreError if it cannot be opened or read.
     """
     try:
         # O_NONBLOCK: opening a FIFO must not wait for a writer.

@@ -1,9 +1,9 @@
-"""What a compiled kernel is filed under.
+"""Keys: what a compiled kernel is stored under.
 
 A key is a SHA-256 over *labelled fields*: everything that can change the cubin or its launch record, and nothing
-else. Each field goes into the hash as label and payload, both preceded by their length, so no two different sets of
-fields can run together into the same bytes. The fields are kept in the entry beside the key, so that a miss can be
-explained field by field and an entry that was moved under another key betrays itself.
+else. Each field goes into the hash as label and payload, both preceded by their length, so that two different sets of
+fields never give the same bytes. The entry holds the fields with the key, so that a miss can be explained field by
+field, and an entry that was moved to another key is detected.
 
 In a key: the schema version, the canonical device spec, the architecture, every toolchain distribution with its
 version, the compile options, the digest of each source file that takes part. Never in a key: a path of this machine,
@@ -23,7 +23,7 @@ from functools import lru_cache
 from fusekit.errors import FusekitError, install
 
 SCHEMA = 1
-"""Version of the key fields and of the entry. A change of meaning of either raises it."""
+"""Version of the key fields and of the entry, raised when the meaning of either changes."""
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
@@ -42,11 +42,11 @@ def sha256(data: bytes) -> str:
 
 
 def canonical_json(value: object, what: str = "value") -> str:
-    """`value` as the one JSON text that stands for it: keys sorted, no spaces, ASCII, finite numbers.
+    """The canonical JSON text of `value`: keys sorted, no spaces, ASCII, finite numbers.
 
-    `what` names the value in an error. Raises `FusekitError` for anything that JSON has no exact form for: a NaN or
-    an infinity, a key that is no string, an object of any other type. A value without a fixed form has no identity,
-    and guessing one (`repr`, pickle) would let two different kernels share a key.
+    what: name of the value in errors. Raises `FusekitError` for a value without an exact form in JSON: NaN, infinity, a
+    key that is not a string, other types. Any form guessed for those (`repr`, pickle) could give two different kernels
+    one key.
     """
     if type(value) in _EXACT:
         return _scalar(value)
@@ -72,7 +72,7 @@ def key_fields(
     `device_spec`: what decides the cubin, JSON types only; one field per top-level entry, `spec.<name>`.
     `arch`: target architecture such as `sm_90a`. `toolchain`: distribution -> version, not empty; `toolchain.<name>`.
     `options`: the compiler's option string. `sources`: path relative to the package -> SHA-256 of the file; not
-    empty; `source.<path>`. Raises `FusekitError` for a value that cannot be identified.
+    empty; `source.<path>`. Raises `FusekitError` for a value without a canonical form.
     """
     common = common_fields(arch=arch, toolchain=toolchain, options=options, sources=sources)
     return with_spec(common, device_spec)

@@ -1,7 +1,7 @@
-"""What may lie in a store: the names that fusekit gives, and walking over them.
+"""The folders and file names of a store, and walking over them.
 
-Whatever has another name, or is no plain file in no plain folder, is a stranger's: it is named to the user, never
-opened and never removed. Folders are opened as `fusekit.store.folders` does, so no link is followed.
+A file with another name, or one that is not a plain file in a plain folder, is not fusekit's: it is reported, never
+opened and never removed. Folders are opened with `fusekit.store.folders`, so no link is followed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fusekit.store.names import FOLDER, RECORD
 
 _OWNER = r"[0-9a-f]{12}-[0-9]{1,10}-[0-9a-f]{12}"
 _TEMPORARY = re.compile(rf"\.(.+)\.{_OWNER}{re.escape(TEMPORARY_SUFFIX)}", re.DOTALL)
-_CUT = 160  # letters of a name that a temporary keeps: see Publisher.temporary
+_CUT = 160  # characters of a name that a temporary keeps: see Publisher.temporary
 _PAIR = re.compile(r"[0-9a-f]{2}")
 _DIGEST = r"([0-9a-f]{2})/(\1[0-9a-f]{62})"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of a store's folders. parts: its own path; between: names of the folders between it and files, None where
-    files lie in it; ours: path of a file of ours below it.
+    """A folder of a store. parts: its path; between: names of the folders between it and files, None if files are
+    directly in it; ours: path, below it, of a file that fusekit writes.
     """
 
     parts: tuple[str, ...]
@@ -49,13 +49,14 @@ PARTS = (BLOBS, ENTRIES, NAMES, SIGNATURES, USED, LEASES, LOCKS, TUNING)
 
 MARKER = "fusekit-store.json"
 ROOT = Part((), None, re.compile(rf"{re.escape(MARKER)}|now"))
-"""The root: of its own files, a collection removes temporaries; whatever else lies there is not spoken of."""
+"""The root itself: a collection removes temporaries there, and ignores other files."""
 
 
 @dataclass(slots=True)
-class Found:
-    """What a walk came by. kind: "file" or "temporary", of ours; "link", in the place of a folder; "stray". at: of the
-    open folder that it lies in, until the walk goes on. status: of files and temporaries, if it was asked for.
+class Node:
+    """A file that a walk visits. kind: "file" or "temporary" (written by fusekit), "link" (where a folder should be) or
+    "stray". at: descriptor of its open folder, valid until the walk continues. status: of files and temporaries, if
+    requested.
     """
 
     kind: str
@@ -64,37 +65,37 @@ class Found:
     status: os.stat_result | None = None
 
 
-def walk(folders: Folders, part: Part, status: bool = False) -> Iterator[Found]:
-    """What lies in `part`, in no order. StoreError where a folder cannot be listed."""
+def walk(folders: Folders, part: Part, status: bool = False) -> Iterator[Node]:
+    """The files in `part`, in no order. StoreError if a folder cannot be listed."""
     for depth in range(1, len(part.parts)):
         yield from _folder(folders, part, part.parts[:depth], status)
     yield from _folder(folders, part, part.parts, status)
 
 
-def strays(folders: Folders) -> Iterator[Found]:
-    """What is not fusekit's in the folders of a store: kinds "stray" and "link"."""
+def strays(folders: Folders) -> Iterator[Node]:
+    """Files in the folders of a store that fusekit did not write: kinds "stray" and "link"."""
     for part in PARTS:
-        yield from (found for found in walk(folders, part) if found.kind in ("stray", "link"))
+        yield from (node for node in walk(folders, part) if node.kind in ("stray", "link"))
 
 
 def open_to_all(folders: Folders) -> list[Path]:
-    """Folders of a store in which every user of the machine may write: whoever does may add kernels."""
-    found: dict[Path, None] = {}
+    """Folders of a store in which every user of the machine may write, and so add kernels."""
+    writable: dict[Path, None] = {}
     below = [(), *((part.parts[:depth]) for part in PARTS for depth in range(1, len(part.parts) + 1))]
     for parts in dict.fromkeys(below):
         with contextlib.suppress(OSError), folders.at(*parts, listed=True) as at:
             path = folders.root.joinpath(*parts)
             if os.fstat(at).st_mode & stat.S_IWOTH:
-                found[path] = None
+                writable[path] = None
             with os.scandir(at) as listed:
-                for each in listed if parts else ():
-                    if each.is_dir(follow_symlinks=False) and each.stat(follow_symlinks=False).st_mode & stat.S_IWOTH:
-                        found[path / each.name] = None
-    return sorted(found)
+                for child in listed if parts else ():
+                    if child.is_dir(follow_symlinks=False) and child.stat(follow_symlinks=False).st_mode & stat.S_IWOTH:
+                        writable[path / child.name] = None
+    return sorted(writable)
 
 
-def _folder(folders: Folders, part: Part, at: tuple[str, ...], status: bool) -> Iterator[Found]:
-    """What lies in the folder `at`, and below it, of the walk over `part`."""
+def _folder(folders: Folders, part: Part, at: tuple[str, ...], status: bool) -> Iterator[Node]:
+    """The files in the folder `at`, and below it, of the walk over `part`."""
     path = f"{folders.root}/{'/'.join(at)}"
     above = part.parts[len(at)] if len(at) < len(part.parts) else None  # the one folder that belongs here
     between = part.between if at == part.parts else None
@@ -102,37 +103,37 @@ def _folder(folders: Folders, part: Part, at: tuple[str, ...], status: bool) -> 
     below: list[str] = []
     try:
         with folders.at(*at, listed=True) as descriptor, os.scandir(descriptor) as listed:
-            for each in listed:
-                name = each.name
+            for child in listed:
+                name = child.name
                 if name == above:
                     continue
-                if between is not None and between.fullmatch(name) and each.is_dir(follow_symlinks=False):
+                if between is not None and between.fullmatch(name) and child.is_dir(follow_symlinks=False):
                     below.append(name)
                     continue
-                what = "link" if between is not None and each.is_symlink() else "stray"
-                if above is None and between is None and each.is_file(follow_symlinks=False):
+                what = "link" if between is not None and child.is_symlink() else "stray"
+                if above is None and between is None and child.is_file(follow_symlinks=False):
                     what = kind(part, name, prefix)
-                found = Found(what, Path(f"{path}/{name}"), descriptor)
+                node = Node(what, Path(f"{path}/{name}"), descriptor)
                 if status and what in ("file", "temporary"):
                     try:
-                        found.status = each.stat(follow_symlinks=False)
+                        node.status = child.stat(follow_symlinks=False)
                     except FileNotFoundError:
                         continue  # gone since
-                yield found
+                yield node
     except FileNotFoundError:
         return
     except NotADirectoryError:
-        yield Found("stray", Path(path))
+        yield Node("stray", Path(path))
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise store_error(path, "list", error) from error
-        yield Found("link", Path(path))
+        yield Node("link", Path(path))
     for name in below:
         yield from _folder(folders, part, (*at, name), status)
 
 
 def kind(part: Part, name: str, prefix: str = "") -> str:
-    """ "file", "temporary" or "stray": what a plain file of the name `name` is in `part`, in the folder `prefix`/."""
+    """Kind of a plain file called `name` in the folder `prefix`/ of `part`: "file", "temporary" or "stray"."""
     if part.ours.fullmatch(prefix + name):
         return "file"
     if (match := _TEMPORARY.fullmatch(name)) and (

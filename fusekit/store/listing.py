@@ -20,7 +20,7 @@ T = TypeVar("T")
 _PAUSES = (0.01, 0.05)  # seconds
 
 SUMMARY = frozenset({"cubin_sha256", "bytes", "registers", "spill_bytes", "seconds", "launches", "entry_bytes"})
-"""What the summary of a name record must have to be used."""
+"""Members that a summary of a name record needs to be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +33,15 @@ class NameListing:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a search over names found: good records, one for a name and architecture, and what was wrong with others."""
+    """The result of a search: good records, one for each name and architecture, and the problems of others."""
 
     names: tuple[NameListing, ...]
     problems: tuple[str, ...]
 
 
-class Row(NamedTuple):  # of which a listing makes thousands, faster than dataclasses
-    """A name and what it stands for. bytes: of the cubin; registers, spill_bytes: None where the entry has none;
-    root: path of the one that has the name. part_of: `file/layer` of the layer of a model that it is a
-    kernel of, None for others.
+class Row(NamedTuple):  # a listing has thousands, and dataclasses are slower
+    """A name and its kernel. bytes: of the cubin. registers, spill_bytes: None if the entry has none. root: path of the
+    root that has the name. part_of: `file/layer` for a kernel of a layer of a model, else None.
     """
 
     name: str
@@ -57,17 +56,17 @@ class Row(NamedTuple):  # of which a listing makes thousands, faster than datacl
 
     @classmethod
     def of(cls, record: NameRecord | Brief, summary: Mapping[str, Any], root: Path) -> Row:
-        """summary: of the entry that `record` stands for; see `Entry.summary`."""
+        """The row of `record`. summary: of its entry; see `Entry.summary`."""
         resources = summary["registers"], summary["spill_bytes"]
         whole = record.name.partition("@")[0].rpartition(".")[0] if names.is_of_layer(record) else None
-        found = record.name, record.arch, record.key, summary["cubin_sha256"], summary["bytes"]
-        return cls(*found, *resources, root, whole)
+        kernel = record.name, record.arch, record.key, summary["cubin_sha256"], summary["bytes"]
+        return cls(*kernel, *resources, root, whole)
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What the roots hold: rows by name and architecture, and what was wrong with what was left out. unlisted: whether
-    that was a whole root.
+    """The kernels of all roots: rows by name and architecture, and problems of those that were left out. unlisted:
+    whether a root could not be listed.
     """
 
     rows: tuple[Row, ...]
@@ -80,42 +79,42 @@ class _Problems(list[str]):
 
 
 def search(roots: Sequence[Root], pattern: str, arch: str | None) -> Listing:
-    """What `pattern` means: a file's stem, a kernel, a layer of a model, a full name, or a glob; sorted. Of several
-    roots of the store that have a name the first one counts.
+    """The names that `pattern` matches: a file's stem, a kernel, a layer of a model, a full name or a glob; sorted. The
+    first root that has a name counts.
     """
     problems = _Problems()
-    found = _search(roots, pattern, arch, Root.name, problems)
-    return Listing(tuple(NameListing(record, root.path) for record, root in found), tuple(problems))
+    records = _search(roots, pattern, arch, Root.name, problems)
+    return Listing(tuple(NameListing(record, root.path) for record, root in records), tuple(problems))
 
 
 def recorded(root: Root, pattern: str, arch: str | None = None) -> list[tuple[str, str]]:
-    """Full name and architecture of every record in `root` that `pattern` matches, damaged ones too; sorted. Reads
-    none of them.
+    """Full name and architecture of every record in `root` that `pattern` matches, damaged ones too; sorted. Reads no
+    record.
     """
     stem = pattern.partition("/")[0]
-    found = []
+    matching = []
     for folder, filename in root.name_files(None if is_glob(stem) else stem) if stem else ():
         with contextlib.suppress(IntegrityError):
             where = names.of_path(folder, filename)
             if names.matches(pattern, where[0]) and arch in (None, where[1]):
-                found.append(where)
-    return sorted(found)
+                matching.append(where)
+    return sorted(matching)
 
 
 def overview(roots: Sequence[Root], pattern: str, arch: str | None) -> Overview:
-    """As `search`, with what the entries say, for people to look at: neither entries nor specs are taken apart."""
+    """As `search`, with the summaries of entries, for display: neither entries nor specs are parsed."""
     problems = _Problems()
     rows = []
     for brief, root in _search(roots, pattern, arch, Root.brief, problems):
         try:
-            told = _summary(roots, brief)
+            summary = _summary(roots, brief)
         except (IntegrityError, StoreError) as error:
             problems.append(str(error))
             continue
-        if told is None:
-            problems.append(f"{brief.name} for {brief.arch} stands for entry {brief.key}, which no root holds")
+        if summary is None:
+            problems.append(f"{brief.name} for {brief.arch} points to entry {brief.key}, which no root holds")
             continue
-        rows.append(Row.of(brief, told, root.path))
+        rows.append(Row.of(brief, summary, root.path))
     return Overview(tuple(rows), tuple(problems), problems.unlisted)
 
 
@@ -126,10 +125,10 @@ def _search(
     read: Callable[[Root, str, str], T | None],
     problems: _Problems,
 ) -> list[tuple[T, Root]]:
-    for each in names.readings(pattern):
-        found = _matching(roots, each, arch, read, problems)
-        if found or problems:
-            return found
+    for reading in names.readings(pattern):
+        records = _matching(roots, reading, arch, read, problems)
+        if records or problems:
+            return records
     return []
 
 
@@ -144,20 +143,20 @@ def _matching(
     if not is_glob(stem) and not names.is_part(stem):
         return []
     file = None if is_glob(stem) else stem
-    # A folder may hold thousands of names: what cannot be meant is not even taken apart.
+    # A folder may hold thousands of names: those that cannot match are not parsed.
     exact = bool(kernel) and not is_glob(pattern)
     start = kernel + ("." if "@" in kernel else "@") if exact else re.split(r"[*?[]", kernel, maxsplit=1)[0]
 
     def look() -> list[tuple[T, Root]]:
-        found: dict[tuple[str, str], tuple[T, Root]] = {}
+        records: dict[tuple[str, str], tuple[T, Root]] = {}
         for root in roots:
             try:
                 for folder, filename in root.name_files(file, start):
                     try:
                         where = names.of_path(folder, filename)
                         wanted = names.matches(pattern, where[0]) and arch in (None, where[1])
-                        if wanted and where not in found and (record := read(root, *where)) is not None:
-                            found[where] = record, root
+                        if wanted and where not in records and (record := read(root, *where)) is not None:
+                            records[where] = record, root
                     except OtherSchemaError:
                         continue
                     except (IntegrityError, StoreError) as error:
@@ -165,21 +164,20 @@ def _matching(
             except StoreError as error:
                 problems.append(str(error))
                 problems.unlisted = True
-        return [found[where] for where in sorted(found)]
+        return [records[where] for where in sorted(records)]
 
     for pause in _PAUSES if exact else ():
-        found = look()
-        # Nothing of that name is to be seen: a collection may have it aside, to remove it or to put it back.
-        if found or problems or not any(root.has_temporary_name(stem, start) for root in roots):
-            return found
+        records = look()
+        # If nothing has that name, a collection may have moved it aside, to remove it or to put it back.
+        if records or problems or not any(root.has_temporary_name(stem, start) for root in roots):
+            return records
         time.sleep(pause)
     return look()
 
 
 def _summary(roots: Sequence[Root], brief: Brief) -> Mapping[str, Any] | None:
-    """The record's own copy, as long as a file of the size that the copy states lies in the entry's place; where it
-    does not, or where an entry has to be signed, that itself is read. None where there is none; IntegrityError or
-    StoreError where it cannot be.
+    """The summary in the record, if the entry's file has the size that it gives; otherwise, and if entries must be
+    signed, that of the entry. None if there is no entry; IntegrityError or StoreError if it cannot be read.
     """
 
     def read(root: Root) -> Mapping[str, Any] | None:

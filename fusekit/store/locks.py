@@ -1,8 +1,7 @@
-"""Locks of builders and of collections. They guarantee nothing: every answer of theirs may be wrong. Those of builders
-save work, and the store is right without them.
+"""Locks of builders and of collections. They only save work: the store is correct without them.
 
-An advisory lock (flock) is held by an open file, so the system lets go of it when its holder dies. On many network
-mounts it stops at the host: then two hosts may compile one kernel twice, and the first one's stands.
+An advisory lock (flock) belongs to an open file, so the system releases it when its holder dies. On many network mounts
+it does not reach other hosts: then two hosts may compile a kernel twice, and the first entry is kept.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from fusekit.store.files import close, store_error
 from fusekit.store.publishing import Publisher
 
 PATIENCE = 600.0
-"""Seconds that a builder waits for another one's kernel before he makes it himself, and a collection for another."""
+"""Seconds that a builder waits for a kernel of another one before it builds it itself, and a collection for another."""
 
 _POLL_SECONDS = 0.05
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class HeldError(Exception):
-    """Somebody else has the lock."""
+    """Another process, or thread, holds the lock."""
 
 
 def acquire(path: Path, publisher: Publisher, patience: float) -> Callable[[], None] | None:
-    """Lock `path` and return what lets go of it; None where locks do not work. Raises HeldError if somebody held it for
-    `patience` seconds, StoreError where not even the folder of locks can be made: nothing could be published either.
+    """Lock `path` and return the function that releases it; None if locks do not work. Raises HeldError if it was held
+    for `patience` seconds, StoreError if the folder of locks cannot be made: nothing could be published either.
     """
     try:
         import filelock  # noqa: F401
@@ -40,28 +39,28 @@ def acquire(path: Path, publisher: Publisher, patience: float) -> Callable[[], N
     while True:
         try:
             with publisher.at(path.parent) as at:
-                # Whoever may write in the store may lock; the umask applies.
+                # Who may write in the store may lock; the umask applies.
                 descriptor = os.open(path.name, _FLAGS | os.O_CREAT, 0o666, dir_fd=at)
-                held = _held(descriptor, path.name, at)
+                release = _lock(descriptor, path.name, at)
         except (OSError, NotImplementedError) as error:
             if isinstance(error, FileNotFoundError) and not path.parent.exists():
                 raise store_error(path, "lock", error) from error
             return None
-        if held is not None:
-            return held
+        if release is not None:
+            return release
         if time.monotonic() >= deadline:
             raise HeldError
         time.sleep(_POLL_SECONDS)
 
 
 def discard(name: str, at: int, remove: bool = True) -> bool:
-    """Remove the lock file `name` of the open folder `at` unless somebody holds it; whether it was, or without
-    `remove` would be, removed.
+    """Remove the lock file `name` of the open folder `at` unless it is held. Returns whether it was removed, or without
+    `remove` would be.
 
-    It is held while it is removed, and a waiter that gets hold of a file without a name tries again.
+    It is locked while it is removed, and a waiter that locks a file without a name tries again.
     """
     with contextlib.suppress(ImportError, OSError):
-        release = _held(os.open(name, _FLAGS, dir_fd=at), name, at)
+        release = _lock(os.open(name, _FLAGS, dir_fd=at), name, at)
         if release is not None:
             try:
                 if remove:
@@ -72,11 +71,11 @@ def discard(name: str, at: int, remove: bool = True) -> bool:
     return False
 
 
-def _held(descriptor: int, name: str, at: int) -> Callable[[], None] | None:
-    """Lock the open file `name` of the open folder `at`, and return what lets go of it; None where it is held by
-    somebody else, or has lost its name. Closes `descriptor` then, or in letting go. OSError where locks do not work.
+def _lock(descriptor: int, name: str, at: int) -> Callable[[], None] | None:
+    """Lock the open file `name` of the open folder `at`, and return the function that releases it; None if it is held,
+    or has lost its name. Closes `descriptor` then, or on release. OSError if locks do not work.
     """
-    # The library is given a descriptor: by itself it would open a path, and follow what folders have become.
+    # The library gets a descriptor: given a path it would follow links.
     from filelock import lock_descriptor, unlock_descriptor
 
     def release() -> None:

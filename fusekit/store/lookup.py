@@ -22,23 +22,23 @@ from fusekit.store.verify import Inspect, VerifyReport, verify
 
 T = TypeVar("T")
 
-# Seconds between the looks of who misses what should be there: a collection has it aside and is about to put it back
-# or to remove it for good, or a network file system does not show it yet.
+# Seconds between attempts to read a file that should be there: a collection has moved it aside, or a network file
+# system does not show it yet.
 _PAUSES = (0.01, 0.05, 0.25, 1.0)
 
 
 class _CubinMissingError(IntegrityError):
-    """An entry is there and its cubin is in no root."""
+    """There is an entry, and no root has its cubin."""
 
 
 class Lookup:
     """Finds kernels in `root` and then in `read_only`.
 
-    A record that is missing, damaged or unreadable in one root is looked for in the next. Only when none has a good
-    one is the first problem raised; None means that no root has anything of that name.
+    A file that is missing, damaged or unreadable in one root is read from the next. The first error is raised only if
+    no root has it good; None means that no root has it.
 
-    trust: the keys of which one must have signed whatever is read, in every root; None: digests alone are checked.
-    publisher: of `root`, where what is found is marked as used.
+    trust: the keys of which one must have signed every document, in every root; None: only digests are checked.
+    publisher: writes to `root`, where kernels that are looked up are marked as used.
     """
 
     def __init__(self, root: Path, read_only: Sequence[Path], trust: Trust | None, publisher: Publisher) -> None:
@@ -52,17 +52,17 @@ class Lookup:
     def tuning_tables(self, arch: str) -> list[tuple[Path, bytes]]:
         """(path, bytes) of every root's tuning table for `arch`, in the order of the roots.
 
-        One that cannot be read, or that none of the trusted keys signed, is left out.
+        A table that cannot be read, or that no trusted key signed, is left out.
         """
-        found = [(root.tuning_path(arch), quietly(root.tuning, arch)) for root in self.roots]
-        return [(path, data) for path, data in found if data is not None]
+        tables = [(root.tuning_path(arch), quietly(root.tuning, arch)) for root in self.roots]
+        return [(path, data) for path, data in tables if data is not None]
 
     def find_entry(self, key: str) -> Entry | None:
-        """The entry of `key`, checked: its digest, its key fields, that it lies under its own key."""
+        """The entry of `key`, checked: its digest, and that its fields give that key."""
         return self._first_good(lambda root: root.entry(key))
 
     def read_cubin(self, entry: Entry) -> bytes:
-        """The cubin of `entry`, from whichever root has it whole; IntegrityError when none does."""
+        """The cubin of `entry`, from the first root that has it whole; IntegrityError if none does."""
         cubin = self._first_good(lambda root: root.blob(entry.cubin_sha256, entry.cubin_bytes))
         if cubin is None:
             raise _CubinMissingError(
@@ -73,10 +73,10 @@ class Lookup:
         return cubin
 
     def load(self, key: str, *, mark: bool = True) -> tuple[Entry, bytes] | None:
-        """Entry and cubin of `key`, both checked, for use: it is marked as used now (not with `mark` False).
+        """Entry and cubin of `key`, both checked. Marks the entry as used, unless `mark` is False.
 
-        An entry whose cubin is lost does not hide a lower root's entry that has its own. Where a cubin is missing, or
-        an entry that has a mark, the look is repeated a few times: a collection may have it in its hands.
+        An entry that lost its cubin does not hide one in a lower root. If a cubin is missing, or an entry that has a
+        mark, it is read again a few times: a collection may have moved it aside.
         """
 
         def read(root: Root) -> tuple[Entry, bytes] | None:
@@ -86,9 +86,9 @@ class Lookup:
         marked = mark and self._mark(key)
         for pause in _PAUSES:
             try:
-                found = self._first_good(read)
-                if found is not None or not (marked or (mark and self.roots[0].has_entry_aside(key))):
-                    return found
+                kernel = self._first_good(read)
+                if kernel is not None or not (marked or (mark and self.roots[0].has_entry_aside(key))):
+                    return kernel
             except _CubinMissingError:
                 pass
             time.sleep(pause)
@@ -99,9 +99,9 @@ class Lookup:
         return self._first_good(read)
 
     def present(self, key: str, *, mark: bool = True) -> Entry | None:
-        """The entry of `key`, if some root has it good and its cubin whole; marks it as used (not with `mark` False).
+        """The entry of `key`, if a root has it good, with its cubin. Marks it as used, unless `mark` is False.
 
-        For builders, to whom what is damaged is missing: they replace it.
+        For builders, which treat damaged files as missing, and replace them.
         """
 
         def look() -> Entry | None:
@@ -117,14 +117,15 @@ class Lookup:
         return self._patiently(key, look) if mark else look()
 
     def settled(self, record: NameRecord) -> Mapping[str, Any] | None:
-        """The summary of the kernel of `record` (see `Entry.summary`) if nothing is left to do for it; marks it used.
+        """The summary of the kernel of `record` (see `Entry.summary`) if it need not be built or published; marks it as
+        used.
 
-        Nothing is, if the first root with that name has this very record, and one root has entry and cubin in the
-        sizes that it states. For builders with thousands of names: neither entry nor cubin is read. None says only
-        that `present` and `publish_name` have to look more closely.
+        That is so if the first root with that name has this very record, and a root has entry and cubin with the sizes
+        in it. For builders with thousands of names: neither entry nor cubin is read. None means that `present` and
+        `publish_name` must check.
         """
         self._mark(record.key)
-        if self.trust is not None:  # then the entry's signature has to be looked at
+        if self.trust is not None:  # then the entry's signature must be checked
             return None
         for root in self.roots:
             try:
@@ -135,89 +136,91 @@ class Lookup:
                 break
         else:
             return None
-        if not brief.says(record) or not brief.summary.keys() >= listing.SUMMARY:
+        if not brief.equals(record) or not brief.summary.keys() >= listing.SUMMARY:
             return None
-        # Stamps of two roots are of two clocks.
+        # Stamps of two roots come from two clocks.
         named = root.stamp_of_name(record.name, record.arch)
-        settled = (each.is_settled(record.key, brief.summary, named if each is root else None) for each in self.roots)
+        settled = (
+            other.is_settled(record.key, brief.summary, named if other is root else None) for other in self.roots
+        )
         return brief.summary if any(settled) else None
 
     def signatures(self, data: bytes) -> dict[str, bytes]:
-        """Key id -> signature, of every signature that a root has over the document `data`; unchecked."""
-        digest, found = sha256(data), dict[str, bytes]()
+        """Key id -> signature, for every signature that a root has over the document `data`; unchecked."""
+        digest, signatures = sha256(data), dict[str, bytes]()
         for root in self.roots:
-            found |= root.signatures(digest)
-        return found
+            signatures |= root.signatures(digest)
+        return signatures
 
     def find_name(self, name: str, arch: str) -> NameRecord | None:
-        """The record of the full name `name` for `arch`."""
+        """The record of the full name `name` for `arch`; None if there is none."""
 
         def look() -> NameRecord | None:
             return self._first_good(lambda root: root.name(name, arch))
 
         file, kernel, variant = names.split(name)
         for pause in _PAUSES:
-            found = look()
+            record = look()
             start = f"{kernel}@{variant}.{arch}."
-            if found is not None or not any(root.has_temporary_name(file, start) for root in self.roots):
-                return found
+            if record is not None or not any(root.has_temporary_name(file, start) for root in self.roots):
+                return record
             time.sleep(pause)
         return look()
 
     def variants(self, name: str, arch: str) -> list[NameRecord]:
-        """Records of every variant of the kernel `name` (`<file>/<kernel>`) for `arch`, sorted by name; empty when
-        none, as for a layer of a model.
+        """Records of every variant of the kernel `name` (`<file>/<kernel>`) for `arch`, sorted by name; empty if there
+        are none, as for a layer of a model.
         """
-        found = self.listing(name, arch)
-        if not found.names and found.problems:
-            raise IntegrityError(found.problems[0])
-        return [each.record for each in found.names if not each.record.name.startswith(f"{name}.")]
+        listing = self.listing(name, arch)
+        if not listing.names and listing.problems:
+            raise IntegrityError(listing.problems[0])
+        return [listed.record for listed in listing.names if not listed.record.name.startswith(f"{name}.")]
 
     def names(self, pattern: str = "*", arch: str | None = None) -> list[NameListing]:
-        """What `pattern` means in this store: a file's stem, a kernel, a layer of a model, a full name or a glob;
-        sorted. Damaged ones are left out.
+        """The names that `pattern` matches: a file's stem, a kernel, a layer of a model, a full name or a glob; sorted.
+        Damaged ones are left out.
         """
         return list(self.listing(pattern, arch).names)
 
     def listing(self, pattern: str = "*", arch: str | None = None) -> Listing:
-        """As `names`, with what was wrong with the records that were left out."""
+        """As `names`, with the problems of the records that were left out."""
         return listing.search(self.roots, pattern, arch)
 
     def recorded(self, pattern: str = "*", arch: str | None = None) -> dict[tuple[str, str], Path]:
-        """Full name and architecture of every record that `pattern` means, with the path of the first root that has
-        it. Reads none of them: a damaged one counts, too.
+        """Full name and architecture of every record that `pattern` matches, with the path of the first root that has
+        it. Reads no record: a damaged one counts, too.
         """
-        found: dict[tuple[str, str], Path] = {}
-        for each in names.readings(pattern):
+        paths: dict[tuple[str, str], Path] = {}
+        for reading in names.readings(pattern):
             for root in self.roots:
-                for where in listing.recorded(root, each, arch):
-                    found.setdefault(where, root.path)
-            if found:
+                for where in listing.recorded(root, reading, arch):
+                    paths.setdefault(where, root.path)
+            if paths:
                 break
-        return dict(sorted(found.items()))
+        return dict(sorted(paths.items()))
 
     def overview(self, pattern: str = "*", arch: str | None = None) -> Overview:
-        """What the roots hold of `pattern`, with size and registers of each kernel; see `Row`."""
+        """The kernels that `pattern` matches, with size and registers of each; see `Row`."""
         return listing.overview(self.roots, pattern, arch)
 
     def absent(self) -> tuple[str, ...]:
-        """Of each read-only root that is no store, why: most often its file system is not mounted."""
+        """Why read-only roots are not stores, one text for each: most often a file system is not mounted."""
         return tuple(why for root in self.roots[1:] if (why := marker.absence(root.path)) is not None)
 
     def not_built(self, name: str, arch: str | None = None, detail: str = "") -> NotBuiltError:
-        """The error for `name`, which no root has: with the variants of its kernel that there are."""
+        """The error for `name`, which no root has; it names the variants of its kernel that are there."""
         kernel, variant = name.partition("@")[::2]
         if variant and not detail and not is_glob(name):
-            there = sorted({listed.record.name for listed in self.names(kernel, arch)})
-            detail = f"there are {some(there)}" if there else ""
+            variants = sorted({listed.record.name for listed in self.names(kernel, arch)})
+            detail = f"there are {some(variants)}" if variants else ""
         return NotBuiltError.of(name, arch, detail, self.absent())
 
     def verify(self, full: bool = False, inspect: Inspect | None = None) -> VerifyReport:
-        """Check every root: see `VerifyReport`. `full` hashes every blob too and has `inspect` look at documents."""
+        """Check every root: see `VerifyReport`. `full` also hashes every blob and runs `inspect` on every document."""
         return verify(self.roots, full, inspect)
 
     def renew(self, make: bool = False) -> None:
-        """Say that the leases of this store are still held; every look-up says so, too. make: see `marks.Lease`."""
+        """Renew the leases of this store; every look-up renews them, too. make: see `marks.Lease`."""
         for lease in self._leases:
             lease.renew(make)
 
@@ -228,24 +231,24 @@ class Lookup:
 
     def _mark(self, key: str) -> bool:
         self.renew()
-        own = self.roots[0]
+        root = self.roots[0]
         try:
-            own.check()
+            root.check()
         except StoreError:
             return False
-        return marks.mark(self._publisher.folders, key, own.entry_file(key))
+        return marks.mark(self._publisher.folders, key, root.entry_file(key))
 
-    def _patiently(self, key: str, look: Callable[[], T | None], sure: bool = False) -> T | None:
-        """What `look` finds of the entry of `key`, which is marked first. If it has a mark and is not there, a
-        collection may have it aside at this moment, and will see the mark: then it is looked again. sure: who has
-        marked and found it already; that mark may be aside, too, so that there is nothing to mark now.
+    def _patiently(self, key: str, look: Callable[[], T | None], marked: bool = False) -> T | None:
+        """The result of `look` for the entry of `key`, which is marked first. If it has a mark and is missing, a
+        collection may have moved it aside, and will see the mark: `look` is called again. marked: the caller has marked
+        and read it before; that mark may be aside, too.
         """
-        wanted, own = self._mark(key) or sure, self.roots[0]
+        marked, root = self._mark(key) or marked, self.roots[0]
         for pause in _PAUSES:
-            found = look()
-            if found is not None or not wanted or exists(own.entry_path(key)):
-                return found
-            if not own.has_entry_aside(key):
+            result = look()
+            if result is not None or not marked or exists(root.entry_path(key)):
+                return result
+            if not root.has_entry_aside(key):
                 break  # put back since, or gone
             time.sleep(pause)
         return look()

@@ -1,7 +1,7 @@
-"""Whether a folder is a store: the marker, a file at its root that says which format it has.
+"""The marker: a file at the root of a store with its format.
 
-The marker is written before anything else, so that nobody can write, or collect, in a folder that is something else.
-Older stores have none: they are known by what they hold, and get theirs at the next write.
+The marker is written first, so that nothing is ever written or collected in a folder that is not a store. Older stores
+have none: they are recognised by their files, and get a marker at the next write.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from fusekit.errors import IntegrityError, NoStoreError, StoreError
 from fusekit.store.documents import LIMIT, unseal
 from fusekit.store.files import exists, read_file, revalidate, store_error
-from fusekit.store.folders import Folders, said
+from fusekit.store.folders import Folders, printable
 from fusekit.store.layout import BLOBS, ENTRIES, MARKER, PARTS, ROOT, kind, strays, walk
 from fusekit.store.publishing import Publisher
 
@@ -23,14 +23,14 @@ FORMAT = 1
 
 DATA = f'{{"fusekit_store":{FORMAT}}}\n'.encode()
 _MARKER_LIMIT = 4096
-_TRIES = 64  # entries that are read to know a store by
-# What a new file system, or one with snapshots, has at its root.
+_TRIES = 64  # entries that are read to recognise a store
+# What a new file system, or one with snapshots, has in its root folder.
 _NOT_COUNTED = frozenset({"lost+found", ".snapshot", ".snapshots", ".zfs"})
 
 
 def check_format(root: Path, at: int | None = None) -> bool:
     """Whether the store at `root` has a marker. at: the root, open. Raises NoStoreError for one of a later format,
-    IntegrityError for a file that is no marker, StoreError where it cannot be read.
+    IntegrityError for a file that is not a marker, StoreError if it cannot be read.
     """
     path = root / MARKER
     data = read_file(path, limit=_MARKER_LIMIT, at=at)
@@ -42,8 +42,8 @@ def check_format(root: Path, at: int | None = None) -> bool:
         version = None
     if type(version) is not int or version < 1:
         raise IntegrityError(
-            f"{path} is no marker of a store; it has the one line {DATA.decode().strip()}; if {root} is a store, write "
-            "that line"
+            f"{path} is not a marker of a store, which has the one line {DATA.decode().strip()}; if {root} is a store, "
+            "write that line"
         )
     if version > FORMAT:
         raise NoStoreError(
@@ -55,41 +55,41 @@ def check_format(root: Path, at: int | None = None) -> bool:
 
 
 def absence(root: Path) -> str | None:
-    """Why nothing can be found at `root`, in words: there is no folder, or a file, it is empty, it is something else.
-    None for a store, and where that cannot be told.
+    """Why there is no store at `root`, in words: no folder, a file, an empty folder, or something else. None for a
+    store, and if that cannot be determined.
     """
     try:
         if not exists(root):
-            return f"there is no folder {said(root)}"
+            return f"there is no folder {printable(root)}"
         if is_file(root):
-            return f"{said(root)} is a file, and no store of fusekit"
+            return f"{printable(root)} is a file, and no store of fusekit"
         if check_format(root):
             return None
         folders = Folders(root)
         if is_empty(folders):
-            return f"{said(root)} is empty"
-        return None if is_known(folders) else f"{said(root)} is no store of fusekit"
+            return f"{printable(root)} is empty"
+        return None if is_known(folders) else f"{printable(root)} is no store of fusekit"
     except (StoreError, IntegrityError):
         return None
 
 
 def is_file(root: Path) -> bool:
-    """Whether it is a file; not where that cannot be told."""
+    """Whether `root` is a file; False if that cannot be determined."""
     return os.path.isfile(root)  # noqa: PTH113 - `Path.is_file` raises where nobody may look
 
 
 def is_empty(folders: Folders) -> bool:
-    """Whether a store may be made here: there is nothing, or what a file system has by itself."""
+    """Whether a store may be created here: the folder has nothing but what a file system puts there."""
     return not _names(folders) - _NOT_COUNTED
 
 
 def is_known(folders: Folders) -> bool:
-    """Whether a folder without a marker is a store: an entry in it is whole, or all in it is what fusekit leaves there,
-    and not cubins alone, which other stores of blobs file in the same way.
+    """Whether a folder without a marker is a store: it has a valid entry, or only files that fusekit writes, and not
+    blobs alone, which other content-addressed stores file in the same way.
     """
-    for tries, found in enumerate(each for each in walk(folders, ENTRIES) if each.kind == "file"):
+    for tries, node in enumerate(node for node in walk(folders, ENTRIES) if node.kind == "file"):
         with contextlib.suppress(IntegrityError, StoreError):
-            unseal(read_file(found.path, limit=LIMIT, at=found.at) or b"", found.path)
+            unseal(read_file(node.path, limit=LIMIT, at=node.at) or b"", node.path)
             return True
         if tries == _TRIES:
             break
@@ -99,16 +99,14 @@ def is_known(folders: Folders) -> bool:
 
 
 def admit(publisher: Publisher) -> None:
-    """Make sure that the root of `publisher` is a store, or make one of an empty folder. Raises NoStoreError for any
-    other.
-    """
+    """Check that the root of `publisher` is a store, or make an empty folder one. NoStoreError for other folders."""
     if not check(publisher.folders):
         with publisher.folders.at() as at:
             publisher.put_new(publisher.root / MARKER, DATA, at)
 
 
 def check(folders: Folders) -> bool:
-    """Whether the root has a marker. Raises NoStoreError if it is neither a store nor empty."""
+    """Whether the root has a marker. Raises NoStoreError if the folder is neither a store nor empty."""
     root = folders.root
     with folders.at() as at:
         if check_format(root, at):
@@ -120,9 +118,9 @@ def check(folders: Folders) -> bool:
         if check_format(root, at):
             return True
     raise NoStoreError(
-        f"{said(root)} is no store of fusekit, and not empty; nothing is written or removed there; name a store or an "
-        f"empty folder with --store or FUSEKIT_STORE, or as the URL of a push, or, if it is a store, put the line "
-        f"{DATA.decode().strip()} into {said(root / MARKER)}",
+        f"{printable(root)} is no store of fusekit, and not empty; nothing is written or removed there; name a store "
+        f"or an empty folder with --store or FUSEKIT_STORE, or as the URL of a push, or, if it is a store, put the "
+        f"line {DATA.decode().strip()} into {printable(root / MARKER)}",
         path=str(root),
     )
 

@@ -1,18 +1,18 @@
-"""Who uses what: marks of last use, and leases of builds. Collection reads them; nothing else depends on them.
+"""Marks of last use, and leases of builds. Collection reads them; nothing else depends on them.
 
-**A mark** is the empty file `used/<2 digits>/<key>`, whose time stamp is that of the last use. Whoever wants an entry
-marks it *first* and looks *then*; see fusekit.store.gc for why that order protects it. A mark needs no access times
-(`noatime`), is one system call, and is never waited for: on a read-only mount, a full disk or without permission it
-is left out, and the entry counts as used when it was last published or marked by somebody else.
+**A mark** is the empty file `used/<2 digits>/<key>`, whose time stamp is that of the last use. A reader marks an entry
+*first* and looks it up *then*; fusekit.store.gc explains why that order protects it. A mark works with `noatime` and is
+one system call. On a read-only mount, a full disk or without permission it is omitted, and the entry counts as used
+when it was last published or marked by another process.
 
 **A lease** is a file under `leases/`, held while a build runs: what was published or marked since it was taken stays
-until it is given back. A process that was killed cannot give it back: its lease ends when its host finds it gone, or,
-seen from elsewhere, when it was not renewed for `LEASE_SECONDS`.
+until it is released. A killed process cannot release its lease: it ends when a process of the same host sees that its
+owner is gone or, for other hosts, when it was not renewed for `LEASE_SECONDS`.
 
-Neither is written through a link, nor through a further name of a file: see fusekit.store.folders.
+Neither is written through a symbolic link or a second hard link: see fusekit.store.folders.
 
-Stamps are the file system's own (a touch, not a time that a host names), and are only ever compared with other stamps
-of the same file system: hosts need not agree on the time.
+Stamps are the file system's own (a touch), and are compared with stamps of the same file system only: the
+clocks of hosts need not agree.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from fusekit.errors import IntegrityError, NoStoreError, StoreError
 from fusekit.store import process
 from fusekit.store.files import AnyPath, close, read_file
 from fusekit.store.folders import Folders
-from fusekit.store.layout import LEASES, Found, walk
+from fusekit.store.layout import LEASES, Node, walk
 from fusekit.store.publishing import NEW, Publisher, touch
 
 LEASE_SECONDS = 900
 _RENEW_SECONDS = 60.0
 _LEASE_LIMIT = 32
-_MODE = 0o666  # whoever may write in the store may mark; the umask applies
+_MODE = 0o666  # who may write in the store may mark; the umask applies
 
 
 def mark_path(root: Path, key: str) -> Path:
@@ -42,16 +42,16 @@ def mark_path(root: Path, key: str) -> Path:
 
 
 def mark(folders: Folders, key: str, entry: AnyPath) -> bool:
-    """Say that the entry of `key`, at `entry`, is wanted now; whether there is a mark now.
+    """Mark the entry of `key`, whose file is `entry`, as used now. Returns whether it has a mark.
 
-    Does nothing where there is no entry or it cannot be said.
+    Does nothing if there is no entry, or if no mark can be written.
     """
     try:
-        at = folders.open("used", key[:2])  # no context manager: this is part of every launch's way
+        at = folders.open("used", key[:2])  # no context manager: every load does this
         try:
             if touch(key, at):
                 return True
-            os.unlink(key, dir_fd=at)  # a further name of a file that may be anybody's
+            os.unlink(key, dir_fd=at)  # a second link to a file that may be anybody's
         finally:
             close(at)
     except FileNotFoundError:
@@ -68,13 +68,13 @@ def mark(folders: Folders, key: str, entry: AnyPath) -> bool:
 
 
 class Lease:
-    """A lease on the store of `publisher`, held until `release`. Where none can be written it protects nothing.
+    """A lease on the store of `publisher`, held until `release`. If its file cannot be written it protects nothing.
 
-    The file is made once and stays open: no renewal writes to what lies at its name by then.
+    The file is created once and stays open: a renewal never writes to another file that has taken its name.
     """
 
     def __init__(self, publisher: Publisher, *, make: bool = True) -> None:
-        """make: a root that is missing; else it waits for `renew` with that."""
+        """make: create a missing root now; otherwise `renew(make=True)` does."""
         self._publisher = publisher
         self._began = 0
         self._writing = threading.Lock()
@@ -83,7 +83,7 @@ class Lease:
         self.renew(make)
 
     def renew(self, make: bool = False) -> None:
-        """Say that it is still held; costs nothing if that was said a moment ago."""
+        """Renew the lease; costs nothing within `_RENEW_SECONDS` of the last renewal."""
         with self._writing:
             late = time.monotonic() - self._renewed >= _RENEW_SECONDS
             if late and (make or os.path.lexists(self._publisher.root)):
@@ -116,32 +116,32 @@ class Lease:
             self._publisher.folders.make("leases")
             with self._publisher.folders.at("leases") as at:
                 self._descriptor = os.open(name, NEW, _MODE, dir_fd=at)
-            # When it began, as the file system counts: the file's own stamp moves with every renewal.
+            # The start, as the file system counts: the stamp of the file moves with every renewal.
             self._began = self._began or os.fstat(self._descriptor).st_mtime_ns
             os.write(self._descriptor, str(self._began).encode())
 
 
 def leases(folders: Folders, now: int) -> tuple[int | None, list[Path]]:
-    """When the oldest lease that is held began, None if there is none; and the leases that nobody holds any more.
+    """Start of the oldest lease that is held, None if there is none; and the files of leases that have ended.
 
-    now, result: nanoseconds as the file system counts them. Raises StoreError where they cannot be listed.
+    now, result: nanoseconds as the file system counts them. Raises StoreError if they cannot be listed.
     """
     host, began, ended = process.host(), [], []
-    for found in walk(folders, LEASES, status=True):
-        if found.kind != "file" or found.status is None:
+    for node in walk(folders, LEASES, status=True):
+        if node.kind != "file" or node.status is None:
             continue
-        stamp = found.status.st_mtime_ns
-        if process.is_gone(found.path.name, host) or abs(now - stamp) > LEASE_SECONDS * 10**9:
-            ended.append(found.path)
+        stamp = node.status.st_mtime_ns
+        if process.is_gone(node.path.name, host) or abs(now - stamp) > LEASE_SECONDS * 10**9:
+            ended.append(node.path)
         else:
-            began.append(_began(found, stamp))
+            began.append(_began(node, stamp))
     return min(began, default=None), ended
 
 
-def _began(found: Found, otherwise: int) -> int:
+def _began(node: Node, default: int) -> int:
     try:
-        return int(read_file(found.path, limit=_LEASE_LIMIT, at=found.at) or b"")
+        return int(read_file(node.path, limit=_LEASE_LIMIT, at=node.at) or b"")
     except StoreError:
         return 0  # it may have begun at any time
     except (IntegrityError, ValueError):
-        return otherwise
+        return default

@@ -1,7 +1,7 @@
-"""Names: how people find an entry, which is filed under a key.
+"""Names: how people find an entry, which is stored under a key.
 
-A full name is `<spec file stem>/<kernel>@<variant>`. A name record says which key it stands for on one architecture,
-with the whole spec and the defaults of its run-time arguments: many names may stand for one entry.
+A full name is `<spec file stem>/<kernel>@<variant>`. A name record gives its key for one architecture, the whole spec
+and the defaults of its run-time arguments. Many names may point to one entry.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ RECORD = re.compile(rf"{_PART}/{_PART}@{_PART}\.[a-z0-9_]{{1,32}}\.json")
 _MEMBERS = {"schema": int, "name": str, "arch": str, "key": str, "spec": dict, "defaults": dict, "summary": dict}
 
 _COUNTS = frozenset({"bytes", "entry_bytes", "registers", "spill_bytes", "launches"})
-_UNTOLD = frozenset({"registers", "spill_bytes", "launches"})  # None where the entry does not say
+_OPTIONAL = frozenset({"registers", "spill_bytes", "launches"})  # None if the entry does not give it
 
 SCHEMA = 2
 """Version of the name record. 2: with a summary of its entry."""
 
-# A record as it is written, as far as a listing needs it: canonical JSON has one order of members.
+# A written record, as far as a listing needs it: canonical JSON has one order of members.
 _BRIEF = re.compile(
     rb'\{"arch":"([a-z0-9_]+)","defaults":(\{(?:"[^"\\]*":(?:-?[0-9][0-9.e+-]*|"-?inf"),?)*\}),'
     rb'("digest":"([0-9a-f]{64})",)"key":"([0-9a-f]{64})",'
@@ -45,12 +45,12 @@ _BRIEF = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class NameRecord:
-    """What one full name stands for on one architecture.
+    """The entry that one full name points to on one architecture.
 
-    name: full name. arch: such as `sm_90a`. key: the entry's. spec: the canonical spec. defaults: run-time scalars
-    and launch options by name; a float may be infinite, which is the string "inf" on the disk. summary: what a
-    listing shows of the entry (see `Entry.summary`), so that it need not read it; publishing fills it in. It is a
-    copy and never the truth: nothing is loaded by it.
+    name: full name. arch: such as `sm_90a`. key: of the entry. spec: the canonical spec. defaults: run-time scalars
+    and launch options by name; a float may be infinite, which is the string "inf" on disk. summary: what a listing
+    shows of the entry (see `Entry.summary`), so that it need not read it; publishing fills it in. It is a copy:
+    nothing is loaded by it.
     """
 
     name: str
@@ -61,7 +61,7 @@ class NameRecord:
     summary: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def to_bytes(self) -> bytes:
-        """The record as a file's bytes; UsageError for a name or an architecture that cannot be a file name."""
+        """The bytes of its file; UsageError for a name or an architecture that cannot be a file name."""
         split(self.name)
         check_arch(self.arch)
         document = {
@@ -77,7 +77,7 @@ class NameRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes, path: AnyPath, name: str, arch: str) -> NameRecord:
-        """The record in `data`, read from `path`, where the one of `name` for `arch` belongs; else IntegrityError."""
+        """The record in `data`, read from `path`; IntegrityError unless it is the record of `name` for `arch`."""
         document = unseal(data, path)
         check_schema(document, SCHEMA, path)
         members(document, _MEMBERS, path)
@@ -92,12 +92,12 @@ class NameRecord:
             if value in ("inf", "-inf"):
                 defaults[label] = float(value)
             elif type(value) not in (int, float):
-                raise damaged(path, f"has the default {label} = {value!r}, which is no number")
+                raise damaged(path, f"has the default {label} = {value!r}, which is not a number")
         return cls(name, arch, document["key"], document["spec"], defaults, document["summary"])
 
 
 class Brief(NamedTuple):
-    """A name record that was not taken apart, which takes most of the time of reading one. See `NameRecord`.
+    """A `NameRecord` whose spec was not parsed: parsing takes most of the time of reading one.
 
     spec, defaults: canonical JSON.
     """
@@ -115,7 +115,7 @@ class Brief(NamedTuple):
         match = _BRIEF.fullmatch(data)
         if match is not None and (match[6].decode(), match[1].decode()) == (name, arch):
             sealed = data[: match.start(3)] + data[match.end(3) : -1]
-            with contextlib.suppress(ValueError):  # which says it in words, below
+            with contextlib.suppress(ValueError):  # the full parser, below, gives the error
                 if sha256(sealed) == match[4].decode() and is_summary(summary := json.loads(match[8])):
                     return cls(name, arch, match[5].decode(), match[7], match[2], summary)
         return cls.of(NameRecord.from_bytes(data, path, name, arch))
@@ -127,8 +127,8 @@ class Brief(NamedTuple):
         defaults = canonical_json(_finite(record.defaults), "defaults").encode()
         return cls(record.name, record.arch, record.key, spec, defaults, record.summary)
 
-    def says(self, record: NameRecord) -> bool:
-        """Whether `record` is this one, whatever either says of its entry."""
+    def equals(self, record: NameRecord) -> bool:
+        """Whether `record` is this one, apart from summaries."""
         other = Brief.of(record)
         return (self.name, self.arch, self.key) == (other.name, other.arch, other.key) and (
             (self.spec, self.defaults) == (other.spec, other.defaults)
@@ -136,10 +136,10 @@ class Brief(NamedTuple):
 
 
 def is_summary(summary: Mapping[str, Any]) -> bool:
-    """Whether every member that `Entry.summary` has is, where it is there, of its type."""
+    """Whether the members that are in `Entry.summary` have their types."""
     for label, value in summary.items():
         if label in _COUNTS:
-            fits = (type(value) is int and 0 <= value < 2**63) or (value is None and label in _UNTOLD)
+            fits = (type(value) is int and 0 <= value < 2**63) or (value is None and label in _OPTIONAL)
         elif label == "cubin_sha256":
             fits = is_digest(value)
         else:
@@ -158,9 +158,8 @@ def split(name: str) -> tuple[str, str, str]:
     match = _FULL_NAME.fullmatch(name)
     if match is None:
         raise UsageError(
-            f"{name!r} is no full kernel name; it is <file>/<kernel>@<variant>, each of letters, digits, '.', '_' "
-            "and '-'; "
-            "`fusekit ls` shows those in the store"
+            f"{name!r} is not a full kernel name, which is <file>/<kernel>@<variant>, each of letters, digits, '.', "
+            "'_' and '-'; `fusekit ls` shows those in the store"
         )
     file, kernel, variant = match.groups()
     return file, kernel, variant
@@ -172,20 +171,20 @@ def is_full(name: str) -> bool:
 
 
 def is_part(text: str) -> bool:
-    """True for what may be the file, the kernel or the variant of a name."""
+    """True for a valid file, kernel or variant of a name."""
     return re.fullmatch(_PART, text) is not None
 
 
 def check_arch(arch: str) -> str:
-    """`arch`, if it has the form of an architecture; else UsageError."""
+    """`arch`, if it has the form of an architecture; UsageError otherwise."""
     if _ARCH.fullmatch(arch) is None:
-        raise UsageError(f"{arch!r} is no architecture; one is of lower-case letters, digits and '_', such as sm_90a")
+        raise UsageError(f"{arch!r} is not an architecture, which has lower-case letters, digits, '_'; such as sm_90a")
     return arch
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether `pattern` means the full name `name`: itself, its kernel (`file/kernel`), its file, or a glob over one
-    of them.
+    """Whether `pattern` matches the full name `name`: equal to it, its kernel (`file/kernel`) or its file, or a glob
+    over one of them.
     """
     if pattern == "*":
         return True
@@ -197,36 +196,36 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def is_of_layer(record: NameRecord | Brief) -> bool:
-    """Whether the kernel of `record` is one of a layer of a model."""
+    """Whether `record` is of a kernel of a layer of a model."""
     return b'"layer":{' in record.spec if isinstance(record.spec, bytes) else bool(record.spec.get("layer"))
 
 
 def readings(pattern: str) -> tuple[str, ...]:
-    """`pattern`, and what it means where no name is meant by it: `file/layer` then stands for the layer's kernels,
-    which are called `file/layer.part`.
+    """`pattern`, and the pattern to try if no name matches it: `file/layer` matches the layer's kernels, which are
+    called `file/layer.part`.
     """
     kernel = pattern.partition("/")[2]
     return (pattern, f"{pattern}.*") if kernel and "@" not in pattern and not kernel.endswith("*") else (pattern,)
 
 
-def meant(pattern: str, names: Iterable[str]) -> list[str]:
-    """Of the full names `names` those that `pattern` means: a layer, too."""
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The full names among `names` that `pattern`, which may be a layer, matches."""
     known = [*names]
-    return next(filter(None, ([name for name in known if matches(each, name)] for each in readings(pattern))), [])
+    return next(filter(None, ([name for name in known if matches(form, name)] for form in readings(pattern))), [])
 
 
 def record_path(name: str, arch: str) -> str:
-    """Where the record of `name` for `arch` lies, relative to a store's root."""
+    """Path of the record of `name` for `arch`, relative to a root."""
     split(name)
     return f"names/{name}.{check_arch(arch)}.json"
 
 
 def of_path(file: str, filename: str) -> tuple[str, str]:
-    """Full name and architecture of the record `names/<file>/<filename>`; IntegrityError where none may have that
-    path.
+    """Full name and architecture of the record `names/<file>/<filename>`; IntegrityError if no record has
+    such a path.
     """
     stem, _, arch = filename.removesuffix(".json").rpartition(".")
     name = f"{file}/{stem}"
     if not filename.endswith(".json") or not is_full(name) or _ARCH.fullmatch(arch) is None:
-        raise IntegrityError(f"names/{file}/{filename} is no name record; only those may lie there; remove it")
+        raise IntegrityError(f"names/{file}/{filename} is not a name record; only those belong there; remove it")
     return name, arch

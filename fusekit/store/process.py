@@ -1,8 +1,7 @@
-"""Whose file it is: a process, named so that others can tell whether it is gone.
+"""Owners of files: a process, named so that others can see whether it is gone.
 
-An owner is `<host>-<pid>`. The host part stands for one boot of one machine and one set of process numbers
-(containers have their own), so a process is called gone only by those who would see it if it were there. Everybody
-else has to go by age.
+An owner is `<host>-<pid>`. The host part identifies one boot of one machine and one PID namespace (containers have
+their own), so only processes that would see the owner decide that it is gone. All others go by age.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _OWNER = re.compile(r"([0-9a-f]{12})-([0-9]{1,10})")
 
 
 def host() -> str:
-    """This boot and process number space, as 12 hexadecimal digits; zeros where the system does not say."""
+    """This boot and PID namespace as 12 hexadecimal digits; zeros if the system does not tell."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - not a path: "pid:[4026531836]"
@@ -27,22 +26,21 @@ def host() -> str:
 
 
 def owner(host: str) -> str:
-    """This process, on `host`. Asked anew each time: a fork has another number."""
+    """The owner for this process, on `host`. Not cached: a fork has another PID."""
     return f"{host}-{os.getpid()}"
 
 
 def is_gone(text: str, host: str) -> bool:
-    """Whether the owner in `text` was a process of this `host` that has ended; False where that cannot be told.
+    """Whether the owner in `text` was a process of this `host` that has ended; False if that cannot be determined.
 
-    A number that was given to a new process counts as the old one's: the answer may be False for too long, never True
-    too soon.
+    A PID that was reused counts as the old process: the answer may be False for too long, never True too early.
     """
-    found = _OWNER.search(text)
-    if found is None or found[1] != host or host == "0" * 12:
+    match = _OWNER.search(text)
+    if match is None or match[1] != host or host == "0" * 12:
         return False
-    with contextlib.suppress(PermissionError):  # somebody else's process is a process
+    with contextlib.suppress(PermissionError):  # a process of another user exists, too
         try:
-            os.kill(int(found[2]), 0)
+            os.kill(int(match[2]), 0)
         except (ProcessLookupError, OverflowError):
             return True
     return False

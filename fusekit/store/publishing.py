@@ -1,12 +1,12 @@
-"""Writing in a store: files that are whole or absent.
+"""Writing files of a store: whole or absent.
 
-Publishing writes a temporary file *in the target's own directory* (a rename across file systems is a copy), syncs it,
+Publishing writes a temporary file *in the directory of the target* (a rename across file systems is a copy), syncs it,
 gives it its final name in one step and syncs the directory. After that the file survives a power loss; before it,
 nobody sees it. Nothing here relies on locks, and nothing is read back to learn whether a step worked: a network file
-system may show an old answer for a while.
+system may show an old state for a while.
 
-All of that happens in one open folder, to which no link below the root has led (see fusekit.store.folders). What lies
-in the place of a file that is written is replaced and never written to: a link, or a further name of another file.
+All of that happens in one open folder, reached through no link below the root (see fusekit.store.folders). A file at
+the target's path is replaced and never written to, as it may be a link, or have a second hard link.
 
 `Disk` holds the few system calls that change a disk, so that a test can record their order, make one of them fail, or
 lose what was not synced.
@@ -27,28 +27,28 @@ from fusekit.store import process
 from fusekit.store.files import READ, TEMPORARY_SUFFIX, close, exists, file_error, store_error
 from fusekit.store.folders import DIRECTORY_MODE, Folders
 
-FILE_MODE = 0o444  # published files never change; the process' umask still applies
+FILE_MODE = 0o444  # published files never change; the umask still applies
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
-_MOST_LINKS = 40  # that lead from one to the next; no system follows more
+_MOST_LINKS = 40  # in a chain of links; no system follows more
 
-# How often a file is written again whose temporary somebody cleared away.
+# How often a file is written again if its temporary is removed meanwhile.
 _WRITE_RETRIES = 3
 
-# A sync of a directory is meaningless on some file systems, which say so with one of these.
+# Errors of file systems that do not sync directories.
 _NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
-# File systems without hard links answer with one of these.
+# Errors of file systems without hard links.
 _NO_HARD_LINK = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL})
 
 
 class Disk:
-    """The system calls that change a store. Each is one step of a publication, in the order in which they stand.
+    """The system calls that change a store, in the order of a publication.
 
-    at: the open folder in which `path` lies; paths themselves are used where it is None, above a store's root.
+    at: descriptor of the folder of `path`. If it is None, above the root, the whole path is used.
     """
 
     def make_directory(self, path: Path, at: int | None = None) -> bool:
-        """Make one directory; False when it is there already."""
+        """Make one directory; False if it is there already."""
         try:
             os.mkdir(_in(path, at), DIRECTORY_MODE, dir_fd=at)
         except FileExistsError:
@@ -56,7 +56,7 @@ class Disk:
         return True
 
     def write(self, path: Path, data: bytes, at: int | None = None) -> None:
-        """Make the new file `path` with `data` and sync it: when this returns, the bytes are on the disk."""
+        """Create the file `path` with `data` and sync it: on return, the bytes are on the disk."""
         descriptor = os.open(_in(path, at), NEW, FILE_MODE, dir_fd=at)
         try:
             view = memoryview(data)
@@ -67,11 +67,11 @@ class Disk:
             os.close(descriptor)
 
     def link(self, source: Path, target: Path, at: int | None = None) -> None:
-        """Give `source` the name `target` too; FileExistsError when somebody else has that name."""
+        """Add the name `target` to `source`; FileExistsError if that name is taken."""
         os.link(_in(source, at), _in(target, at), src_dir_fd=at, dst_dir_fd=at, follow_symlinks=False)
 
     def replace(self, source: Path, target: Path, at: int | None = None) -> None:
-        """Rename `source` to `target`, in the same folder, in one step, over whatever file is there."""
+        """Rename `source` to `target`, in the same folder, in one step, replacing any file there."""
         os.replace(_in(source, at), _in(target, at), src_dir_fd=at, dst_dir_fd=at)
 
     def remove(self, path: Path, at: int | None = None) -> None:
@@ -80,7 +80,7 @@ class Disk:
             os.unlink(_in(path, at), dir_fd=at)
 
     def sync(self, path: Path, descriptor: int | None = None) -> None:
-        """Make a file's bytes, or a directory's names, survive a power loss. descriptor: of it, if it is open."""
+        """Make a file's bytes, or a directory's names, survive a power loss. descriptor: used if it is given."""
         if descriptor is not None:
             _sync(descriptor)
             return
@@ -88,7 +88,7 @@ class Disk:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except PermissionError:
             if path.is_dir():
-                return  # a directory may let us write and not read; such a one cannot be synced
+                return  # a directory that is writable and not readable cannot be synced
             raise
         try:
             _sync(descriptor)
@@ -109,10 +109,10 @@ def _sync(descriptor: int) -> None:
 
 
 class Publisher:
-    """Writes files under one root. Holds which directories this process has made durable; otherwise no state."""
+    """Writes files under one root. Its only state is which directories this process has made durable."""
 
     def __init__(self, root: Path, disk: Disk | None = None, admit: Callable[[Publisher], None] | None = None) -> None:
-        """admit: called with this before the first change below a root that is there; raises to refuse it."""
+        """admit: called with this publisher before the first change below an existing root; may raise."""
         self.root = root
         self.disk = disk or Disk()
         self.folders = Folders(root)
@@ -121,19 +121,19 @@ class Publisher:
         self._host = ""
 
     def claim(self, path: Path, data: bytes) -> bool:
-        """Publish `data` as the new file `path`; False, with nothing changed, when the name is taken.
+        """Publish `data` as the new file `path`; False, without a change, if the name is taken.
 
-        Of any number of processes exactly one gets True, where the file system has hard links. Where it has none the
-        last one wins, which is as right and only does its work twice.
+        Of any number of processes exactly one gets True if the file system has hard links. Without hard links the last
+        one wins, which is as correct.
         """
         return self._publish(path, data, self._link_or_rename)
 
     def put(self, path: Path, data: bytes) -> None:
-        """Publish `data` as `path`, over whatever file has that name: a repair, or a record that may change."""
+        """Publish `data` as `path`, replacing any file of that name: for repairs, and records that may change."""
         self._publish(path, data, self._rename)
 
     def settle(self, path: Path) -> bool:
-        """Make a file durable that another process published and may not have synced yet; False if it is gone."""
+        """Sync a file that another process published and may not have synced yet; False if it is gone."""
         try:
             with self.at(path.parent) as at:
                 descriptor = os.open(path.name, READ, dir_fd=at)
@@ -150,15 +150,15 @@ class Publisher:
             raise store_error(path, "sync", error) from error
 
     def touch(self, path: Path, data: bytes) -> None:
-        """Give the file `path`, if it is there and may be changed, a new stamp. It holds `data`: one that has a further
-        name is replaced, as that may be somebody else's.
+        """Give the file `path` a new stamp, if it is there and may be changed. A file with a second hard link, which
+        may be anybody's, is replaced by one with `data`, the bytes that it has.
         """
         with contextlib.suppress(OSError, StoreError), self.at(path.parent) as at:
             if not touch(path.name, at):
                 self._place(path, data, self._rename, at)
 
     def directory(self, path: Path) -> None:
-        """Make the directory `path` and what is missing above it, durably."""
+        """Make the directory `path`, and missing ones above it, and sync them."""
         try:
             self._directory(path)
             with self.at(path):
@@ -167,18 +167,18 @@ class Publisher:
             raise store_error(path, "make the directory", error) from error
 
     def admit(self) -> None:
-        """Make the root if it is missing, and make sure that it is a place to write to."""
+        """Make the root if it is missing, and check that it is a store."""
         try:
             self._directory(self.root)
         except OSError as error:
             raise store_error(self.root, "write", error) from error
 
     def at(self, folder: Path) -> contextlib.AbstractContextManager[int]:
-        """A descriptor of `folder`, which lies below the root and is there."""
+        """A descriptor of `folder`, an existing folder below the root."""
         return self.folders.at(*self.folders.parts(folder))
 
     def put_new(self, path: Path, data: bytes, at: int) -> None:
-        """Publish the root's own file `path`, unless it is there, while the root is being admitted."""
+        """Publish `path`, a file in the root itself, unless it is there; `admit` calls this."""
         self._place(path, data, self._link_or_rename, at)
 
     def _publish(self, path: Path, data: bytes, name_it: Callable[[Path, Path, int], bool]) -> bool:
@@ -188,8 +188,7 @@ class Publisher:
                 with self.at(path.parent) as at:
                     return self._place(path, data, name_it, at)
             except FileNotFoundError as error:
-                # The directory went away after this process made it (a store that was cleared), or somebody cleared
-                # the temporary away: once more, from the top.
+                # The directory that this process made, or the temporary, was removed: once more, from the top.
                 if attempt + 1 == _WRITE_RETRIES:
                     raise store_error(path, "write", error) from error
                 self._durable.clear()
@@ -209,14 +208,14 @@ class Publisher:
         return named
 
     def temporary(self, path: Path) -> Path:
-        """A new name beside `path` that says whose it is: no reader looks at it, and whoever cleans up can tell."""
+        """A temporary name in the folder of `path`, with its owner: no reader opens it, and a collection knows it."""
         self._host = self._host or process.host()
-        # A file name has 255 bytes at most, and a kernel's may come near that.
+        # A file name has at most 255 bytes, and that of a kernel may be near it.
         return path.parent / f".{path.name[:160]}.{process.owner(self._host)}-{os.urandom(6).hex()}{TEMPORARY_SUFFIX}"
 
     def give(self, temporary: Path, path: Path) -> bool:
-        """Give what lies at `temporary` the name `path` beside it, unless that is taken; either way `temporary` is
-        gone.
+        """Rename `temporary` to `path`, in the same folder, unless that name is taken; `temporary` is removed
+        anyway.
         """
         try:
             with self.at(path.parent) as at:
@@ -250,8 +249,8 @@ class Publisher:
         return True
 
     def _directory(self, path: Path) -> None:
-        # Each level is synced into its parent once by every process that publishes below it: another process may
-        # have made it a moment ago and not have synced it yet.
+        # Every process that publishes below a level syncs it once: another process may have just made it, and not have
+        # synced it yet.
         if path in self._durable:
             return
         if path == self.root:
@@ -277,14 +276,14 @@ class Publisher:
 
 
 def touch(name: str, at: int) -> bool:
-    """Stamp the plain file `name` in the open folder `at` as changed now; False where it has a further name, which may
-    be anybody's. OSError where there is none, or it may not be changed.
+    """Set the time stamp of the plain file `name` in the open folder `at` to now; False if it has a second hard link,
+    which may be anybody's. OSError if there is none, or it may not be changed.
     """
     descriptor = os.open(name, READ, dir_fd=at)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "is no plain file")
+            raise OSError(errno.EINVAL, "is not a plain file")
         if status.st_nlink != 1:
             return False
         os.utime(descriptor)
@@ -294,20 +293,18 @@ def touch(name: str, at: int) -> bool:
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object], *, new: bool = False) -> int:
-    """Give `path`, a file that a person names, new bytes in one step, durably; returns how many. A link is
-    replaced, not followed. UsageError for a `path` that is there and no plain file: a device, a folder, a link to an
-    open stream.
+    """Write `path`, a file that the user names, in one step, and sync it; returns its size in bytes. A link is
+    replaced, not followed. UsageError if `path` exists and is not a plain file: a device, a folder, a link to an open
+    stream.
 
-    new: there is to be nothing at `path`. FileExistsError if there is.
+    new: raise FileExistsError if `path` exists.
     """
     if new and os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-    if exists(path) and not path.is_file():  # a rename would put a file in the place of /dev/null, too
-        raise UsageError(f"{path} is no plain file; the file takes the place of another; check the path")
+    if exists(path) and not path.is_file():  # a rename would replace /dev/null, too
+        raise UsageError(f"{path} is no plain file, and only one can be replaced; check the path")
     if _is_stream(path):
-        raise UsageError(
-            f"{path} is a link to a stream that is open; the file takes the place of the link; name a file"
-        )
+        raise UsageError(f"{path} is a link to an open stream, which would be replaced; name a file")
     temporary = path.with_name(f".fusekit-{os.getpid()}-{os.urandom(6).hex()}.tmp")  # of any name
     try:
         with os.fdopen(os.open(temporary, NEW, 0o666), "wb") as file:
@@ -329,7 +326,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object], *, new: bool =
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether `path` is a link such as /dev/stdout, which is everybody's, whatever it leads to now."""
+    """Whether `path` is a link such as /dev/stdout, which all processes share."""
     at = os.path.abspath(path)  # noqa: PTH100 - follows no link
     for _ in range(_MOST_LINKS):
         if not os.path.islink(at):  # noqa: PTH114 - of text
@@ -341,7 +338,7 @@ def _is_stream(path: Path) -> bool:
 
 
 def _linked(temporary: Path, path: Path) -> bool:
-    """Whether `temporary` has the name `path` too; False where the file system has no hard links."""
+    """Link `path` to `temporary`; False if the file system has no hard links."""
     try:
         os.link(temporary, path)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Taking things out of a store while others use it: move aside, look again, remove or put back.
+"""Removing files while other processes use the store: move aside, look again, then remove or put back.
 
-See fusekit.store.gc for the rule that this is one half of. Names are synced before entries go, entries before cubins
-go: after a power loss too, no name leads nowhere and no entry lacks its cubin.
+This is one half of the rule in fusekit.store.gc. Names are synced before their entries are removed, entries before
+their cubins: after a power loss, too, every name points to an entry and every entry has its cubin.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from fusekit.store.marks import mark, mark_path
 from fusekit.store.publishing import Publisher
 from fusekit.store.scan import File, Item, Scan, State, mentioned_since, state_of
 
-# What there is to be done with a file that is gone, or has a link or a file in the place of its folder.
+# Nothing is to be done with a file that is gone, or whose folder was replaced by a link or a file.
 _NOTHING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
 T = TypeVar("T")
 
 Moved = dict[Path, Path]
-"""Where a file was -> where it lies aside."""
+"""Path of a file -> the path it was moved to."""
 
 
 class Remover:
-    """Removes from the store of `publisher` what `scan` found there, unless it changed or was asked for since."""
+    """Removes files of a `scan` from the store of `publisher`, unless they changed or were marked since."""
 
     def __init__(self, publisher: Publisher, scan: Scan) -> None:
         self.root, self.publisher, self.scan = publisher.root, publisher, scan
-        self._folders: set[Path] = set()  # of entries that were removed and are not synced yet
+        self._folders: set[Path] = set()  # of removed entries, not synced yet
 
     def entries(self, items: Sequence[Item]) -> set[str]:
-        """Remove names, entries and marks of `items`; returns the keys of those that stay, with all they had.
+        """Remove names, entries and marks of `items`; returns the keys of those that stay, with all their files.
 
-        All names are out of sight until all entries were looked at: give it some hundred at a time, neighbours by
-        name, since each folder of names is synced once.
+        All names are invisible until all entries were checked: pass some hundred at a time, sorted by name, since each
+        folder of names is synced once.
         """
         marks: dict[str, Path | None] = {}
         moved: dict[str, Moved] = {}
@@ -56,7 +56,7 @@ class Remover:
         stay = {item.key for item in items if item.key not in moved}
         for item in items:
             if item.key in moved and self._wanted(item, moved[item.key], marks[item.key]):
-                # The entry first: a name never leads nowhere.
+                # The entry first: a name always points to an entry.
                 for path, aside in reversed(moved[item.key].items()):
                     self.publisher.give(aside, path)
                 mark(self.publisher.folders, item.key, item.file.path)
@@ -69,12 +69,12 @@ class Remover:
         return stay
 
     def settle(self) -> None:
-        """Make sure that entries are gone for good: only then may their cubins go."""
+        """Sync the removal of entries: only then may their cubins be removed."""
         self._sync(self._folders)
         self._folders.clear()
 
     def blobs(self, digests: Iterable[str]) -> set[str]:
-        """Remove blobs that no entry mentioned; returns those that one mentions by now, which are put back."""
+        """Remove blobs that no entry mentioned; returns those that an entry mentions now, which are put back."""
         self.settle()
         paths = {digest: self.scan.blobs[digest].path for digest in digests}
         moved = self._all_aside(paths.values())
@@ -90,7 +90,7 @@ class Remover:
         return back
 
     def unchanged(self, file: File) -> bool:
-        """Remove `file`; False, with it as it is, if it changed since the scan or is gone."""
+        """Remove `file`; False, without a change, if it changed since the scan or is gone."""
         aside = self._aside(file.path)
         if aside is None:
             return False
@@ -101,17 +101,19 @@ class Remover:
         return True
 
     def remove(self, path: Path) -> None:
-        """Remove one file if it is there."""
+        """Remove a file if it is there."""
         self._in(path.parent, "remove", path, lambda at: self.publisher.disk.remove(path, at))
 
     def lock(self, path: Path, remove: bool) -> bool:
-        """Remove the lock file `path` unless it is held; whether it was, or without `remove` would be, removed."""
+        """Remove the lock file `path` unless it is held. Returns whether it was removed, or without `remove`
+        would be.
+        """
         with contextlib.suppress(OSError), self.publisher.at(path.parent) as at:
             return locks.discard(path.name, at, remove)
         return False
 
     def _in(self, folder: Path, doing: str, path: Path, step: Callable[[int], T]) -> T | None:
-        """What `step` gives in the open `folder`; None where that, or what `step` looks for, is gone."""
+        """The result of `step` in the open `folder`; None if the folder, or the file that `step` needs, is gone."""
         try:
             with self.publisher.at(folder) as at:
                 return step(at)
@@ -121,7 +123,7 @@ class Remover:
             raise store_error(path, doing, error) from error
 
     def _state(self, path: Path) -> State | None:
-        """The state of `path` now; None where there is nothing."""
+        """The state of `path` now; None if there is no file."""
 
         def look(at: int) -> State:
             return state_of(os.stat(path.name, dir_fd=at, follow_symlinks=False))
@@ -129,7 +131,7 @@ class Remover:
         return self._in(path.parent, "look at", path, look)
 
     def _wanted(self, item: Item, moved: Moved, its_mark: Path | None) -> bool:
-        """Whether somebody marked `item` or changed a file of it since it was looked at."""
+        """Whether `item` was marked, or a file of it changed, since the scan."""
         if self._state(mark_path(self.root, item.key)) is not None:
             return True
         if its_mark is not None and (item.mark is None or self._state(its_mark) != item.mark.state):
@@ -141,7 +143,7 @@ class Remover:
         return {path: aside for path in paths if (aside := self._aside(path)) is not None}
 
     def _aside(self, path: Path) -> Path | None:
-        """Move `path` to a temporary name beside it; None where it is gone."""
+        """Move `path` to a temporary name in its folder; None if it is gone."""
         aside = self.publisher.temporary(path)
 
         def move(at: int) -> Path:

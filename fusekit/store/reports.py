@@ -1,4 +1,4 @@
-"""What a collection and a removal say that they did."""
+"""The reports of a collection and of a removal."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """One entry that went. names: paths of its name records below the store; bytes: freed with it; idle: seconds
-    since it was used; reason: "age" or "size".
+    """An evicted entry. names: paths of its name records below `names`. bytes: freed with it. idle: seconds since its
+    last use. reason: "age" or "size".
     """
 
     key: str
@@ -20,13 +20,13 @@ class Evicted:
 
 @dataclass(slots=True)
 class CollectReport:
-    """What was done, or with `dry_run` would be.
+    """What a collection removed, or with `dry_run` would remove.
 
-    removed, kept: entries; freed_bytes, kept_bytes: of all files. evicted: each entry that went. orphans: cubins that
-    no entry mentioned; temporaries, locks, signatures, marks (of no entry), leases: files. files: path below the store
-    of every file that went. in_use: entries that policy would have evicted, but that are in use. strays: paths of what
-    is not fusekit's, and was left alone. unread: paths of documents that could not be read, so that what they may need
-    was left. notes: what was left undone, and why.
+    removed, kept: numbers of entries. freed_bytes, kept_bytes: of all files. evicted: each removed entry. orphans:
+    number of removed cubins that no entry mentions; temporaries, locks, signatures, marks (of no entry), leases:
+    numbers of removed files. files: path below the root of every removed file. in_use: entries that policy would have
+    evicted, but that are in use. strays: paths of files that are not fusekit's, which stay. unread: paths of documents
+    that could not be read, so that what they may need stays. notes: what was not done, and why.
     """
 
     dry_run: bool
@@ -50,14 +50,14 @@ class CollectReport:
 
 @dataclass(slots=True)
 class DiscardReport:
-    """Which names were removed, or with `dry_run` would be, and what went with them.
+    """Which names were removed, or with `dry_run` would be, and the files removed with them.
 
-    names: (full name, architecture). missing: those that are gone, or were replaced meanwhile. without_entry: those
-    that stood for no entry that is there, or that could not be read. shared: key -> the names that still stand for its
-    entry, so that it stays. in_use: keys of entries that no name stands for now and that a build or a launch uses: they
-    stay for a collection. may_be_needed: keys of entries that stay because a name that could not be read may stand for
-    them; cubins: how many stay because an entry that could not be read may need them; unread: paths of both. entries:
-    that went. freed_bytes: of all files.
+    names: (full name, architecture) of each. missing: names that are gone, or were replaced meanwhile. without_entry:
+    names that pointed to no entry, or could not be read. shared: key -> the names that still point to its entry, which
+    stays. in_use: keys of entries without a name that a build or a launch uses; a later collection removes them.
+    may_be_needed: keys of entries that stay because a name that could not be read may point to them. cubins: number of
+    cubins that stay because an entry that could not be read may need them. unread: paths of those documents. entries:
+    number of removed entries. freed_bytes: of all files.
     """
 
     dry_run: bool

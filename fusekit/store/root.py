@@ -1,21 +1,21 @@
-"""One root of a store on the disk, read-only: where things lie, and reading them with every check.
+"""One root of a store on the disk, read-only: the paths of its files, and checked reading.
 
-    <root>/fusekit-store.json                            the marker: the format of the store (fusekit.store.marker)
+    <root>/fusekit-store.json                            the marker, with the format (fusekit.store.marker)
     <root>/blobs/sha256/<2 digits>/<64 digits>           a cubin, under its own digest
     <root>/entries/<2 digits>/<key>.json                 an entry, under its key
     <root>/names/<file>/<kernel>@<variant>.<arch>.json   a name record
     <root>/signatures/<2 digits>/<64 digits>.<key id>    a signature over the entry or name record of that SHA-256
-    <root>/used/<2 digits>/<key>                         an empty file; its time stamp says when the entry was used
-    <root>/leases/<host>-<process>-<random>              a build that is running
-    <root>/locks/<key>.lock                              an empty file that builders lock
+    <root>/used/<2 digits>/<key>                         an empty file; its time stamp is the last use of the entry
+    <root>/leases/<host>-<process>-<random>              the lease of a running build
+    <root>/locks/<key>.lock                              an empty file that a builder locks
     <root>/tuning/<arch>.json                            measured times (fusekit.choice.tuning)
 
 The first five are the store; the others only save work and may be removed at any time. Temporary files are
-`.<name>.<host>-<process>-<random>.tmp`, beside what they become. A reader looks at nothing whose name it
-did not ask for, so what a killed writer left cannot be taken for a part of the store.
+`.<name>.<host>-<process>-<random>.tmp`, in the folder of the final file. Readers open files by name only, so what a
+killed writer left is never taken for a part of the store.
 
-A folder is listed only if no part of its path below the root is a link. A file that is asked for by its name is opened
-by its whole path, which is faster: wherever that leads, its digest vouches for the bytes.
+A folder is listed only if no part of its path below the root is a link. A file that is read by name is opened by its
+whole path, which is faster: the digest checks the bytes, wherever the path leads.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """What lies under `path`, which need not exist: it is empty then. With `trust`, what it has not signed is refused
-    before it is parsed.
+    """What lies under `path`, which need not exist: it is empty then. With `trust`, what no trusted key signed is
+    refused before it is parsed.
     """
 
     path: Path
@@ -55,9 +55,9 @@ class Root:
     _checked: list[bool] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def check(self) -> None:
-        """Raises NoStoreError for a store of a format that this fusekit does not know; looks once."""
+        """Raises NoStoreError for a format that this fusekit does not know; reads the marker once."""
         if not self._checked:
-            with contextlib.suppress(IntegrityError):  # a damaged marker keeps nobody from reading
+            with contextlib.suppress(IntegrityError):  # a damaged marker does not prevent reading
                 check_format(self.path)
             self._checked.append(True)
 
@@ -80,30 +80,29 @@ class Root:
         return self.path / "signatures" / digest[:2] / f"{digest}.{key_id}"
 
     def signatures(self, digest: str) -> dict[str, bytes]:
-        """Key id -> signature, of every signature over the document of SHA-256 `digest`; unchecked."""
-        there = self._listing("signatures", digest[:2], start=f"{digest}.")
-        return self._signatures_by(filter(is_key_id, (name.removeprefix(f"{digest}.") for name in there)), digest)
+        """Key id -> signature, for every signature over the document of SHA-256 `digest`; unchecked."""
+        files = self._listing("signatures", digest[:2], start=f"{digest}.")
+        return self._signatures_by(filter(is_key_id, (name.removeprefix(f"{digest}.") for name in files)), digest)
 
     def entry(self, key: str) -> Entry | None:
-        """The entry of `key`, checked whole; None when there is none. IntegrityError, StoreError."""
+        """The entry of `key`, fully checked; None if there is none. Raises IntegrityError, StoreError."""
         if not is_digest(key):
-            raise IntegrityError(f"{key!r} is no key; a key is 64 lower-case hexadecimal digits")
+            raise IntegrityError(f"{key!r} is not a key; a key is 64 lower-case hexadecimal digits")
         path = self.entry_file(key)
         data = self._document("entry", path)
         return None if data is None else Entry.from_bytes(data, path, key)
 
     def blob(self, digest: str, size: int | None = None) -> bytes | None:
-        """The blob of `digest`, hashed, and of `size` bytes if that is known; None when there is none.
+        """The blob of `digest`, hashed, and of `size` bytes if that is given; None if there is none.
 
-        A collection may have it aside, to remove it or to put it back, and may have been killed then: bytes of that
-        digest are the blob wherever they lie.
+        A collection may have moved it aside, and may have been killed then: a temporary with that digest is the blob.
         """
         path = self._blob(digest)
         data = read_file(path, limit=CUBIN_LIMIT, exactly=size)
         if data is None:
             return self._blob_aside(digest, size)
-        if (found := sha256(data)) != digest:
-            raise damaged(path, f"has the digest {found}, not that of its name")
+        if (actual := sha256(data)) != digest:
+            raise damaged(path, f"has the digest {actual}, not that of its name")
         return data
 
     def _blob_aside(self, digest: str, size: int | None) -> bytes | None:
@@ -116,28 +115,28 @@ class Root:
         return None
 
     def name(self, name: str, arch: str) -> NameRecord | None:
-        """The record of the full name `name` for `arch`, checked; None when there is none."""
+        """The record of the full name `name` for `arch`, checked; None if there is none."""
         path = f"{self.path}/{names.record_path(name, arch)}"
         data = self._document("name", path)
         return None if data is None else NameRecord.from_bytes(data, path, name, arch)
 
     def brief(self, name: str, arch: str) -> Brief | None:
-        """As `name`, for a listing. `name` and `arch` are known to be well-formed."""
+        """As `name`, for a listing. `name` and `arch` must be well-formed."""
         path = f"{self.path}/names/{name}.{arch}.json"
         data = self._document("name", path)
         return None if data is None else Brief.from_bytes(data, path, name, arch)
 
     def tuning(self, arch: str) -> bytes | None:
-        """The tuning table for `arch`, signed where there is a trust; None when there is none."""
+        """The tuning table for `arch`, signed if there is a trust; None if there is none."""
         return self._document("tuning", str(self.tuning_path(arch)))
 
     def tuned(self) -> list[str]:
-        """The architectures of the tuning tables that lie there."""
+        """The architectures that have a tuning table."""
         return [name.removesuffix(".json") for name in self._listing("tuning") if TUNING.ours.fullmatch(name)]
 
     def name_files(self, file: str | None = None, start: str = "") -> Iterator[tuple[str, str]]:
-        """(folder, file name) of what lies under `names`, sorted; only in the folder `file` if it is given, and only
-        what begins with `start`. Reads no record.
+        """(folder, file name) of the files under `names`, sorted; only those in the folder `file`, if given, and only
+        those that begin with `start`. Reads no record.
         """
         self.check()
         for folder in [file] if file is not None else self._listing("names", top=True):
@@ -145,26 +144,26 @@ class Root:
                 yield folder, entry
 
     def has_temporary_name(self, file: str, start: str) -> bool:
-        """Whether a temporary of a name record in the folder `file` lies there whose name begins with `start`."""
+        """Whether the folder `file` has a temporary of a name record that begins with `start`."""
         return bool(self._listing("names", file, temporary=True, start=f".{start}"))
 
     def has_entry_aside(self, key: str) -> bool:
-        """Whether a temporary of the entry of `key` lies there: somebody writes it, or has it aside to remove it."""
+        """Whether there is a temporary of the entry of `key`: it is being written, or was moved aside to be removed."""
         path = self.entry_path(key)
         return bool(self._listing("entries", key[:2], temporary=True, start=f".{path.name}."))
 
     def stamp_of_name(self, name: str, arch: str) -> int | None:
-        """When the record of `name` was written, in nanoseconds as its file system counts; None when there is none."""
+        """Time stamp of the record of `name`, in nanoseconds as its file system counts; None if there is none."""
         with contextlib.suppress(OSError):
             return os.lstat(f"{self.path}/names/{name}.{arch}.json").st_mtime_ns
         return None
 
     def is_settled(self, key: str, summary: Mapping[str, Any], named: int | None = None) -> bool:
-        """Whether entry and cubin lie there in the sizes that `summary` states, neither of them written after what is
-        published after it: the cubin after the entry, the entry after its name (`named`: that one's stamp, if known).
+        """Whether entry and cubin have the sizes in `summary`, and were written in the order of publication: the cubin
+        before the entry, the entry before its name (`named`: its stamp, if known).
 
-        Reads neither. What is younger than it can be was tampered with, or is of a repair: it has to be read. A stamp
-        can only ever cause a closer look, never spare the one at a wrong size.
+        Reads neither. A file that is too young was changed, or is a repair, and must be read. A stamp can only cause
+        a closer look, never replace the check of sizes.
         """
         try:
             entry, cubin = os.lstat(self.entry_file(key)), os.lstat(self._blob(summary["cubin_sha256"]))
@@ -179,23 +178,23 @@ class Root:
         )
 
     def size_of_entry(self, key: str) -> int | None:
-        """Size in bytes of the file of `key`'s entry; None when there is none. Reads nothing."""
+        """Size in bytes of the file of the entry of `key`; None if there is none. Does not read it."""
         return size_of(self.entry_file(key))
 
     def has_cubin(self, entry: Entry) -> bool:
-        """Whether the cubin of `entry` is there with its size. Reads nothing."""
+        """Whether the cubin of `entry` is there with its size. Does not read it."""
         return size_of(self._blob(entry.cubin_sha256)) == entry.cubin_bytes
 
     def entry_files(self) -> Iterator[Path]:
-        """Paths of what lies under `entries`, sorted, temporaries left out."""
+        """Paths of the files under `entries`, sorted, without temporaries."""
         return self._two_deep("entries")
 
     def blob_files(self) -> Iterator[Path]:
-        """Paths of what lies under `blobs/sha256`, sorted, temporaries left out."""
+        """Paths of the files under `blobs/sha256`, sorted, without temporaries."""
         return self._two_deep("blobs", "sha256")
 
     def temporary_files(self) -> Iterator[Path]:
-        """Temporaries that writers are using or have left behind."""
+        """Temporaries that writers use now or have left."""
         for top in (("entries",), ("blobs", "sha256"), ("names",), ("signatures",)):
             for folder in self._listing(*top):
                 directory = self.path.joinpath(*top, folder)
@@ -206,7 +205,7 @@ class Root:
             self.check()
         data = read_file(path, limit=LIMIT)
         if data is not None and self.trust is not None:
-            # Asked for by name: listing a folder would cost more, and is not needed to launch.
+            # By name: listing a folder would cost more.
             signatures = self._signatures_by((key.id for key in self.trust.keys), sha256(data))
             self.trust.check(kind, data, signatures, path)
         return data
@@ -215,7 +214,7 @@ class Root:
         return read_signatures(((key_id, self.signature_path(digest, key_id)) for key_id in key_ids), read_file)
 
     def entry_file(self, key: str) -> str:
-        """As `entry_path`, but cheap: to make a `Path` costs as much as to look at a file."""
+        """As `entry_path`, but cheap: building a `Path` costs as much as reading a file."""
         return f"{self.path}/entries/{key[:2]}/{key}.json"
 
     def _blob(self, digest: str) -> str:
@@ -228,30 +227,30 @@ class Root:
                 yield self.path.joinpath(*top, folder, name)
 
     def _listing(self, *parts: str, temporary: bool = False, start: str = "", top: bool = False) -> list[str]:
-        """Names in the folder `parts`, none where there is none. A file or a link in its place is a stray one, but at
-        the `top` an error.
+        """Names in the folder `parts`; none if it is missing. A file or a link of that name counts as missing, but is
+        an error at the `top`.
         """
         try:
             with Folders(self.path).at(*parts, listed=True) as descriptor:
-                found = os.listdir(descriptor)  # noqa: PTH208 - names only, of an open folder
+                files = os.listdir(descriptor)  # noqa: PTH208 - names only, of an open folder
         except FileNotFoundError:
             return []
         except OSError as error:
             if error.errno in (errno.ENOTDIR, errno.ELOOP) and not top:
                 return []
             raise store_error(self.path.joinpath(*parts), "list", error) from error
-        return sorted(name for name in found if name.startswith(start) and name.endswith(TEMPORARY_SUFFIX) == temporary)
+        return sorted(name for name in files if name.startswith(start) and name.endswith(TEMPORARY_SUFFIX) == temporary)
 
 
 def first_good(roots: Sequence[Root], read: Callable[[Root], T | None]) -> T | None:
-    """What `read` finds in the first root where it is good; None where none has it. Raises what was wrong with the
-    first one that is damaged or cannot be read, if no other is good.
+    """The result of `read` for the first root that has it good; None if no root has it. If none is good, raises the
+    error of the first root where it is damaged or cannot be read.
     """
     problem: IntegrityError | StoreError | None = None
     for root in roots:
         try:
-            if (found := read(root)) is not None:
-                return found
+            if (result := read(root)) is not None:
+                return result
         except (IntegrityError, StoreError) as error:
             problem = problem or error
     if problem is not None:
@@ -259,4 +258,4 @@ def first_good(roots: Sequence[Root], read: Callable[[Root], T | None]) -> T | N
     return None
 
 
-SHELL = Root(Path())  # the layout of a store, relative to its root
+RELATIVE = Root(Path())  # gives paths relative to the root

@@ -1,10 +1,10 @@
-"""What lies in a store, as collection sees it: which files, how big, how old, and which digests each one mentions.
+"""The files of a store as collection sees them: size, age, and the digests that each one mentions.
 
-No document is understood here: an entry keeps every blob whose digest stands anywhere in its bytes, and a name goes
-with the entry whose key stands in it. So what a later version of fusekit wrote is treated as rightly as our own, and
-a damaged entry keeps what it can still be read to name. A document that cannot be read may name anything. What is no
-plain file, or has no name that a store gives, is left alone (see fusekit.store.layout). So is what lies behind a link:
-a link to a folder of entries or names counts as a document that could not be read.
+Documents are not parsed here: an entry keeps every blob whose digest occurs anywhere in its bytes, and a name goes with
+the entry whose key occurs in it. So files of a later version of fusekit are treated correctly, and a damaged entry
+keeps what it still mentions. A document that cannot be read may mention anything. What is not a plain file, or has a
+name that fusekit does not give, is not touched (see fusekit.store.layout). Nothing is reached through a link: a link
+where a folder of entries or names should be counts as a document that could not be read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fusekit.store.layout import (
     SIGNATURES,
     TUNING,
     USED,
-    Found,
+    Node,
     Part,
     walk,
 )
@@ -37,7 +37,7 @@ from fusekit.store.layout import (
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
 
 State = tuple[int, int, int]
-"""What a change of a file changes: its number, size and time stamp."""
+"""Inode, size and time stamp: they show that a file has changed."""
 
 
 @dataclass(slots=True)
@@ -50,17 +50,17 @@ class File:
     state: State
 
     @classmethod
-    def of(cls, found: Found) -> File:
-        """Of a walk that asked for the status."""
-        assert found.status is not None
-        status = found.status
-        return cls(found.path, status.st_size, status.st_mtime_ns, state_of(status))
+    def of(cls, node: Node) -> File:
+        """The file of a node whose walk read the status."""
+        assert node.status is not None
+        status = node.status
+        return cls(node.path, status.st_size, status.st_mtime_ns, state_of(status))
 
 
 @dataclass(slots=True)
 class Item:
-    """An entry. digests: every one that its bytes mention. mark: its mark's file, if it has one. names: of the records
-    that stand for it. documents: the digests of its own bytes and of its names'.
+    """An entry. digests: every digest in its bytes. mark: the file of its mark, if it has one. names: files of the name
+    records that point to it. documents: digests of the entry and of those records.
     """
 
     key: str
@@ -72,25 +72,25 @@ class Item:
 
     @property
     def bytes(self) -> int:
-        """Of the entry and its names."""
+        """Size in bytes of the entry and its names."""
         return self.file.bytes + sum(name.bytes for name in self.names)
 
     @property
     def stamp(self) -> int:
-        """The latest there is of its use: it was published or marked then."""
+        """Time of its last use: the later of its publication and its mark."""
         return max(self.file.stamp, self.mark.stamp if self.mark else 0)
 
     def used(self, now: int) -> int | None:
-        """When it was used last, for all that is known; None when every stamp is later than `now`."""
+        """Time of its last use that is not after `now`; None if every stamp is."""
         stamps = (self.file.stamp, *([self.mark.stamp] if self.mark else []))
         return max((stamp for stamp in stamps if stamp <= now), default=None)
 
 
 @dataclass(slots=True)
 class Scan:
-    """All of a store. documents: the digest of every entry, name and tuning table. unread: paths of documents, or of
-    links in the place of folders of them, that could not be read, so that what they need is not known; unread_names:
-    whether there are names among them. strays: paths of what is not fusekit's.
+    """All files of a store. documents: digests of all entries, names and tuning tables. unread: paths of documents that
+    could not be read, and of links where their folders should be: what they need is not known. unread_names: whether
+    names are among them. strays: paths of files that are not fusekit's.
     """
 
     entries: dict[str, Item] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Scan:
     unread: list[str] = field(default_factory=list)
     unread_names: bool = False
     strays: list[Path] = field(default_factory=list)
-    loose: dict[Path, File] = field(default_factory=dict)  # names that stand for no entry here
+    loose: dict[Path, File] = field(default_factory=dict)  # names that point to no entry here
     other_bytes: int = 0  # of those
 
 
@@ -112,7 +112,7 @@ def state_of(status: os.stat_result) -> State:
 
 
 def scan(folders: Folders) -> Scan:
-    """Look at all of a store."""
+    """Scan a whole store."""
     result = Scan()
 
     def unread(path: Path, part: Part) -> None:
@@ -120,15 +120,15 @@ def scan(folders: Folders) -> Scan:
         result.unread_names |= part is NAMES
 
     def files(part: Part) -> Iterator[tuple[File, int]]:
-        for found in walk(folders, part, status=True):
-            if found.kind == "file":
-                yield File.of(found), found.at
-            elif found.kind == "temporary":
-                result.temporaries.append(File.of(found))
+        for node in walk(folders, part, status=True):
+            if node.kind == "file":
+                yield File.of(node), node.at
+            elif node.kind == "temporary":
+                result.temporaries.append(File.of(node))
             elif part is not ROOT:
-                result.strays.append(found.path)
-                if found.kind == "link" and part in (ENTRIES, NAMES):
-                    unread(found.path, part)
+                result.strays.append(node.path)
+                if node.kind == "link" and part in (ENTRIES, NAMES):
+                    unread(node.path, part)
 
     def document(file: File, at: int, part: Part) -> bytes:
         data = _read(file.path, at)
@@ -167,27 +167,25 @@ def scan(folders: Folders) -> Scan:
 
 
 def mentioned_since(folders: Folders, known: Mapping[Path, State], blobs: Collection[str]) -> Collection[str]:
-    """Every digest in an entry that is new, or was replaced, since its state was `known`; all `blobs` where one cannot
-    be read.
-    """
+    """Every digest in the entries that are new or changed compared with `known`; all `blobs` if one cannot be read."""
     mentioned: set[str] = set()
-    for found in walk(folders, ENTRIES, status=True):
-        if found.kind == "file" and known.get(found.path) != File.of(found).state:
-            data = _read(found.path, found.at)
+    for node in walk(folders, ENTRIES, status=True):
+        if node.kind == "file" and known.get(node.path) != File.of(node).state:
+            data = _read(node.path, node.at)
             mentioned |= set(blobs) if data is None else _digests(data)
-        elif found.kind == "link":
+        elif node.kind == "link":
             mentioned |= set(blobs)
     return mentioned
 
 
 def digests_of(path: Path) -> frozenset[str] | None:
-    """Every digest that stands in the file; None where it could not be read, or is too long to be a document."""
+    """Every digest in the file; None if it could not be read, or is too long to be a document."""
     data = _read(path)
     return None if data is None else _digests(data)
 
 
 def _digests(data: bytes) -> frozenset[str]:
-    return frozenset(found.decode() for found in _DIGEST.findall(data))
+    return frozenset(digest.decode() for digest in _DIGEST.findall(data))
 
 
 def _read(path: Path, at: int | None = None) -> bytes | None:

@@ -1,8 +1,8 @@
-"""Ed25519 signatures: who vouches for a document, where a digest only says that its bytes are whole.
+"""Ed25519 signatures: they authenticate a document; a digest only detects changed bytes.
 
 What is signed is one short message, `MESSAGE` below: a fixed first line, what kind of document it is (an `entry`, a
 `name`, a `bundle`, a `manifest`, a `tuning` table) and the SHA-256 of its exact bytes. The kind is in it so that a
-signature of one cannot stand under another. An entry holds its cubin's digest, so its signature covers the cubin.
+signature of one kind is not valid for another. An entry holds its cubin's digest, so its signature covers the cubin.
 
 Keys are files in OpenSSH's own formats: `ssh-keygen -t ed25519` makes such a pair too. A file of trusted keys has one
 public key a line, `ssh-ed25519 <base64> <comment>`; blank lines and lines that begin with # are left out.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MESSAGE = "fusekit signature 1\n{kind}\n{digest}\n"
 KINDS = frozenset({"entry", "name", "bundle", "manifest", "tuning"})
 SIGNATURE_BYTES = 64
-# What signs a document, other than one that is in a store.
+# The command that signs a document outside a store.
 _SIGNING = {"bundle": "export --sign KEY", "manifest": "lock --write --sign KEY"}
 ID_DIGITS = 16
 _KEY_ID = re.compile(r"[0-9a-f]{16}")
@@ -44,18 +44,18 @@ _PUBLIC_MODE = 0o644
 
 @dataclass(frozen=True, slots=True)
 class PublicKey:
-    """A key that signatures are checked with. raw: its 32 bytes. comment: whose it is, for people."""
+    """A public key. raw: its 32 bytes. comment: its owner, for people."""
 
     raw: bytes
     comment: str = ""
 
     @property
     def id(self) -> str:
-        """The first 16 digits of the SHA-256 of the 32 bytes: what signature files are named by. A name, no check."""
+        """The first 16 digits of the SHA-256 of the 32 bytes: part of the names of signature files, not a check."""
         return sha256(self.raw)[:ID_DIGITS]
 
     def line(self) -> str:
-        """The line of a file of trusted keys, without its end."""
+        """Its line in a file of trusted keys, without the newline."""
         serialization = _cryptography().serialization
         public = _cryptography().ed25519.Ed25519PublicKey.from_public_bytes(self.raw)
         encoded = public.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
@@ -72,14 +72,14 @@ class PublicKey:
 
 
 class SigningKey:
-    """A private key. It is never shown: `repr` and pickling give nothing of it away."""
+    """A private key. `repr` does not show it, and it cannot be pickled."""
 
     def __init__(self, private: Ed25519PrivateKey, comment: str = "") -> None:
         self._private = private
         self.public = PublicKey(private.public_key().public_bytes_raw(), comment)
 
     def sign(self, kind: str, data: bytes) -> dict[str, bytes]:
-        """Key id -> signature over the document `data` of `kind`. The same input gives the same bytes."""
+        """Key id -> signature over the document `data` of `kind`. Deterministic."""
         return {self.public.id: self._private.sign(_message(kind, sha256(data)))}
 
     def __repr__(self) -> str:
@@ -90,9 +90,9 @@ class SigningKey:
 
 
 class Trust:
-    """The keys whose signatures count. Made from files that are read at the first check, every one of them or none.
+    """The keys whose signatures are accepted, from files that are read at the first check.
 
-    A file that is missing, or holds no key, is a `UsageError`: a trust that cannot be read refuses everything.
+    A file that is missing or has no key is a `UsageError`: a trust that cannot be read refuses everything.
     """
 
     def __init__(self, paths: Sequence[Path] = ()) -> None:
@@ -101,19 +101,19 @@ class Trust:
     @functools.cached_property
     def keys(self) -> tuple[PublicKey, ...]:
         """Every trusted key, once."""
-        found = [key for path in self._paths for key in read_public_keys(path)]
-        if not found:
+        keys = [key for path in self._paths for key in read_public_keys(path)]
+        if not keys:
             raise UsageError(
                 "FUSEKIT_TRUSTED_KEYS is set and names no file; without a trusted key nothing is loaded; name a file "
                 "of public keys, or unset the variable"
             )
-        return tuple({key.raw: key for key in found}.values())
+        return tuple({key.raw: key for key in keys}.values())
 
     def check(self, kind: str, data: bytes, signatures: Mapping[str, bytes], what: object) -> PublicKey:
-        """The trusted key that signed the document `data` of `kind`. `what` names it in an error.
+        """The trusted key that signed the document `data` of `kind`. what: name of the document in errors.
 
-        signatures: key id -> signature. Raises `SignatureError` when there is none of a trusted key, or one of a
-        trusted key is wrong: bytes under a false signature are refused even where another key's is good.
+        signatures: key id -> signature. Raises `SignatureError` if no trusted key signed it, or if a signature of a
+        trusted key is wrong, even if that of another one is good.
         """
         digest = sha256(data)
         signed = [key for key in self.keys if key.id in signatures]
@@ -140,13 +140,13 @@ def is_key_id(text: object) -> bool:
 
 
 def read_signatures(paths: Iterable[tuple[str, AnyPath]], read: Callable[..., bytes | None]) -> dict[str, bytes]:
-    """Key id -> signature, of the files of `paths`, each with the id of its key, that `read` finds; unchecked."""
-    found = {key_id: read(path, limit=SIGNATURE_BYTES, exactly=SIGNATURE_BYTES) for key_id, path in paths}
-    return {key_id: data for key_id, data in found.items() if data is not None}
+    """Key id -> signature, for those files of `paths` (key id, path) that `read` gives; unchecked."""
+    contents = {key_id: read(path, limit=SIGNATURE_BYTES, exactly=SIGNATURE_BYTES) for key_id, path in paths}
+    return {key_id: data for key_id, data in contents.items() if data is not None}
 
 
 def generate(path: Path, comment: str = "") -> PublicKey:
-    """Make a key pair: `path` (the private key, mode 0600) and `path`.pub. Neither may exist: no key is replaced."""
+    """Create a key pair: `path` (the private key, mode 0600) and `path`.pub. Raises UsageError if either exists."""
     library = _cryptography()
     serialization = library.serialization
     public_path = path.with_name(path.name + ".pub")
@@ -173,7 +173,7 @@ def generate(path: Path, comment: str = "") -> PublicKey:
 
 
 def read_signing_key(path: Path) -> SigningKey:
-    """The private key in the file `path`, which nobody but its owner may read: UsageError otherwise."""
+    """The private key in the file `path`; UsageError if users other than its owner may read it."""
     library = _cryptography()
     data, mode = _read_key_file(path)
     if mode & 0o077:
@@ -197,7 +197,7 @@ def read_signing_key(path: Path) -> SigningKey:
 
 
 def read_public_keys(path: Path) -> tuple[PublicKey, ...]:
-    """The keys of a file of public keys, at least one. Raises UsageError for a line that is none, naming it."""
+    """The keys of a file of public keys, at least one. Raises UsageError for a line that is not a key."""
     data, _ = _read_key_file(path)
     try:
         lines = data.decode("utf-8").splitlines()
@@ -214,7 +214,7 @@ def read_public_keys(path: Path) -> tuple[PublicKey, ...]:
 
 
 def read_any_keys(path: Path) -> tuple[PublicKey, ...]:
-    """The keys of a file of public keys, or the public half of the private key in `path`; errors as for those two."""
+    """The keys of a file of public keys, or the public key of the private key in `path`; errors as for those two."""
     data, _ = _read_key_file(path)
     return (read_signing_key(path).public,) if b"PRIVATE KEY" in data[:100] else read_public_keys(path)
 
@@ -251,8 +251,8 @@ def _read_key_file(path: Path) -> tuple[bytes, int]:
 
 @contextlib.contextmanager
 def _written(path: Path, data: bytes, mode: int) -> Iterator[None]:
-    """The new file `path`, synced; removed where writing it, or the body, fails: the next try needs its name."""
-    # The mode is given when the file is made: there is no moment at which others could read it.
+    """Create and sync the file `path`; remove it if writing it, or the body, fails."""
+    # The mode is set at creation: there is no moment at which others could read the file.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, mode)
     try:
@@ -267,10 +267,10 @@ def _written(path: Path, data: bytes, mode: int) -> Iterator[None]:
 
 
 def _make_folder(folder: Path) -> None:
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(_FOLDER_MODE, parents=True, exist_ok=True)
-    for each in missing:
-        _sync_folder(each.parent)
+    for path in missing:
+        _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -281,7 +281,7 @@ def _sync_folder(folder: Path) -> None:
 
 @functools.cache
 def _cryptography() -> Any:
-    """The parts of `cryptography` that are used here, together."""
+    """The parts of `cryptography` that are used here."""
     try:
         from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization

@@ -30,11 +30,11 @@ Make = Callable[[], tuple[Entry, bytes]]
 
 
 class Store(Lookup):
-    """Finds kernels in `root` and then in `read_only`, as `Lookup` does, and publishes into `root`. Opening a store
+    """Reads kernels from `root` and then from `read_only`, as `Lookup` does, and publishes into `root`. Opening a store
     touches no disk.
 
-    trust: the keys of which one must have signed whatever is read, in every root; None: digests alone are checked.
-    signing_key: file of the private key that signs what is built and exported here; read when it is first used.
+    trust: the keys of which one must have signed every document, in every root; None: only digests are checked.
+    signing_key: file of the private key that signs what is built and exported here; read at its first use.
     """
 
     def __init__(
@@ -51,19 +51,21 @@ class Store(Lookup):
 
     @classmethod
     def open(cls, config: Config) -> Store:
-        """The store that `config` names; it need not exist yet."""
+        """The store of `config`; it need not exist yet."""
         trust = None if config.trusted_keys is None else Trust(config.trusted_keys)
         return cls(config.store, config.read_only_roots, trust=trust, signing_key=config.signing_key)
 
     def inspecting(self, inspect: Callable[[Entry], None]) -> Store:
-        """This store, to which entries are missing for which `inspect` raises IntegrityError: builders replace them."""
+        """A copy that treats entries for which `inspect` raises IntegrityError as missing, so that builders replace
+        them.
+        """
         store = copy.copy(self)
         store.inspect = inspect
         return store
 
     def writable(self) -> Store:
-        """The writable store alone, without the roots below it, for who is about to fill it. Raises NoStoreError where
-        that is a folder that is no store, before anything is read or sent for it.
+        """The writable root alone, as a store to be filled. Raises NoStoreError if its folder is not a store, before
+        anything is read or sent for it.
         """
         self.check_writable()
         return Store(self.root, trust=self.trust, signing_key=self._signing_key, disk=self._publisher.disk)
@@ -72,13 +74,14 @@ class Store(Lookup):
 
     @functools.cached_property
     def signer(self) -> SigningKey | None:
-        """The private key that `signing_key` names; None where none does."""
+        """The private key in the file `signing_key`; None without one."""
         return None if self._signing_key is None else read_signing_key(self._signing_key)
 
     def sign(self, kind: str, data: bytes) -> dict[str, bytes]:
-        """This store's own signature over the document `data` of `kind`, as `publish` takes it; empty without a key.
+        """The signature of `signing_key` over the document `data` of `kind`, as `publish` takes it; empty without a
+        key.
 
-        Raises `SignatureError` when the store would not trust it: nothing is to be published that cannot be read.
+        Raises `SignatureError` if the store would not trust it: what is published must be readable.
         """
         signatures = {} if self.signer is None else self.signer.sign(kind, data)
         if self.trust is not None:
@@ -88,20 +91,19 @@ class Store(Lookup):
                 trusted = ", ".join(key.id for key in self.trust.keys)
                 by = f"by {self.signer.public.id}" if self.signer is not None else "by nobody"
                 raise SignatureError(
-                    f"what is made here would be signed {by}, and {self.root} is to hold only what {trusted} signed; "
-                    "name the private key of that with --sign or FUSEKIT_SIGNING_KEY, or build without "
+                    f"documents of this process would be signed {by}, and {self.root} holds only what {trusted} "
+                    "signed; name the private key with --sign or FUSEKIT_SIGNING_KEY, or build without "
                     "FUSEKIT_TRUSTED_KEYS"
                 ) from None
         return signatures
 
     def publish(self, entry: Entry, cubin: bytes, signatures: Mapping[str, bytes] | None = None) -> Entry:
-        """Publish `cubin` and then `entry` into the writable store; returns the entry that is there afterwards.
+        """Publish `cubin` and then `entry` into the writable root; returns the entry that is there afterwards.
 
-        Where another process was first with that key, its entry stands and is returned, if it and its cubin are
-        whole; if not, this one takes its place. signatures: over the entry's bytes, key id -> signature; the store's
-        own key signs when none are given. Raises `IntegrityError` for an entry that does not describe `cubin` or that
-        the store does not trust, `StoreError` for a disk that fails: what was published before is untouched, and no
-        reader sees half of this.
+        If another process was first with that key, its entry is kept and returned, if it and its cubin are whole;
+        otherwise this one replaces it. signatures: key id -> signature over the bytes of the entry; None: `signing_key`
+        signs. Raises `IntegrityError` for an entry that does not describe `cubin` or that the store does not trust,
+        `StoreError` for a failing disk: what was published before is untouched, and no reader sees a part of this.
         """
         data = entry.to_bytes()
         check_readable(data, f"entry {entry.key}")
@@ -119,69 +121,69 @@ class Store(Lookup):
             return winner
         self._publish_blob(entry.cubin_sha256, cubin)
         self.publish_signatures(data, signatures)
-        own = self.roots[0]
-        path = own.entry_path(entry.key)
+        root = self.roots[0]
+        path = root.entry_path(entry.key)
         if not self._publisher.claim(path, data):
             if (winner := self._winner(entry.key)) is not None:
                 return winner
             self._publisher.put(path, data)
-        if not quietly(own.has_cubin, entry):
-            # A cubin that lay there before was collected before its new entry could be seen.
+        if not quietly(root.has_cubin, entry):
+            # A cubin that was there before was collected before the new entry was visible.
             self._publish_blob(entry.cubin_sha256, cubin)
         return entry
 
     def publish_name(
         self, record: NameRecord, entry: Entry | None = None, signatures: Mapping[str, bytes] | None = None
     ) -> None:
-        """Publish `record`, with a summary of its entry, over what its name stood for.
+        """Publish `record`, with a summary of its entry, replacing the record of its name.
 
-        Its entry must be in a root already: a name never leads nowhere. Who has just read or published it may pass
-        it as `entry`, which saves reading it here. signatures: over the record's bytes, as for `publish`.
+        Its entry must be in a root already: a name always points to an entry. Who has just read or published it may
+        pass it as `entry`, which saves reading it. signatures: over the bytes of the record, as for `publish`.
         """
         known = entry if entry is not None and entry.key == record.key else None
 
         def look() -> Entry | None:
-            there = known is not None and any(quietly(root.size_of_entry, record.key) for root in self.roots)
-            return known if there else self.find_entry(record.key)
+            present = known is not None and any(quietly(root.size_of_entry, record.key) for root in self.roots)
+            return known if present else self.find_entry(record.key)
 
-        entry = self._patiently(record.key, look, sure=True)
+        entry = self._patiently(record.key, look, marked=True)
         if entry is None:
             raise IntegrityError(
-                f"{record.name} would stand for entry {record.key}, which is in no root of the store; names come after "
+                f"{record.name} would point to entry {record.key}, which is in no root of the store; names come after "
                 "entries; publish the entry first",
                 key=record.key,
             )
         if not record.summary:
             record = dataclasses.replace(record, summary=entry.summary())
-        own, data = self.roots[0], record.to_bytes()
+        root, data = self.roots[0], record.to_bytes()
         check_readable(data, f"name record {record.name}")
-        with contextlib.suppress(IntegrityError):  # a damaged record, or one of a stranger, is replaced
-            own.name(record.name, record.arch)
-            # One that a lower root has is not copied.
-            there = self._first_good(lambda root: root.name(record.name, record.arch))
-            if there is not None and there == record and there.summary == record.summary:
+        with contextlib.suppress(IntegrityError):  # a damaged record, or one without a trusted signature, is replaced
+            root.name(record.name, record.arch)
+            # A record that a lower root has is not copied.
+            current = self._first_good(lambda root: root.name(record.name, record.arch))
+            if current is not None and current == record and current.summary == record.summary:
                 self.publish_signatures(data, signatures or {})
-                path = own.name_path(record.name, record.arch)
+                path = root.name_path(record.name, record.arch)
                 # Younger than an entry that was repaired: see `settled`.
                 self._publisher.touch(path, data)
                 with contextlib.suppress(StoreError):  # read-only
-                    self._publisher.settle(path)  # whoever placed it may have been killed before it synced
+                    self._publisher.settle(path)  # its writer may have been killed before it synced
                 return
         self.publish_signatures(data, self._vouched("name", data, signatures, record.name))
-        self._publisher.put(own.name_path(record.name, record.arch), data)
+        self._publisher.put(root.name_path(record.name, record.arch), data)
 
     def ensure(self, key: str, make: Make, patience: float = PATIENCE) -> tuple[Entry, bool]:
-        """The entry of `key`, and whether `make` had to be called for it: looked up, and if it is missing looked up
-        once more under its lock, made and published. However many ask at once, one of them makes it, where locks
-        work; where they do not, some more do, and the first one's stands. patience: as of `lock`.
+        """The entry of `key`, and whether `make` was called for it: looked up, and if it is missing looked up again
+        under its lock, built and published. Of any number of callers one builds it if locks work; if they do not,
+        several may, and the first entry is kept. patience: as for `lock`.
         """
         if (entry := self.present(key)) is not None:
             return entry, False
         with self.lock(key, patience):
-            return self._made(key, make)
+            return self._build_if_missing(key, make)
 
     def ensure_unless_held(self, key: str, make: Make) -> tuple[Entry, bool] | None:
-        """As `ensure`, but None at once while somebody else makes it: there may be other things to do."""
+        """As `ensure`, but returns None at once while another process builds it."""
         if (entry := self.present(key)) is not None:
             return entry, False
         try:
@@ -189,52 +191,53 @@ class Store(Lookup):
         except HeldError:
             return None
         try:
-            return self._made(key, make)
+            return self._build_if_missing(key, make)
         finally:
             if release is not None:
                 release()
 
     def adopt(self, record: NameRecord) -> bool:
-        """Copy the kernel of `record` from a lower root into the writable store, with its name; False when all of it
-        is there already. The only way in which anything comes up from a lower root.
+        """Copy the kernel of `record`, with its name, from a lower root into the writable one; False if it is there
+        already. Nothing else copies from a lower root.
         """
-        found = self.load(record.key)
-        if found is None:
-            raise IntegrityError(f"{record.name} stands for entry {record.key}, which no root holds; build it again")
-        own = self.writable()
-        with own.lease():
-            return self._adopt(own, found, record)
+        kernel = self.load(record.key)
+        if kernel is None:
+            raise IntegrityError(f"{record.name} points to entry {record.key}, which no root holds; build it again")
+        target = self.writable()
+        with target.lease():
+            return self._copy(target, kernel, record)
 
-    def _adopt(self, own: Store, found: tuple[Entry, bytes], record: NameRecord) -> bool:
-        if own.present(record.key) is not None and quietly(own.roots[0].name, record.name, record.arch) == record:
+    def _copy(self, target: Store, kernel: tuple[Entry, bytes], record: NameRecord) -> bool:
+        named = quietly(target.roots[0].name, record.name, record.arch)
+        if target.present(record.key) is not None and named == record:
             return False
-        entry = own.publish(*found, self.signatures(found[0].to_bytes()))
-        if entry != found[0]:  # another build of the key lay there: the name's summary is to be of that one
+        entry = target.publish(*kernel, self.signatures(kernel[0].to_bytes()))
+        if entry != kernel[0]:  # another build of the key was there: the summary must be of that one
             record = dataclasses.replace(record, summary={})
-        own.publish_name(record, entry, self.signatures(record.to_bytes()))
+        target.publish_name(record, entry, self.signatures(record.to_bytes()))
         return True
 
     def collect(
         self, *, max_bytes: int | None = None, max_age: float | None = None, dry_run: bool = False
     ) -> CollectReport:
-        """Shrink the writable store to `max_bytes`, remove what was not used for `max_age` seconds, and clear away
-        what nobody needs: see fusekit.store.gc.
+        """Evict kernels of the writable root that were not used for `max_age` seconds, then the least recently used
+        until it has at most `max_bytes`, and remove files that are not needed: see fusekit.store.gc.
         """
         from fusekit.store.gc import collect
 
         return collect(self.roots[0], self._publisher.disk, max_bytes=max_bytes, max_age=max_age, dry_run=dry_run)
 
     def discard(self, unwanted: Collection[tuple[str, str]], *, dry_run: bool = False) -> DiscardReport:
-        """Remove names (full name, architecture) from the writable store, with the entries and cubins that nothing else
-        there needs. Lower roots are left alone.
+        """Remove names (full name, architecture) from the writable root, with the entries and cubins that no other name
+        there needs. Lower roots are not changed.
         """
         from fusekit.store.gc import discard
 
         return discard(self.roots[0], self._publisher.disk, unwanted, dry_run=dry_run)
 
     def publish_tuning(self, arch: str, data: bytes) -> Path:
-        """Publish the tuning table `data` for `arch` into the writable store, in place of the one there, signed with
-        the store's own key if it has one; its path. SignatureError where the store would not trust it.
+        """Publish the tuning table `data` for `arch` into the writable root, replacing the table there, signed if there
+        is a `signing_key`; returns its path. SignatureError if the store would not trust it.
         """
         path = self.roots[0].tuning_path(arch)
         self.publish_signatures(data, self.sign("tuning", data))
@@ -242,15 +245,15 @@ class Store(Lookup):
         return path
 
     def publish_signatures(self, data: bytes, signatures: Mapping[str, bytes]) -> None:
-        """Publish signatures (key id -> 64 bytes) over the document `data` into the writable store."""
-        # Before their document: one that can be seen is signed. Ed25519 is deterministic, so a file that is there
-        # already is the same, or was planted. It gets a new stamp, so that no collection takes it meanwhile.
-        own, digest = self.roots[0], sha256(data)
+        """Publish signatures (key id -> 64 bytes) over the document `data` into the writable root."""
+        # Before their document, so that a visible document is signed. Ed25519 is deterministic: a file that is there
+        # already is the same, or forged. It gets a new stamp, so that no collection removes it meanwhile.
+        root, digest = self.roots[0], sha256(data)
         for key_id, signature in signatures.items():
-            path = own.signature_path(digest, key_id)
+            path = root.signature_path(digest, key_id)
             while not self._publisher.claim(path, signature):
-                there = quietly(functools.partial(read_file, limit=SIGNATURE_BYTES), path)
-                if there != signature:
+                current = quietly(functools.partial(read_file, limit=SIGNATURE_BYTES), path)
+                if current != signature:
                     self._publisher.put(path, signature)
                 self._publisher.touch(path, signature)
                 if path.exists():
@@ -258,10 +261,10 @@ class Store(Lookup):
 
     @contextlib.contextmanager
     def lock(self, key: str, patience: float = PATIENCE) -> Iterator[bool]:
-        """Hold the lock of `key`, so that others need not do the same work; True when it is held.
+        """Hold the lock of `key`, so that other builders need not do the same work; yields whether it is held.
 
-        Only ever a saving: where locks do not work, or nobody lets go for `patience` seconds, the body runs without
-        it (False), and publishing is as right as with it.
+        It only saves work: if locks do not work, or it is not released for `patience` seconds, the body runs without
+        it (False), and publishing is as correct as with it.
         """
         try:
             release = acquire(self.roots[0].lock_path(key), self._publisher, patience)
@@ -275,8 +278,8 @@ class Store(Lookup):
 
     @contextlib.contextmanager
     def lease(self, *, make: bool = True) -> Iterator[None]:
-        """While this is held, collection leaves alone what was published or looked up since it was taken. make: the
-        store, if there is none, now; else when something is published.
+        """While this is held, collection keeps what was published or looked up since it was taken. make: create a
+        missing store now; otherwise when something is published.
         """
         lease = marks.Lease(self._publisher, make=make)
         self._leases.append(lease)
@@ -287,30 +290,30 @@ class Store(Lookup):
             lease.release()
 
     def check_writable(self) -> None:
-        """Raises NoStoreError where the writable store is a folder that is none; changes nothing."""
+        """Raises NoStoreError if the writable root is a folder that is not a store; changes nothing."""
         with contextlib.suppress(OSError):
             marker.check(self._publisher.folders)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _made(self, key: str, make: Make) -> tuple[Entry, bool]:
+    def _build_if_missing(self, key: str, make: Make) -> tuple[Entry, bool]:
         if (entry := self.present(key)) is not None:
             return entry, False
         return self.publish(*make()), True
 
     def _winner(self, key: str) -> Entry | None:
-        # An entry in the writable store that is good together with its cubin, made durable: whoever wrote it may have
-        # been killed before it synced.
-        own = self.roots[0]
+        # The entry in the writable root, if it and its cubin are good, made durable: its writer may have been killed
+        # before it synced.
+        root = self.roots[0]
         try:
-            entry = own.entry(key)
-            if entry is None or own.blob(entry.cubin_sha256, entry.cubin_bytes) is None:
+            entry = root.entry(key)
+            if entry is None or root.blob(entry.cubin_sha256, entry.cubin_bytes) is None:
                 return None
             self.inspect(entry)
         except IntegrityError:
             return None
-        durable = self._publisher.settle(own.blob_path(entry.cubin_sha256))
-        return entry if self._publisher.settle(own.entry_path(key)) and durable else None
+        durable = self._publisher.settle(root.blob_path(entry.cubin_sha256))
+        return entry if self._publisher.settle(root.entry_path(key)) and durable else None
 
     def _vouched(
         self, kind: str, data: bytes, signatures: Mapping[str, bytes] | None, what: str
@@ -322,12 +325,12 @@ class Store(Lookup):
         return signatures
 
     def _publish_blob(self, digest: str, data: bytes) -> None:
-        own = self.roots[0]
-        path = own.blob_path(digest)
+        root = self.roots[0]
+        path = root.blob_path(digest)
         if self._publisher.claim(path, data):
             return
         try:
-            if own.blob(digest, len(data)) is not None and self._publisher.settle(path):
+            if root.blob(digest, len(data)) is not None and self._publisher.settle(path):
                 return
         except IntegrityError:
             pass  # a damaged blob is replaced: these bytes have the digest of its name

@@ -13,7 +13,7 @@ from fusekit.store import names
 from fusekit.store.documents import damaged
 from fusekit.store.entries import Entry
 from fusekit.store.files import quietly, size_of
-from fusekit.store.folders import Folders, said
+from fusekit.store.folders import Folders, printable
 from fusekit.store.keys import is_digest
 from fusekit.store.layout import MARKER, open_to_all, strays
 from fusekit.store.marker import absence, check_format, is_file
@@ -27,10 +27,10 @@ _PATIENCE = 2.0  # seconds, of one verification: a store that lost thousands of 
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """What looks into documents that a store only keeps; each raises IntegrityError for one that cannot be used.
+    """Checks of documents whose content a store does not know; each raises IntegrityError for one that cannot be used.
 
-    entry takes the cubin too, where that is at hand; tuning takes the bytes, the path and the architecture of a tuning
-    table. See `fusekit.runtime.wellformed`.
+    entry takes the entry and its cubin, if that was read. tuning takes bytes, path and architecture of a tuning table.
+    See `fusekit.runtime.wellformed`.
     """
 
     entry: Callable[[Entry, bytes | None], None]
@@ -40,9 +40,7 @@ class Inspect:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong. key: the entry it concerns, empty if none is known. path: the file. root: the store's
-    root.
-    """
+    """One problem. key: of the entry, empty if not known. path: the file. root: path of the root."""
 
     key: str
     problem: str
@@ -52,12 +50,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was checked and what is wrong.
+    """The result of a check.
 
-    entries, names, blobs: how many of each were looked at. orphans: blobs of no entry, and temporaries: files of
-    writers; both are what a killed builder leaves, no damage. full: whether every blob was hashed, not only its size
-    compared. strays: what is not fusekit's, and lies where no reader looks. absent: path of each root that is
-    no store -> why, in words. open_to_all: folders of the roots in which every user of the machine may write.
+    entries, names, blobs: how many of each were checked. orphans: blobs of no entry. temporaries: files of writers. A
+    killed builder leaves both, and neither is damage. full: whether every blob was hashed, or only its size compared.
+    strays: files that are not fusekit's. absent: path of each root that is not a store -> why, in words. open_to_all:
+    folders of the roots in which every user of the machine may write.
     """
 
     entries: int
@@ -80,8 +78,8 @@ class VerifyReport:
 def verify(roots: tuple[Root, ...], full: bool, inspect: Inspect | None = None) -> VerifyReport:
     """Check every root. Damage is reported, never raised, and nothing is changed.
 
-    Without `full`: the digest, key and place of each entry and name, and that each entry's cubin is there with its
-    size. With `full`: every blob is hashed too, and `inspect` looks into every entry, name and tuning table.
+    Without `full`: the digest, key and path of each entry and name, and that the cubin of each entry is there with its
+    size. With `full`: every blob is hashed too, and `inspect` checks every entry, name and tuning table.
     """
     check = _Check(roots, full, inspect if full else None)
     absent = {root.path: why for root in roots if (why := absence(root.path)) is not None}
@@ -93,7 +91,7 @@ def verify(roots: tuple[Root, ...], full: bool, inspect: Inspect | None = None) 
         if root.path not in absent:
             check.strays_of(root)
         check.tuning_of(root)
-        with contextlib.suppress(StoreError):  # a folder that cannot be listed was said above
+        with contextlib.suppress(StoreError):  # a folder that cannot be listed is reported above
             check.temporaries += sum(1 for _ in root.temporary_files())
     return VerifyReport(
         entries=check.entries,
@@ -123,16 +121,16 @@ class _Check:
 
     def entries_of(self, root: Root) -> None:
         cubins: dict[str, list[Entry]] = {}
-        spoken_for: set[str] = set()  # what damaged entries may need, as far as they can be read
-        told: set[Path] = set()
+        mentioned: set[str] = set()  # digests in damaged entries, as far as they can be read
+        reported: set[Path] = set()
         try:
             for path in root.entry_files():
                 self.entries += 1
-                at = path  # what is at fault
+                at = path  # the file with the problem
                 key = path.name.removesuffix(".json")
                 try:
                     if not is_digest(key) or path != root.entry_path(key):
-                        raise damaged(path, "is no entry; it does not have an entry's name and place")
+                        raise damaged(path, "is not an entry; it does not have the path of one")
                     entry = root.entry(key)
                     if entry is None:  # collected since it was listed
                         self.entries -= 1
@@ -148,30 +146,30 @@ class _Check:
                         if root.blob(entry.cubin_sha256, entry.cubin_bytes) is None:
                             raise damaged(path, f"names the cubin {entry.cubin_sha256}, which is missing")
                     elif size != entry.cubin_bytes:
-                        raise damaged(blob, f"has {size} bytes, where its entry says {entry.cubin_bytes}")
+                        raise damaged(blob, f"has {size} bytes, and its entry gives {entry.cubin_bytes}")
                     self._keys[key] = entry.arch
                     cubins.setdefault(entry.cubin_sha256, []).append(entry)
                 except (IntegrityError, StoreError) as error:
                     self._damaged.add(key)
-                    spoken_for |= digests_of(path) or frozenset()
-                    if not isinstance(error, OtherSchemaError):  # whole, for another version: not looked at any closer
-                        told.add(at)
+                    mentioned |= digests_of(path) or frozenset()
+                    if not isinstance(error, OtherSchemaError):  # whole, for another version
+                        reported.add(at)
                         self._add(root, at, error, key if is_digest(key) else "")
-            self._blobs_of(root, cubins, spoken_for, told)
+            self._blobs_of(root, cubins, mentioned, reported)
         except StoreError as error:
             self._add(root, root.path, error, "")
 
-    def _blobs_of(self, root: Root, cubins: dict[str, list[Entry]], spoken_for: set[str], told: set[Path]) -> None:
+    def _blobs_of(self, root: Root, cubins: dict[str, list[Entry]], mentioned: set[str], reported: set[Path]) -> None:
         for path in root.blob_files():
             self.blobs += 1
             owners = cubins.get(path.name, [])
             key = owners[-1].key if owners else ""
-            self.orphans += not owners and path.name not in spoken_for
-            if path in told:
+            self.orphans += not owners and path.name not in mentioned
+            if path in reported:
                 continue
             try:
                 if not is_digest(path.name) or path != root.blob_path(path.name):
-                    raise damaged(path, "is no blob; it does not have a blob's name and place")
+                    raise damaged(path, "is not a blob; it does not have the path of one")
                 if self.full:
                     cubin = root.blob(path.name)
                     if self._inspect is not None and cubin is not None:
@@ -198,14 +196,14 @@ class _Check:
                     if self._inspect is not None:
                         self._inspect.name(record)
                     if key in self._damaged and key not in self._keys:
-                        continue  # said once, with the entry
+                        continue  # reported with the entry
                     if key not in self._keys and (entry := self._published_since(key)) is not None:
                         self._keys[key] = entry.arch
                     if key not in self._keys:
                         if root.name(record.name, record.arch) != record:  # collected or replaced since it was read
                             self.names -= 1
                             continue
-                        raise damaged(path, f"stands for entry {key}, which no root holds whole")
+                        raise damaged(path, f"points to entry {key}, which no root holds whole")
                     if self._keys[key] != record.arch:
                         raise damaged(path, f"is for {record.arch}, its entry for {self._keys[key]}")
                 except OtherSchemaError:
@@ -216,21 +214,21 @@ class _Check:
             self._add(root, root.path, error, "")
 
     def strays_of(self, root: Root) -> None:
-        told = {problem.path for problem in self.bad}
+        reported = {problem.path for problem in self.bad}
         try:
-            with contextlib.suppress(NoStoreError):  # said above
+            with contextlib.suppress(NoStoreError):  # reported above
                 check_format(root.path)
         except (IntegrityError, StoreError) as error:
             self._add(root, root.path / MARKER, error, "")
         try:
-            for found in strays(Folders(root.path)):
-                if found.path in told:
+            for node in strays(Folders(root.path)):
+                if node.path in reported:
                     continue
-                if found.kind == "link":
-                    problem = f"{said(found.path)} is a symbolic link; a store follows none below its own folder; "
-                    self._add(root, found.path, IntegrityError(f"{problem}remove it"), "")
+                if node.kind == "link":
+                    problem = f"{printable(node.path)} is a symbolic link; a store follows none below its own folder; "
+                    self._add(root, node.path, IntegrityError(f"{problem}remove it"), "")
                 else:
-                    self.strays.append(found.path)
+                    self.strays.append(node.path)
         except StoreError as error:
             self._add(root, root.path, error, "")
 

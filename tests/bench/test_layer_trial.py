@@ -233,7 +233,7 @@ def test_the_codes_of_weights_are_timed_apart(rig: Rig, tmp_path: Path, monkeypa
     assert main(["run", layer, "--time"]) == 0
     out = capsys.readouterr().out
     assert "quantise: 1 ms, host" in out
-    assert "codes of the weights" in out
+    assert "FP8 weights" in out
     assert not rig.memory
 
 

@@ -218,7 +218,7 @@ def test_where_keys_are_trusted_a_table_counts_that_one_of_them_signed(tmp_path:
         Store(tmp_path / "store", signing_key=signer).publish_tuning("sm_90a", data)
         assert len(Store(tmp_path / "store").tuning_tables("sm_90a")) == 1
         assert trusting.tuning_tables("sm_90a") == []
-    with pytest.raises(SignatureError, match="name the private key of that with --sign or FUSEKIT_SIGNING_KEY"):
+    with pytest.raises(SignatureError, match="name the private key with --sign or FUSEKIT_SIGNING_KEY"):
         trusting.publish_tuning("sm_90a", data)
     path = Store(tmp_path / "store", trust=trust, signing_key=key).publish_tuning("sm_90a", data)
     assert trusting.tuning_tables("sm_90a") == [(path, data)]

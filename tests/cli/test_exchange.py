@@ -63,7 +63,7 @@ def test_a_bad_bundle(fusekit, store, other, tmp_path):
     (tmp_path / "kernels.tar").write_bytes(data[:3000] + b"!" + data[3001:])
     failed = other("import", "kernels.tar", "--json", code=1)
     assert failed.out == ""
-    assert "a bundle is taken whole or not at all; get it again" in failed.err
+    assert "a bundle is imported whole or not at all; get it again" in failed.err
     assert not (tmp_path / "other").exists()
     assert "there is no bundle" in other("import", "absent.tar", code=2).err
 
@@ -118,7 +118,7 @@ def test_keys(fusekit, tmp_path):
     assert "is never overwritten" in fusekit("key", "new", "keys/ours", code=2).err
     assert "PRIVATE" not in fusekit("key", "show", "keys/ours").out
     assert "there is no key file" in fusekit("key", "show", "absent", code=2).err
-    assert "no signing key is given" in fusekit("key", "sign", code=2).err
+    assert "there is no signing key" in fusekit("key", "sign", code=2).err
 
 
 def test_a_store_that_trusts_a_key(fusekit, store, other, tmp_path):
@@ -208,7 +208,7 @@ def test_what_a_bundle_or_a_remote_holds(fusekit, store, tmp_path):
     (tmp_path / "kernels.tar").write_bytes(bundle[:-2000] + b"!" + bundle[-1999:])
     bad = fusekit("verify", "--from", "kernels.tar", "--json", code=1).json
     assert len(bad["bad"]) == 1
-    assert "a bundle is taken whole or not at all" in fusekit("ls", "--from", "kernels.tar", code=1).err
+    assert "a bundle is imported whole or not at all" in fusekit("ls", "--from", "kernels.tar", code=1).err
     blob = next(path for path in (tmp_path / "remote" / "blobs").rglob("*") if path.is_file())
     blob.write_bytes(blob.read_bytes()[:-1] + b"!")
     assert fusekit("verify", "--from", "remote", "--json").json["bad"] == []

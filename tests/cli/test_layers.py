@@ -109,12 +109,12 @@ def test_show_says_what_a_recipe_quantises(fusekit, store):
     assert document["memory"]["codes"] == Layer(Library(store), "coded/moe").sizes(1024).codes
     assert "quantise" not in document["memory"]["scratch"]
     text = fusekit("show", "coded/moe").out
-    for said in ("codes of the weights", "quantise-x-turned", "w1_q"):
+    for said in ("FP8 weights", "quantise-x-turned", "w1_q"):
         assert said in text
     told = options(file="own", recipe="fp8-block", weight_dtype="f32", hidden=144, intermediate=192, tokens=1024)
     publish(fusekit.root, told)
     assert re.search(r"^  weight_dtype +f32$", fusekit("show", "own/moe").out, re.MULTILINE)
-    assert "codes of the weights" not in fusekit("show", "model/moe").out
+    assert "FP8 weights" not in fusekit("show", "model/moe").out
 
 
 def test_show_of_a_layer_imports_little(fusekit, store, tmp_path):
@@ -160,7 +160,7 @@ def test_an_export_of_half_a_layer_says_what_is_missing(fusekit, store, language
     fusekit("rm", "model/moe.fc2", "model/moe.fc1-dgrad")
     said = fusekit("export", *language, "model/moe").err
     missing = [part for part in PARTS if part in ("model/moe.fc2", "model/moe.fc1-dgrad")]
-    assert f"model/moe is not whole; not built: {', '.join(missing)}\n" in said
+    assert f"model/moe is incomplete; not built: {', '.join(missing)}\n" in said
     assert "not built" not in fusekit("export", *language, "model/moe.fc2-dgrad", "model/fc1").err
 
 

@@ -15,7 +15,7 @@ import fusekit as library
 from fusekit.errors import ArgumentError, DriverError, FusekitError, NotBuiltError, StoreError
 from fusekit.store import NameRecord
 from fusekit_cli import main as entry
-from fusekit_cli.main import VERBS, cli, main
+from fusekit_cli.main import COMMANDS, cli, main
 from fusekit_cli.terminal import message
 from tests.cli.conftest import NAMES, SPEC
 
@@ -28,14 +28,14 @@ def test_version(fusekit):
 
 def test_help_lists_every_verb(fusekit):
     out = fusekit("--help").out
-    for verb, help_line in VERBS.items():
+    for verb, help_line in COMMANDS.items():
         assert f"  {verb} " in out
         assert help_line in out
 
 
 def test_every_verb_has_its_file_and_its_help():
     context = click.Context(cli)
-    for verb in VERBS:
+    for verb in COMMANDS:
         assert (FOLDER / f"{verb.replace('-', '_')}{'_' if iskeyword(verb) else ''}.py").is_file()
         command = cli.get_command(context, verb)
         assert command is not None
@@ -226,8 +226,8 @@ def test_a_closed_stdout_is_no_success(store, fusekit, line):
 @pytest.mark.parametrize(
     ("line", "code", "words"),
     [
-        (("import", "-"), 1, "is no bundle, or ends too early"),
-        (("ls", "--from", "-"), 1, "is no bundle, or ends too early"),
+        (("import", "-"), 1, "is not a bundle, or ends too early"),
+        (("ls", "--from", "-"), 1, "is not a bundle, or ends too early"),
         (("build", "-"), 2, "the file is empty"),
         (("new", "-"), 2, "not JSON"),
     ],

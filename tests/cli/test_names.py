@@ -53,7 +53,7 @@ def test_a_kernel_left_from_before_is_never_taken(fusekit, edited, tmp_path):
 
     pruned = fusekit("build", "a/moe.toml", "--prune", "--json")
     assert pruned.json["pruned"] == [{"name": f"moe/{LARGE}", "arch": "sm_90a"}]
-    assert "removed what the spec no longer has" in pruned.err
+    assert "removed, as the spec no longer has them" in pruned.err
     assert fusekit("show", "moe/fc1", "--json").json["name"] == f"moe/{SMALL}"
     fusekit("export", "--lang", "c", "out", "moe/fc1")
     assert not Store(fusekit.root).verify(full=True).bad
@@ -65,7 +65,7 @@ def test_a_build_says_what_it_moves_and_leaves_behind(fusekit, edited, tmp_path)
     assert moved["before"] != moved["now"] == edited.json["built"][0]["key"]
     left = [{"name": f"moe/{LARGE}", "arch": "sm_90a", "root": str(fusekit.root)}]
     assert edited.json["left_behind"] == left
-    assert f"moe/{SMALL} (sm_90a) stood for another kernel before: activation differs in its spec" in edited.err
+    assert f"moe/{SMALL} (sm_90a) pointed to another kernel before: activation differs in its spec" in edited.err
     assert "give one of the two a namespace" in edited.err
     assert f"no longer in the spec: moe/{LARGE}" in edited.err
     # Until it is gone it is said again, also before anything is built; of what is not meant nothing is said.

@@ -87,13 +87,13 @@ def test_read_only_roots_are_left_alone(fusekit, store, tmp_path, rm):
     roots = {"FUSEKIT_STORES": str(store.root)}
     upper = tmp_path / "upper"
     lower = fusekit("rm", LINEAR, "--store", str(upper), code=3, **roots)
-    assert f"is in the read-only root {store.root} alone" in lower.err
+    assert f"is in the read-only root {store.root} only" in lower.err
     fusekit("copy", LINEAR, "--store", str(upper), **roots)
     time.sleep(TICK)
     before = files(store.root)
     done = fusekit("rm", LINEAR, "--store", str(upper), "--json", **roots)
     assert done.json["in_roots"] == [{"name": LINEAR, "arch": "sm_90a", "root": str(store.root)}]
-    assert "is found in the read-only root" in done.err
+    assert "is taken from the read-only root" in done.err
     assert files(store.root) == before
     assert not Store(upper).names()
 
@@ -166,6 +166,6 @@ def test_prune_with_a_name_that_cannot_be_read(tmp_path, capsys, monkeypatch):
     unreadable_files(monkeypatch, errno.EIO)(store.roots[0].name_path("other/linear@w1", "sm_90a"))
     assert main(["build", "quickstart/linear", "--prune", "--store", str(tmp_path)]) == 1
     err = capsys.readouterr().err
-    assert "removed what the spec no longer has: quickstart/linear@old" in err
+    assert "removed, as the spec no longer has them: quickstart/linear@old" in err
     assert f"kernel {entry.key[:12]} may be needed, and stays" in err
     assert store.load(entry.key) is not None

@@ -85,17 +85,17 @@ def test_what_a_difference_is_called(manifest):
     found = manifest.compare(built, [*built, "quickstart/none@a"])
     assert found.same == ("quickstart/fc1@a",)  # other sources, same bytes
     (changed,) = found.changed
-    assert (changed.name, changed.expected, changed.found) == (NAME, "b" * 64, "f" * 64)
+    assert (changed.name, changed.expected, changed.built) == (NAME, "b" * 64, "f" * 64)
     assert "not reproducible" in changed.why
     assert [name for name, _ in found.missing] == ["quickstart/new@a", "quickstart/none@a"]
     assert not found.ok
     other = manifest.compare({NAME: locked("e", "f")}, [NAME]).changed[0]
     assert "have changed since the manifest was written" in other.why
     launch = manifest.compare({NAME: locked(launch="2")}, [NAME]).changed[0]
-    assert (launch.expected, launch.found) == ("1" * 64, "2" * 64)
+    assert (launch.expected, launch.built) == ("1" * 64, "2" * 64)
     assert "the same cubin with another launch record from the same sources" in launch.why
     gone = manifest.compare({}, [NAME])
-    assert gone.missing == ((NAME, "it is not built from what stands here now"),)
+    assert gone.missing == ((NAME, "it is not built from the present sources"),)
     assert manifest.compare({NAME: locked()}, [NAME]).ok
 
 
@@ -108,7 +108,7 @@ def test_a_launch_record_is_pinned(store):
     inspect.entry(entry, None)
     inspect.name(record)
     with pytest.raises(
-        IntegrityError, match=f"stands for {'0' * 64}, in the manifest for {record.key}: one of them is"
+        IntegrityError, match=f"points to {'0' * 64}, and in the manifest to {record.key}: one of them is"
     ):
         inspect.name(replace(record, key="0" * 64))
     other = replace(entry, launch=entry.launch | {"grid": [7, 1, 1]})
@@ -158,14 +158,14 @@ def test_what_is_no_manifest(manifest, tmp_path, change):
 )
 def test_another_file(tmp_path, content, absent):
     (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(UsageError, match=f"is no cache manifest: it has no {absent}; check the path;"):
+    with pytest.raises(UsageError, match=f"is not a cache manifest: it has no {absent}; check the path;"):
         read_manifest(tmp_path / "x.json")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"3", b"null", b"\xff", b"[" * 100_000])
 def test_what_is_no_json(tmp_path, content):
     (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(IntegrityError, match="is no cache manifest"):
+    with pytest.raises(IntegrityError, match="is not a cache manifest"):
         read_manifest(tmp_path / "x.json")
 
 

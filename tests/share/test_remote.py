@@ -202,7 +202,7 @@ def test_no_server(tmp_path):
     [
         ("", "the URL is empty"),
         ("nothing://x/y", "Protocol not known"),
-        ("http:/host/kernels", "two slashes behind http:"),
+        ("http:/host/kernels", "two slashes after http:"),
         ("https://", "names no server"),
     ],
 )

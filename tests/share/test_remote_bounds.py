@@ -121,7 +121,7 @@ def test_a_listing_of_too_many(serve, tmp_path):
 def test_a_listing_that_expands(serve, tmp_path):
     bomb = gzip.compress(bytes(64 << 20))
     hostile = serve(lambda request: request.send(bomb, Content_Encoding="gzip"))
-    assert "the answer is compressed ('gzip'), which was not asked for" in refused(hostile, tmp_path)
+    assert "the answer is compressed ('gzip'), which was not requested" in refused(hostile, tmp_path)
     assert len(bomb) < 1 << 20
 
 

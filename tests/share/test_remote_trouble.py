@@ -41,7 +41,7 @@ def test_a_failing_connection_is_tried_again(store, url, tmp_path):
 
 def test_what_will_not_change_is_not_tried_again(store, url):
     broken = remote(url, lambda operation, path: PermissionError("no") if operation == "pipe_file" else None)
-    with pytest.raises(StoreError, match=r"cannot write .*/blobs/.*: PermissionError: no; .* carries on"):
+    with pytest.raises(StoreError, match=r"cannot write .*/blobs/.*: PermissionError: no; .* continues"):
         push(store, select(store, [NAMES[0]]), broken)
     assert broken._fs.count("pipe_file") == 1
 

@@ -46,11 +46,11 @@ def test_a_bundle_from_a_pipe(store, bundle, tmp_path, piece):
 def test_no_more_is_taken_than_the_index_says(bundle, tmp_path, monkeypatch):
     monkeypatch.setattr("fusekit.share.bundle_import._HEAD_LIMIT", 4096)
     taken = []
-    with pytest.raises(IntegrityError, match=r"a pipe has .* bytes, where its index makes"):
+    with pytest.raises(IntegrityError, match=r"a pipe has .* bytes, and by its index"):
         import_bundle(Store(tmp_path / "piped"), stream(bundle.read_bytes() + bytes(50 << 20), taken))
     assert sum(taken) < bundle.stat().st_size + 2000
     taken.clear()
-    with pytest.raises(IntegrityError, match="a pipe is no tar file"):
+    with pytest.raises(IntegrityError, match="a pipe is not a tar file"):
         import_bundle(Store(tmp_path / "piped"), stream(bytes(50 << 20), taken))
     assert sum(taken) < 6000
     assert not (tmp_path / "piped").exists()

@@ -57,7 +57,7 @@ def test_no_text_leaves_the_folder(name):
     "filename", ["x", "x.json", "k@v.json", "k@v.SM.json", "k.sm_90a.json", ".k@v.sm_90a.json", ".json"]
 )
 def test_no_other_file_is_a_record(filename):
-    with pytest.raises(IntegrityError, match="no name record"):
+    with pytest.raises(IntegrityError, match="not a name record"):
         of_path("file", filename)
 
 
