@@ -20,7 +20,7 @@ from fusekit.errors import ArgumentError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What the library needs to know about its surroundings.
+    """The configuration of the library: stores, keys, and what a build may do.
 
     store: absolute path of the writable root of the store (it need not exist yet).
     read_only_roots: absolute paths of roots that are searched after `store`, in this order.
@@ -51,10 +51,10 @@ class Config:
 
     @classmethod
     def given(cls, config: "Config | None") -> "Config":
-        """`config`, or that of the environment where there is none. Raises ArgumentError for anything else."""
+        """`config`, or that of the environment if it is None. Raises ArgumentError for other types."""
         if config is None:
             return cls.from_environment()
-        rule = "a fusekit.Config; fusekit.Config.from_environment(FOLDER) makes one of a store's folder"
+        rule = "a fusekit.Config; fusekit.Config.from_environment(FOLDER) gives one for the store in a folder"
         ArgumentError.unless(cls, "config", config, rule)
         return config
 
@@ -68,8 +68,8 @@ class Config:
         """The configuration of this process; `store` (a folder) wins over FUSEKIT_STORE, `signing_key` (a file) over
         FUSEKIT_SIGNING_KEY. Makes no folder and reads no file.
 
-        A root that is named twice, or is the writable store itself, counts once. Raises UsageError for a path that
-        cannot be expanded (`~nobody/x`) or is empty, ArgumentError for what is no path.
+        A root that is given twice, or is the writable one, counts once. Raises UsageError for a path that cannot be
+        expanded (`~nobody/x`) or is empty, ArgumentError for a value that is not a path.
         """
         for name, path in (("store", store), ("signing_key", signing_key)):
             ArgumentError.unless(str | os.PathLike | None, name, path, "a path")
@@ -78,7 +78,7 @@ class Config:
         if root is None:
             root = _cache_folder()
         read_only = tuple(path for path in _several("FUSEKIT_STORES", environ) if path != root)
-        # Set and empty is not unset: an empty value is what a script's own empty variable leaves, and must not open up.
+        # A variable that is set and empty trusts nobody: a script may have left it empty by mistake.
         trusted = None
         if "FUSEKIT_TRUSTED_KEYS" in environ:
             trusted = _several("FUSEKIT_TRUSTED_KEYS", environ, "a file of public keys")
@@ -105,19 +105,19 @@ class Config:
 def _named(
     option: str, given: str | os.PathLike[str] | None, variable: str, environ: Mapping[str, str], what: str = "a store"
 ) -> Path | None:
-    """The path that an option gives, else a variable; None where there is neither, or the variable is empty."""
+    """The path of an option, else of a variable; None if neither is given, or the variable is empty."""
     if given is not None:
         return _absolute(option, os.fspath(given), what)
     return _absolute(variable, environ[variable], what) if environ.get(variable) else None
 
 
 def compiler_cache() -> Path | None:
-    """The folder that keeps what the compiler has read of installed files; None for a user without a home folder."""
+    """The folder of the compiler's cache of installed files; None for a user without a home folder."""
     return _user_cache("fusekit-compiler")
 
 
 def _user_cache(name: str) -> Path | None:
-    from platformdirs import user_cache_path  # only here: a named store need not pay for this import
+    from platformdirs import user_cache_path  # imported only if no store is given
 
     try:
         path = user_cache_path(name, appauthor=False)
@@ -130,7 +130,7 @@ def _cache_folder() -> Path:
     path = _user_cache("fusekit")
     if path is None:
         raise UsageError(
-            "no store is named, and this user has no home folder for one; name it with --store or FUSEKIT_STORE"
+            "no store is given, and this user has no home folder for one; name it with --store or FUSEKIT_STORE"
         )
     return path
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 
 def install(extra: str, option: str = "") -> str:
-    """The command that installs the packages of `extra`, each by its name: "fusekit" is another project's on PyPI."""
+    """The command that installs the packages of `extra`, each by its name: on PyPI, "fusekit" is another project."""
     from importlib import metadata
 
     try:
@@ -27,14 +27,14 @@ def install(extra: str, option: str = "") -> str:
         for requirement, _, marker in listed:
             if re.search(rf"extra == ['\"]{name}['\"]", marker):
                 inner = re.match(r"fusekit\[([\w,-]+)\]", requirement)
-                yield from (each for part in inner[1].split(",") for each in packages(part)) if inner else [requirement]
+                yield from (name for part in inner[1].split(",") for name in packages(part)) if inner else [requirement]
 
     needs = " ".join(f"'{package.strip()}'" for package in dict.fromkeys(packages(extra))) or f"'.[{extra}]'"
     return f"pip install {option} {needs}".replace("  ", " ")
 
 
 class FusekitError(Exception):
-    """Base of every error; exit code 1: what was asked failed."""
+    """Base of every error. Exit code 1: the operation failed."""
 
     exit_code: ClassVar[int] = 1
     one_line: bool = True
@@ -43,12 +43,12 @@ class FusekitError(Exception):
         text = super().__str__()
         if text.isprintable() or not self.one_line:
             return text
-        # A document or a path that somebody else made must not write lines of its own.
-        return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+        # Text from a document or a path must not add lines.
+        return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 class UsageError(FusekitError):
-    """A command line or a call that cannot be meant: unknown name, malformed option."""
+    """An invalid command line or call: unknown name, malformed option."""
 
     exit_code = 2
 
@@ -56,8 +56,7 @@ class UsageError(FusekitError):
 class SpecError(FusekitError):
     """A spec that cannot be built.
 
-    problems: one line for every problem found, each with its table, key and value; empty where there is just the
-    message.
+    problems: one line for each problem, with its table, key and value; empty if there is only the message.
     """
 
     exit_code = 2
@@ -69,13 +68,13 @@ class SpecError(FusekitError):
 
 
 class SpecWarning(UserWarning):
-    """Something in a spec file that was passed over: a combination of a sweep that cannot be built."""
+    """A part of a spec file that was skipped: a combination of a sweep that cannot be built."""
 
 
 class NotBuiltError(FusekitError):
     """A kernel that no root of the store holds.
 
-    name: what was asked for. command: the `fusekit build ...` line that would put it there.
+    name: the requested one. command: the `fusekit build ...` line that builds it.
     """
 
     exit_code = 3
@@ -87,8 +86,8 @@ class NotBuiltError(FusekitError):
 
     @classmethod
     def of(cls, name: str, arch: str | None = None, detail: str = "", absent: tuple[str, ...] = ()) -> "NotBuiltError":
-        """The error for `name` (of `arch`, where it was asked for), with the line that builds it. absent: why roots of
-        FUSEKIT_STORES are no stores, as `Store.absent` says it.
+        """The error for `name` (for `arch`, if given), with the command that builds it. absent: why roots of
+        FUSEKIT_STORES are not stores, from `Store.absent`.
         """
         wanted = f"'{name}' for {arch}" if arch is not None else f"'{name}'"
         detail = f" ({detail})" if detail else ""
@@ -98,27 +97,26 @@ class NotBuiltError(FusekitError):
 
 
 def how_to_build(name: str, arch: str | None = None) -> tuple[str, str]:
-    """(the `fusekit build` line that makes `name`, what to tell who lacks it); no line where none can make it.
+    """(the `fusekit build` command for `name`, the remedy as text); the command is empty if none can build it.
 
-    Packaged spec files are searched for the words that would have to stand in them. Of a kernel of somebody's own only
-    he knows where its file is.
+    Packaged spec files are searched for the words that they must have. The spec file of another kernel is not known.
     """
-    # Whether there is such a variant only its spec knows: all of its kernel are built.
+    # Only the spec knows whether the variant exists: all variants of its kernel are built.
     wanted, variant = (name, "") if is_glob(name) else name.partition("@")[::2]
     stem, _, kernel = wanted.partition("@")[0].partition("/")
     texts = _packaged_texts(stem)
-    words = {f'"{kernel}"', f'"{kernel.partition(".")[0]}"'}  # its own name, or that of the layer that it is a part of
+    words = {f'"{kernel}"', f'"{kernel.partition(".")[0]}"'}  # its name, or that of its layer
     with_kernel = [text for text in texts if is_glob(kernel) or not kernel or any(word in text for word in words)]
     if with_kernel and arch is not None and not any(f'"{arch}"' in text for text in with_kernel):
-        return "", f"the packaged spec of it is not for {arch}, so it cannot be had for that"
+        return "", f"its packaged spec is not for {arch}, so it cannot be built for that"
     if with_kernel:
-        target, tell = wanted, "build its variants with" if variant else "build it with"
+        target, remedy = wanted, "build its variants with" if variant else "build it with"
     else:
         target = f"{stem}.toml{wanted[len(stem) :]}"
-        tell = f"no packaged spec has it; build it from its spec file{f', if that names {arch}' if arch else ''}"
+        remedy = f"no packaged spec has it; build it from its spec file{f', if that names {arch}' if arch else ''}"
     command = f"fusekit build '{target}'" if is_glob(target) or " " in target else f"fusekit build {target}"
     command += f" --arch {arch}" if arch is not None else ""
-    return command, f"{tell}: {command}"
+    return command, f"{remedy}: {command}"
 
 
 def some(names: Sequence[str], most: int = 8) -> str:
@@ -127,7 +125,7 @@ def some(names: Sequence[str], most: int = 8) -> str:
 
 
 def whole(value: Any) -> int | None:
-    """`value` as an int, also where it is an integer of NumPy or the like; None for a truth value, and what is none."""
+    """`value` as an int, if it is an integer, also of NumPy; None for a bool and other types."""
     try:
         return None if isinstance(value, bool) else index(value)
     except TypeError:
@@ -135,9 +133,9 @@ def whole(value: Any) -> int | None:
 
 
 def _packaged_texts(stem: str) -> list[str]:
-    """The packaged spec files of that stem, a glob too: inside an installed package, beside the package in a checkout.
+    """The packaged spec files of `stem`, which may be a glob: inside an installed package, or next to it in a checkout.
 
-    None where they cannot be read: a remedy must not hide the error that it is for.
+    Empty if they cannot be read: a remedy must not hide its error.
     """
     package = Path(__file__).parent
     try:
@@ -162,13 +160,13 @@ class StoreError(FusekitError):
 
 
 class NoStoreError(StoreError):
-    """A folder that is no store, or a store of a later format: nothing is written or removed there."""
+    """A folder that is not a store, or a store of a later format: nothing is written or removed there."""
 
     exit_code = 2
 
 
 class IntegrityError(FusekitError):
-    """Stored bytes that are not what their digest says. key: the entry concerned, where it is known."""
+    """Stored bytes that do not match their digest. key: of the entry, if it is known."""
 
     def __init__(self, message: str, *, key: str = "") -> None:
         super().__init__(message)
@@ -176,17 +174,17 @@ class IntegrityError(FusekitError):
 
 
 class OtherSchemaError(IntegrityError):
-    """A whole document that another version of fusekit wrote, and this one cannot read. A build makes its own."""
+    """A valid document of another version of fusekit, which this one cannot read. A build writes a new one."""
 
 
 class SignatureError(IntegrityError):
-    """Bytes that no trusted key vouches for: unsigned, changed after they were signed, or signed by another key."""
+    """Bytes without the signature of a trusted key: unsigned, changed after signing, or signed by another key."""
 
 
 class BuildError(FusekitError):
-    """A kernel that could not be compiled. name: the kernel, where it is known."""
+    """A kernel that could not be compiled. name: the kernel, if it is known."""
 
-    one_line = False  # it has the compiler's own text
+    one_line = False  # it has the text of the compiler
 
     def __init__(self, message: str, *, name: str = "") -> None:
         super().__init__(message)
@@ -194,7 +192,7 @@ class BuildError(FusekitError):
 
 
 class ProofError(BuildError):
-    """The launch record and the DSL's own host code disagree. parameter: the one that differs."""
+    """The launch record and the DSL's host code disagree. parameter: the one that differs."""
 
     def __init__(self, message: str, *, name: str = "", parameter: str = "") -> None:
         super().__init__(message, name=name)
@@ -202,11 +200,11 @@ class ProofError(BuildError):
 
 
 class ToolchainError(BuildError):
-    """The compiler is missing or is not the one that is needed."""
+    """The compiler is missing, or of the wrong version."""
 
 
 class ArgumentError(FusekitError):
-    """An argument, most often of a launch, that does not fit. argument: its name."""
+    """An invalid argument, most often of a launch. argument: its name."""
 
     exit_code = 2
 
@@ -216,13 +214,13 @@ class ArgumentError(FusekitError):
 
     @classmethod
     def unless(cls, kind: type | UnionType, argument: str, value: Any, rule: str) -> None:
-        """Raises this error unless `value` is of `kind`."""
+        """Raise this error unless `value` is of `kind`."""
         if not isinstance(value, kind):
             raise cls(f"{argument} = {repr(value)[:80]}; it must be {rule}", argument=argument)
 
     @classmethod
     def integer(cls, argument: str, value: Any, rule: str, least: int | None = None) -> int:
-        """`value` as `whole` gives it. Raises this error unless it is a whole number, `least` or more."""
+        """`value` as an int. Raises this error unless it is an integer, `least` or more."""
         number = whole(value)
         if number is None or (least is not None and number < least):
             raise cls(f"{argument} = {repr(value)[:80]}; it must be {rule}", argument=argument)
@@ -230,7 +228,9 @@ class ArgumentError(FusekitError):
 
 
 class DriverError(FusekitError):
-    """The CUDA driver is absent, too old, or refused. name, text: CUDA's own, such as CUDA_ERROR_INVALID_VALUE."""
+    """The CUDA driver is missing, too old, or returned an error. name, text: of CUDA, such as
+    CUDA_ERROR_INVALID_VALUE.
+    """
 
     exit_code = 4
 
@@ -241,7 +241,7 @@ class DriverError(FusekitError):
 
 
 class PeerTimeoutError(FusekitError):
-    """A launch that gave up waiting for another rank. rank: the one that did not come."""
+    """A launch that timed out waiting for another rank. rank: the one that is missing."""
 
     def __init__(self, message: str, *, rank: int = -1) -> None:
         super().__init__(message)
@@ -249,7 +249,7 @@ class PeerTimeoutError(FusekitError):
 
 
 class CapacityError(FusekitError):
-    """A pass of a layer over ranks had more rows than it has room for, and left choices out. rows: for how many."""
+    """A pass of a layer over ranks received more rows than it was opened for, and dropped some. rows: the limit."""
 
     def __init__(self, message: str, *, rows: int = 0) -> None:
         super().__init__(message)
@@ -257,7 +257,7 @@ class CapacityError(FusekitError):
 
 
 class ArchMismatchError(FusekitError):
-    """A cubin for another architecture than the device's. expected: the cubin's; found: the device's."""
+    """A cubin for another architecture than the device. expected: that of the cubin. found: that of the device."""
 
     exit_code = 4
 
@@ -268,4 +268,4 @@ class ArchMismatchError(FusekitError):
 
 
 class CheckFailedError(FusekitError):
-    """A result that is further from the reference than the agreed error."""
+    """A result that differs from the reference by more than the allowed error."""

@@ -1,4 +1,4 @@
-"""The way from a name to a loaded kernel: manifest, verified bytes, driver."""
+"""Opens stores, and loads kernels and layers by name."""
 
 from __future__ import annotations
 
@@ -36,9 +36,14 @@ class Library:
     """The kernels and layers of a store. Opening one reads nothing and needs no GPU; the first `load` starts the
     driver.
 
-    store: a Store, or the configuration of one, which is opened at first use. driver: for tests; None takes
-    cuda.bindings at first use. checked: kernels check on the device that their `offsets` rise and lie within the rows;
-    see `problems`.
+    Parameters
+    ----------
+    store : Store or Config
+        A store, or its configuration, which is opened at first use.
+    driver : Driver, optional
+        A driver for tests. Default: that of cuda.bindings, at first use.
+    checked : bool, optional
+        Kernels check on the device that their `offsets` do not decrease and are within the rows; see `problems`.
     """
 
     def __init__(self, store: Store | Config, driver: Driver | None = None, *, checked: bool = False) -> None:
@@ -46,13 +51,13 @@ class Library:
         self._store = None if isinstance(store, Config) else store
         self._driver = driver
         self._devices: Devices | None = None
-        self._first = threading.Lock()  # of threads that ask at once
+        self._first = threading.Lock()  # several threads may need the devices at once
         self._checked = checked
         self._checks: Checks | None = None
         self._tuning: dict[str, tuning.Tuning] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, also one in another process, opens the store and starts the driver itself."""
+        """Pickles the configuration: a copy opens the store and starts the driver itself."""
         return partial(Library, checked=self._checked), (self._source, self._driver)
 
     @property
@@ -67,7 +72,7 @@ class Library:
 
     @property
     def devices(self) -> Devices:
-        """The GPUs of this process. Raises DriverError where there is no usable driver or GPU."""
+        """The GPUs of this process. Raises DriverError if there is no usable driver or GPU."""
         if self._devices is None:
             with self._first:
                 if self._devices is None:
@@ -77,23 +82,45 @@ class Library:
     def load(
         self, name: str, arch: str | None = None, device: int | None = None, problem: Mapping[str, int] | None = None
     ) -> Kernel:
-        """The kernel `name`, loaded on `device` now and on other devices when their tensors come. Never compiles.
+        """Load a kernel on `device`; on other devices it is loaded at its first launch there. Never compiles.
 
-        name: ``file/kernel@variant``, or ``file/kernel``: then a tuning table or fusekit.choice.variants picks the
-        variant for `problem` (E, M, N, K of a GEMM; E, M, K, T of `quantise`; T or M and H of a kernel that works token
-        by token; default: the spec's). arch: the cubin's; default: the device's. device: an ordinal; default: that of
-        the current context, else 0.
+        Parameters
+        ----------
+        name : str
+            ``file/kernel@variant``, or ``file/kernel``: then a tuning table, or the model of fusekit.choice.variants,
+            chooses the variant for `problem`.
+        arch : str, optional
+            Architecture of the cubin, such as ``sm_90a``. Default: that of the device.
+        device : int, optional
+            Ordinal of the GPU. Default: that of the current context, else 0.
+        problem : mapping of str to int, optional
+            Sizes: E, M, N, K of a GEMM; E, M, K, T of `quantise`; T or M, and H, of a token kernel. Default: those of
+            the spec.
 
-        Raises NotBuiltError (with the build command; a checked library also where the store lacks `checks/offsets`),
-        ArgumentError for a name, a problem or a device that cannot be one, UsageError for what names a layer or
-        several kernels (a file, a glob) and where the variants of a kernel do not compute the same, ArchMismatchError,
-        IntegrityError or DriverError.
+        Returns
+        -------
+        Kernel
+            The loaded kernel.
+
+        Raises
+        ------
+        NotBuiltError
+            No root of the store has the kernel, or `checks/offsets` for a checked library. The message has the build
+            command.
+        ArgumentError
+            A name, problem or device of the wrong type or range.
+        UsageError
+            `name` is a layer, a file or a glob, or the variants of the kernel do not compute the same.
+        ArchMismatchError
+            The store has the kernel for other architectures.
+        IntegrityError, DriverError
+            A damaged file; no usable driver or GPU.
         """
         _check_name(name)
         device = None if device is None else ordinal_of(device)
         waking = Waking(device) if self._devices is None and self._driver is None else None
         try:
-            # Everything that needs no driver comes before the first question to it.
+            # Everything that needs no driver is done before the first call of it.
             guess = self._read_ahead(name, arch, problem)
             found, ordinal = self._find(name, arch, device, problem)
             record, cubin = guess[1:] if guess is not None and guess[0] == found else self._read(found)
@@ -102,8 +129,10 @@ class Library:
             if waking is not None:
                 waking.wait()
 
-    def load_found(self, found: NameRecord, device: int | None = None) -> Kernel:
-        """The kernel that `find` found, also where its name has moved on since; device and errors as of `load`."""
+    def load_record(self, found: NameRecord, device: int | None = None) -> Kernel:
+        """Load the kernel of `found`, a result of `find`, even if its name points to a new build since; device and
+        errors as for `load`.
+        """
         record, cubin = self._read(found)
         ordinal = self.devices.current() if device is None else ordinal_of(device)
         return self._open(found, record, cubin, ordinal)
@@ -112,10 +141,33 @@ class Library:
         self, name: str, arch: str | None = None, device: int | None = None, *, ranks: Ranks | None = None,
         tokens: int | None = None, rows: int | None = None,
     ) -> Layer:  # fmt: skip
-        """The layer `name`, as `file/layer`; arch and device as for `load`. Loads no kernel yet.
+        """Open a layer. Loads no kernel yet.
 
-        ranks, tokens, rows: of a layer over ranks, whose device is the rank's; see fusekit.layers.ranked. Raises
-        NotBuiltError where the stores have no kernel of it, UsageError for what names no layer, ArgumentError.
+        Parameters
+        ----------
+        name : str
+            ``file/layer``.
+        arch, device
+            As for `load`. The device of a layer over ranks is that of its rank.
+        ranks : Ranks, optional
+            The ranks of a layer with expert parallelism.
+        tokens, rows : int, optional
+            For a layer over ranks: most tokens of a rank in one pass, and most rows that its experts receive; see
+            fusekit.layers.ranked.
+
+        Returns
+        -------
+        Layer
+            The layer; it loads its kernels at first use.
+
+        Raises
+        ------
+        NotBuiltError
+            No root of the store has a kernel of it.
+        UsageError
+            `name` is not a layer.
+        ArgumentError
+            An argument of the wrong type or range.
         """
         from fusekit.layers import open_layer
 
@@ -123,7 +175,7 @@ class Library:
         return open_layer(self, name, arch, device, ranks=ranks, tokens=tokens, rows=rows)
 
     def layers(self) -> dict[str, Options]:
-        """What the stores have of layers: the options of each by name."""
+        """Name -> options, of every layer in the store."""
         from fusekit.layers import layers_of
 
         return layers_of(self)
@@ -139,24 +191,24 @@ class Library:
                     plain = Library(self.store, self.devices.driver)
                     plain._devices = self.devices
                     self._checks = Checks(self.devices, lambda device: plain.load(CHECK, device=device))
-                made = (self.devices, found.name, record, cubin, found.defaults, ordinal, found.spec)
-                return CheckedKernel(*made, self._checks)
+                arguments = (self.devices, found.name, record, cubin, found.defaults, ordinal, found.spec)
+                return CheckedKernel(*arguments, self._checks)
         return Kernel(self.devices, found.name, record, cubin, found.defaults, ordinal, found.spec)
 
     def problems(self) -> list[OffsetsProblem]:
-        """What was found wrong in the `offsets` of launches since the last look, one for each kernel and stream.
+        """Errors in the `offsets` of launches since the last call, one for each kernel and stream.
 
-        Waits for nothing: a launch that is still to come shows in a later look. Raises UsageError for a library that is
-        not checked.
+        Does not synchronize: a launch that has not finished is reported by a later call. Raises UsageError if the
+        library was not opened with ``checked=True``.
         """
         if not self._checked:
-            raise UsageError("this library checks nothing; open it with open_library(checked=True)")
+            raise UsageError("this library does not check; open it with open_library(checked=True)")
         return [] if self._checks is None else self._checks.problems()
 
     def _read_ahead(
         self, name: str, arch: str | None, problem: Mapping[str, int] | None
     ) -> tuple[NameRecord, LaunchRecord, bytes] | None:
-        """What `load` will find if the device is of the one architecture that the store has the kernel for."""
+        """The kernel that `load` returns if the device has the only architecture that the store has it for."""
         import fusekit.runtime.kernel  # noqa: F401 (while the driver starts)
 
         archs = {listing.record.arch for listing in self.store.names(name)}
@@ -169,14 +221,14 @@ class Library:
         return found, *self._read(found)
 
     def _read(self, found: NameRecord) -> tuple[LaunchRecord, bytes]:
-        """Record and cubin of an entry, verified."""
+        """Launch record and cubin of `found`, checked."""
         from fusekit.choice.variants import check_name
         from fusekit.runtime.wellformed import launch_record
 
         check_name(found)
         stored = self.store.load(found.key)
         if stored is None:
-            raise NotBuiltError.of(found.name, found.arch, f"its name leads to entry {found.key}, which is missing")
+            raise NotBuiltError.of(found.name, found.arch, f"its name points to entry {found.key}, which is missing")
         entry, cubin = stored
         try:
             record = launch_record(entry)
@@ -184,7 +236,7 @@ class Library:
             raise IntegrityError(f"{found.name}: {error}", key=found.key) from error
         if record.arch != found.arch:
             raise IntegrityError(
-                f"{found.name} is filed under {found.arch}, its launch record is for {record.arch}; rebuild it",
+                f"{found.name} is stored under {found.arch}, and its launch record is for {record.arch}; rebuild it",
                 key=found.key,
             )
         return record, cubin
@@ -199,7 +251,7 @@ class Library:
     def _find(
         self, name: str, arch: str | None, device: int | None, problem: Mapping[str, int] | None
     ) -> tuple[NameRecord, int]:
-        # What no store has is said first: that needs no driver.
+        # A missing kernel is an error before the driver starts.
         known = [listing.record for listing in self.store.names(name)]
         elsewhere = sorted({record.arch for record in known})
         if known and known[0].name.startswith(f"{name}."):
@@ -209,7 +261,7 @@ class Library:
                 f" one of its kernels, name that: '{kernels[0]}'"
             )
         if not elsewhere:
-            # Let a damaged record speak before calling it missing.
+            # The error of a damaged record comes before that of a missing one.
             listing = self.store.listing(name)
             if listing.problems:
                 raise IntegrityError(listing.problems[0])
@@ -239,7 +291,9 @@ class Library:
         return choose(variants, problem, self._tuning.get(arch), device)
 
     def variants(self, name: str, arch: str) -> list[NameRecord]:
-        """The records of `name` for `arch`: every variant of a kernel, or the one of a full name; empty when none."""
+        """The name records of `name` for `arch`: all variants of a kernel, or one for a full name; empty if there are
+        none.
+        """
         _check_name(name)
         if "@" in name:
             record = self.store.find_name(name, arch)
@@ -247,7 +301,7 @@ class Library:
         return self.store.variants(name, arch)
 
     def close(self) -> None:
-        """Gives the primary contexts back; kernels of this library must have been unloaded or be left alone."""
+        """Release the primary contexts. Kernels of this library must not be used afterwards."""
         if self._checks is not None:
             self._checks.close()
             self._checks = None
@@ -264,8 +318,27 @@ def _check_name(name: Any) -> None:
 
 
 def open_library(config: Config | None = None, *, driver: Any = None, checked: bool = False) -> Library:
-    """The library over the stores of `config`; None reads the environment (FUSEKIT_STORE, FUSEKIT_STORES).
+    """Open the store of `config`.
 
-    driver: a Driver that is started already; None starts one at the first `load`. checked: as for `Library`.
+    Parameters
+    ----------
+    config : Config, optional
+        Default: that of the environment (FUSEKIT_STORE, FUSEKIT_STORES).
+    driver : Driver, optional
+        A started driver. Default: one is started at the first `load`.
+    checked : bool, optional
+        As for `Library`.
+
+    Returns
+    -------
+    Library
+        Its kernels and layers.
+
+    Raises
+    ------
+    ArgumentError
+        `config` is not a Config.
+    UsageError
+        A path in the environment that cannot be used.
     """
     return Library(Config.given(config), driver, checked=checked)

@@ -103,7 +103,7 @@ class Compiled:
     def kernel(self) -> Kernel:
         """Raises NotBuiltError, DriverError as `Library.load` does."""
         if self._kernel is None:
-            self._kernel = self._library.load_found(self._found)
+            self._kernel = self._library.load_record(self._found)
         return self._kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:

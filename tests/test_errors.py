@@ -113,7 +113,7 @@ def test_a_remedy_can_work():
     assert errors.NotBuiltError.of("mine/*").command == "fusekit build 'mine.toml/*'"
     elsewhere = errors.NotBuiltError.of("quickstart/linear", "sm_100a", "only for sm_90a")
     assert elsewhere.command == ""
-    assert str(elsewhere).endswith("the packaged spec of it is not for sm_100a, so it cannot be had for that")
+    assert str(elsewhere).endswith("its packaged spec is not for sm_100a, so it cannot be built for that")
     assert "if that names sm_100a: fusekit build mine.toml/k --arch sm_100a" in str(
         errors.NotBuiltError.of("mine/k", "sm_100a")
     )

@@ -58,7 +58,7 @@ class LayerKernels:
             record = self._records.get((now.name, now.arch), now)
             self._refuse_another_table(record)
             try:
-                self._loaded[name] = self._library.load_found(record, self._device)
+                self._loaded[name] = self._library.load_record(record, self._device)
             except NotBuiltError as error:
                 if record.key == now.key:
                     raise

@@ -368,8 +368,8 @@ def test_a_layer_that_is_open_keeps_the_kernels_of_its_table(tmp_path, monkeypat
     layer.bind_forward(**tensors(layer, FORWARD, 2 * T), **memory(layer, 2 * T))
     opened(tmp_path, "llama4", **more)
     loaded = []
-    load = layer._library.load_found
-    monkeypatch.setattr(layer._library, "load_found", lambda found, *rest: loaded.append(found) or load(found, *rest))
+    load = layer._library.load_record
+    monkeypatch.setattr(layer._library, "load_record", lambda found, *rest: loaded.append(found) or load(found, *rest))
     layer.bind_backward(**tensors(layer, BACKWARD), **kept)  # of the table that it had
     assert {each.spec["layer"]["tokens"] for each in loaded} == {layer.options.tokens}
     assert not any(each.spec["layer"] == replace(layer.options, **more).canonical() for each in loaded)
