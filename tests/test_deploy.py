@@ -49,16 +49,16 @@ def stub(folder, name, text):
 def stages():
     """The Dockerfile's images: name -> its instructions."""
     text = re.sub(r"\\\n", " ", (HERE / "Dockerfile").read_text())
-    found = {}
+    got = {}
     for line in text.splitlines():
         if not line or line.startswith("#"):
             continue
         instruction, _, rest = line.partition(" ")
         if instruction == "FROM":
-            found[rest.rpartition(" ")[2]] = current = []
-        elif found:
+            got[rest.rpartition(" ")[2]] = current = []
+        elif got:
             current.append((instruction, rest.strip()))
-    return found
+    return got
 
 
 def test_both_images(run, soak, tmp_path):

@@ -111,10 +111,8 @@ def test_numpy_has_the_same_types():
             assert dtype.kind == kinds.get(row.kind, "u")
         if row.kind == FLOAT:
             limits = ml_dtypes.finfo(getattr(ml_dtypes, row.framework.removesuffix("_x2"), dtype))
-            found = [
-                float(each) for each in (limits.max, limits.smallest_normal, limits.eps, limits.smallest_subnormal)
-            ]
-            assert found == [row.max, row.min_normal, row.eps, row.smallest], row.name
+            got = [float(each) for each in (limits.max, limits.smallest_normal, limits.eps, limits.smallest_subnormal)]
+            assert got == [row.max, row.min_normal, row.eps, row.smallest], row.name
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "f32", "f64", "e5m2"])

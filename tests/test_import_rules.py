@@ -182,27 +182,27 @@ def test_every_room_is_in_the_table():
 def test_library_imports(path):
     room = room_of(path)
     allowed = MAY[room] | {f"fusekit.{room}", "fusekit.dtypes"}
-    for found in imports_of(path):
-        stdlib = found.module.partition(".")[0] in sys.stdlib_module_names
-        if found.module.partition(".")[0] in FRAMEWORKS:
-            assert name_of(path) in FRAMEWORKS[found.module.partition(".")[0]], f"line {found.line}"
+    for got in imports_of(path):
+        stdlib = got.module.partition(".")[0] in sys.stdlib_module_names
+        if got.module.partition(".")[0] in FRAMEWORKS:
+            assert name_of(path) in FRAMEWORKS[got.module.partition(".")[0]], f"line {got.line}"
             continue
-        is_version = found.module == "fusekit"  # for its version
-        assert is_version or stdlib or within(found.module, allowed), (
-            f"{room} may not import {found.module} (line {found.line})"
+        is_version = got.module == "fusekit"  # for its version
+        assert is_version or stdlib or within(got.module, allowed), (
+            f"{room} may not import {got.module} (line {got.line})"
         )
-        root = found.module.partition(".")[0]
-        if found.top and root in LAZY and room not in LAZY_ROOMS.get(root, set()):
-            pytest.fail(f"{found.module} is imported at the top (line {found.line}); import it where it is used")
+        root = got.module.partition(".")[0]
+        if got.top and root in LAZY and room not in LAZY_ROOMS.get(root, set()):
+            pytest.fail(f"{got.module} is imported at the top (line {got.line}); import it where it is used")
         if room == "kernels" and stdlib:
-            assert root in KERNEL_STDLIB, f"device code may not import {found.module} (line {found.line})"
+            assert root in KERNEL_STDLIB, f"device code may not import {got.module} (line {got.line})"
 
 
 @pytest.mark.parametrize("path", CLI_FILES, ids=name_of)
 def test_cli_imports_lazily(path):
-    for found in imports_of(path):
-        if found.top:
-            assert not within(found.module, CLI_LAZY), f"{found.module} (line {found.line}) belongs inside the command"
+    for got in imports_of(path):
+        if got.top:
+            assert not within(got.module, CLI_LAZY), f"{got.module} (line {got.line}) belongs inside the command"
 
 
 @pytest.mark.parametrize("path", [*LIBRARY_FILES, *CLI_FILES], ids=name_of)

@@ -81,10 +81,10 @@ def test_the_wheel_holds_every_file_of_the_tree_and_no_other(tree, wheel):
     for name, data in tracked(tree, *FOLDERS).items():
         top, _, rest = name.partition("/")
         expected[f"{FOLDERS[top]}/{rest}"] = data
-    found = {name: data for name, data in members(wheel).items() if ".dist-info/" not in name}
-    assert found.keys() == expected.keys()
-    assert found == expected
-    assert {"fusekit/py.typed", "fusekit_cli/py.typed", "fusekit/cabi/core.h"} <= found.keys()
+    got = {name: data for name, data in members(wheel).items() if ".dist-info/" not in name}
+    assert got.keys() == expected.keys()
+    assert got == expected
+    assert {"fusekit/py.typed", "fusekit_cli/py.typed", "fusekit/cabi/core.h"} <= got.keys()
 
 
 def test_the_sdist_holds_the_tests_and_the_examples(tree, sdist):
@@ -115,8 +115,8 @@ def test_an_editable_install_is_the_tree(tree):
         "print(fusekit.__file__, main.__file__, packaged_folder(), sep='\\n')"
     )
     run = subprocess.run([sys.executable, "-P", "-c", code, *added], capture_output=True, text=True, check=True)
-    found = [Path(line).resolve() for line in run.stdout.splitlines()]
-    assert found == [tree / "fusekit" / "__init__.py", tree / "cli" / "main.py", tree / "kernel_specs"]
+    got = [Path(line).resolve() for line in run.stdout.splitlines()]
+    assert got == [tree / "fusekit" / "__init__.py", tree / "cli" / "main.py", tree / "kernel_specs"]
 
 
 def test_the_top_level_is_this_and_no_more():

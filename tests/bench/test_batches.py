@@ -70,8 +70,8 @@ def test_what_depends_on_a_variant_is_found(
             arrays[name][...] = arrays[name] & 0xFFF0 if arrays[name].dtype.kind == "u" else 2 * arrays[name]
 
     rig.harm = harm
-    found = Batches(open_library(), "layers/moe").problems(4)
-    assert {line.partition(":")[0] for line in found} == ({said} if said else set())
+    got = Batches(open_library(), "layers/moe").problems(4)
+    assert {line.partition(":")[0] for line in got} == ({said} if said else set())
 
 
 def test_what_depends_on_other_tokens_is_found(rig: Rig, tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ def test_quacks_programs_are_python(case: Case) -> None:
 
 def test_a_process_is_timed_until_its_answer() -> None:
     answer = json.dumps({"imports": 1.0, "arrays": 2.0, "kernel": 4.0, "modules": []})
-    found = run(f"import time; print('noise'); print({answer!r}, flush=True); time.sleep(0.5)")
-    assert found["inside"] == 7.0 and 0 < found["process"] < 60
+    got = run(f"import time; print('noise'); print({answer!r}, flush=True); time.sleep(0.5)")
+    assert got["inside"] == 7.0 and 0 < got["process"] < 60
     with pytest.raises(UsageError, match=r"ended with 1: (?s:.*)no good"):
         run("raise SystemExit('no good')")
 

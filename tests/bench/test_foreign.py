@@ -63,9 +63,9 @@ def test_sizes_that_nobody_gave(fake: Any, capsys: Any) -> None:
         dims=dims, arguments=(*(TensorArgument(f"t{i}", "input", "f32", tuple("ABCD"), (1,) * 4) for i in range(2)),),
         parameters=(), then=(), scratch=0, grid=(1, 1, 1),
     )  # fmt: skip
-    found = foreign.extents(wide, {"A": 16})
-    assert found["A"] == 16 and found["B"] == found["C"] == found["D"]
-    assert 2 * 4 * found["A"] * found["B"] ** 3 <= foreign.MOST_BYTES < 2 * 4 * found["A"] * (2 * found["B"]) ** 3
+    got = foreign.extents(wide, {"A": 16})
+    assert got["A"] == 16 and got["B"] == got["C"] == got["D"]
+    assert 2 * 4 * got["A"] * got["B"] ** 3 <= foreign.MOST_BYTES < 2 * 4 * got["A"] * (2 * got["B"]) ** 3
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,8 @@ def model(rig: Rig, tmp_path: Path) -> Rig:
 
 
 def lines(document: Any, kernel: str, what: str = "fusekit") -> list[Any]:
-    (found,) = (each for each in document["models"][0]["kernels"] if each["name"] == f"small/{kernel}")
-    return [line for line in found["lines"] if line["what"] == what]
+    (got,) = (each for each in document["models"][0]["kernels"] if each["name"] == f"small/{kernel}")
+    return [line for line in got["lines"] if line["what"] == what]
 
 
 def test_six_kernels_without_torch(model: Rig, no_torch: None, capsys: Any) -> None:
@@ -258,10 +258,10 @@ def test_kernels_that_have_no_benchmark(rig: Rig, no_torch: None, tmp_path: Path
     problem = { E = 1, M = 150, N = 64, K = 96 }
     """
     rig.publish(tmp_path, quantise + gemm, "other")
-    code, found = bench(capsys, "other", "--alone")
+    code, got = bench(capsys, "other", "--alone")
     assert code == 0
-    assert found["notes"][0].startswith("other/codes is left out: bench times GEMMs")
-    assert [row["name"] for row in found["models"][0]["kernels"]] == ["other/product"]
+    assert got["notes"][0].startswith("other/codes is left out: bench times GEMMs")
+    assert [row["name"] for row in got["models"][0]["kernels"]] == ["other/product"]
 
 
 def test_out_of_memory(model: Rig, no_torch: None, capsys: Any) -> None:

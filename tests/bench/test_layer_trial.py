@@ -177,8 +177,8 @@ def test_a_layer_for_inference(rig: Rig, tmp_path: Path, monkeypatch: Any, capsy
     assert set(document["passes"]) == {"forward", "both"}
     assert (document["memory"]["kept"], document["memory"]["backward"]) == (0, 0)
     assert main(["bench", layer, "--alone", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["layers"]
-    assert [line["variant"] for line in found["lines"]] == ["forward", "both"]
+    (got,) = json.loads(capsys.readouterr().out)["layers"]
+    assert [line["variant"] for line in got["lines"]] == ["forward", "both"]
     install(monkeypatch, rig, off("fc2", "y", without_last))
     assert run(capsys, layer, "--check")[0] == 1
 
@@ -245,15 +245,15 @@ def test_a_benchmark_of_a_layer(rig: Rig, cpu_torch: Any, tmp_path: Path, monkey
     assert main(["bench", layer, "--peer", "torch", "--rows", "64", "--json", "--csv", str(tmp_path / "t.csv")]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["models"], document["tokens"], document["ok"]) == ([], [], True)
-    (found,) = document["layers"]
-    assert found["problem"] == {"T": 64, "H": 64, "I": 32, "X": 8, "K": 3}
+    (got,) = document["layers"]
+    assert got["problem"] == {"T": 64, "H": 64, "I": 32, "X": 8, "K": 3}
     sizes = program(trial)
-    assert found["memory"]["kept"] == sizes.kept(sizes.dims(64))[1]
+    assert got["memory"]["kept"] == sizes.kept(sizes.dims(64))[1]
     steps = {which: len(program(trial).steps[which]) for which in ("forward", "backward")}
     steps["both"] = sum(steps.values())
     gemms = {"forward": 3, "backward": 6}
     gemms["both"] = 9
-    for line in found["lines"]:
+    for line in got["lines"]:
         assert line["ms"] == MS * steps[line["variant"]]
         assert line["dense_ms"] == PEER_MS * gemms[line["variant"]]
         assert line["dense_share"] == pytest.approx(line["dense_ms"] / line["ms"])
@@ -334,19 +334,19 @@ def test_a_sweep_of_a_layer_takes_what_is_faster_inside_its_passes(
         return 2.0 - (name in (other["fc1-wgrad"], other["fc1-infer"])) + 1.5 * (before == other["fc1-fwd"])
 
     rig.cost = cost
-    found, layer = swept(capsys)
+    got, layer = swept(capsys)
     gains = {"fc1-wgrad", "fc1-infer"}
     for part, name in names.items():
         chosen = other[part] if part in gains else name
-        assert found[part]["chosen"] == chosen.partition("@")[2]
+        assert got[part]["chosen"] == chosen.partition("@")[2]
         assert layer.kernel_name(part, 80) == chosen
     launches = len(layer.program.needed("forward", set(layer.outputs("forward"))))
-    ms = {line["variant"]: line["ms"] for line in found["fc1-fwd"]["lines"]}
+    ms = {line["variant"]: line["ms"] for line in got["fc1-fwd"]["lines"]}
     assert (ms[names["fc1-fwd"].partition("@")[2]], ms[other["fc1-fwd"].partition("@")[2]]) == (
         pytest.approx(2.0 * launches), pytest.approx(2.0 * launches + 0.5),
     )  # fmt: skip
     passes = {"fc1-fwd": ["forward"], "fc2": ["forward"], "fc1-infer": ["inference"], "fc2-wgrad": ["backward"]}
-    assert {part: found[part]["passes"] for part in passes} == passes
+    assert {part: got[part]["passes"] for part in passes} == passes
     table = Tuning.from_bytes((tmp_path / "tuning" / "sm_90a.json").read_bytes(), "x", "sm_90a")
     assert {us for row in table.rows for _, us in row.variants} == {None}
     assert not rig.memory
@@ -364,11 +364,11 @@ def test_parts_that_share_a_row_of_the_table_are_swept_together(
         if (variant := each.name.partition("@")[2]) != present
     )  # fmt: skip
     rig.cost = lambda name: {f"model/moe.router@{other}": 1.0, f"model/moe.dy-b2@{other}": 4.0}.get(name, 2.0)
-    found, layer = swept(capsys)
-    assert found["router"]["passes"] == found["dy-b2"]["passes"] == ["forward", "backward"]
-    assert found["router"]["lines"] == found["dy-b2"]["lines"]
+    got, layer = swept(capsys)
+    assert got["router"]["passes"] == got["dy-b2"]["passes"] == ["forward", "backward"]
+    assert got["router"]["lines"] == got["dy-b2"]["lines"]
     for part in ("router", "dy-b2"):
-        assert found[part]["chosen"] == layer.kernel_name(part, 80).partition("@")[2] == present
+        assert got[part]["chosen"] == layer.kernel_name(part, 80).partition("@")[2] == present
 
 
 def test_bits_that_depend_on_a_tile_depend_on_no_batch(
@@ -388,11 +388,11 @@ def test_bits_that_depend_on_a_tile_depend_on_no_batch(
     assert len({layer.kernel_name("fc1-dgrad", tokens) for tokens in counts}) > 1
     monkeypatch.setattr(rig, "_compute", lambda spec, launched: None)
     assert bench_pinned(["model/moe", "--rows", "4096", "--seconds", "0.01"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["kernels"]
-    assert (found["kernel"], found["tokens"]) == ("model/moe.fc2-dgrad", 4096)
-    assert found["pinned"]["variant"].startswith("128x128") and found["pinned"]["ms"] == 4.0
-    assert found["fastest"]["variant"].startswith("256x128") and found["fastest"]["ms"] == 3.0
-    assert found["cost"] == pytest.approx(1.0 / found["layer_ms"])
+    (got,) = json.loads(capsys.readouterr().out)["kernels"]
+    assert (got["kernel"], got["tokens"]) == ("model/moe.fc2-dgrad", 4096)
+    assert got["pinned"]["variant"].startswith("128x128") and got["pinned"]["ms"] == 4.0
+    assert got["fastest"]["variant"].startswith("256x128") and got["fastest"]["ms"] == 3.0
+    assert got["cost"] == pytest.approx(1.0 / got["layer_ms"])
 
 
 def test_a_large_layer_is_checked_with_few_tokens(monkeypatch: Any) -> None:

@@ -55,11 +55,11 @@ def test_launches_that_wait_for_other_ranks_are_apart(which: str) -> None:
     layer: Any = SimpleNamespace(program=layer_program, outputs=lambda each: layer_program.arguments(each)[1])
     steps = layer_program.needed(which, layer_program.arguments(which)[1])
     bound: Any = SimpleNamespace(launches=tuple(step.part for step in steps))
-    found = parts(layer, bound, which)
+    got = parts(layer, bound, which)
     together = {FORWARD: ["dispatch", "combine"], BACKWARD: ["dispatch", "combine-dx", "dispatch"]}
-    assert [*found["communication_ms"].launches] == together[which]
-    assert [each for each in bound.launches if each not in together[which]] == [*found["compute_ms"].launches]
-    assert found["ms"] is bound
+    assert [*got["communication_ms"].launches] == together[which]
+    assert [each for each in bound.launches if each not in together[which]] == [*got["compute_ms"].launches]
+    assert got["ms"] is bound
 
 
 def test_passes_take_turns_and_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,8 +84,8 @@ def test_passes_take_turns_and_the_slowest_rank_counts(monkeypatch: pytest.Monke
 
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(Event=Event)))
     monkeypatch.setattr(ranks, "agree", lambda values: [value + 1 for value in values])  # another rank takes 1 ms more
-    found = ranks.in_turns({"long": lambda: run("long", 9.0), "short": lambda: run("short", 0.5)})
-    assert found == {"long": pytest.approx(10), "short": pytest.approx(1.5)}
+    got = ranks.in_turns({"long": lambda: run("long", 9.0), "short": lambda: run("short", 0.5)})
+    assert got == {"long": pytest.approx(10), "short": pytest.approx(1.5)}
     turns = [name for index, name in enumerate(ran) if ran[index - 1] != name]
     assert turns[-2 * ranks.ROUNDS :] == ["long", "short"] * ranks.ROUNDS
     assert ran[-15:].count("short") == 14  # of a round: 20 ms by the estimate of 1.5, and one before

@@ -50,18 +50,18 @@ def document() -> dict[str, Any]:
     ]
     kernel = {"name": f"model/{NASTY}", "problem": {"E": 2, "M": 64, "N": 8, "K": 4}, "lines": lines}
     step = {"step": "forward", "kernels": [], "lines": [line("fusekit"), line("torch", ms=3.0)]}
-    found = {"model": NASTY, "kernels": [kernel], "steps": [step], "ok": True}
+    got = {"model": NASTY, "kernels": [kernel], "steps": [step], "ok": True}
     shared = {"device": "NVIDIA H200", "arch": "sm_90a", "sms": 132, "groups": "uneven", "steady": False}
-    return shared | {"models": [found], "tokens": [], "ok": True, "notes": [NASTY], "tuning": None}
+    return shared | {"models": [got], "tokens": [], "ok": True, "notes": [NASTY], "tuning": None}
 
 
 def svgs(page: str) -> list[str]:
     """The text of each plot; every one is well-formed."""
-    found = []
+    got = []
     for part in page.split("<svg")[1:]:
         tree = ElementTree.fromstring("<svg" + part.partition("</svg>")[0] + "</svg>")
-        found.append(" ".join(text.strip() for text in tree.itertext() if text.strip()))
-    return found
+        got.append(" ".join(text.strip() for text in tree.itertext() if text.strip()))
+    return got
 
 
 def test_both_files_of_a_benchmark(model: Rig, no_torch: None, tmp_path: Path, capsys: Any) -> None:
@@ -71,15 +71,15 @@ def test_both_files_of_a_benchmark(model: Rig, no_torch: None, tmp_path: Path, c
     )
     out, err = capsys.readouterr()
     assert code == 0, err
-    found = list(csv.DictReader(io.StringIO(table.read_text())))
-    kernels = [each for each in found if each["model"] == "small" and each["variant"]]
+    got = list(csv.DictReader(io.StringIO(table.read_text())))
+    kernels = [each for each in got if each["model"] == "small" and each["variant"]]
     assert [each["kernel"] for each in kernels[::2]] == KERNELS
     lines = [line for kernel in json.loads(out)["models"][0]["kernels"] for line in kernel["lines"]]
     assert [float(each["ms"]) for each in kernels] == [line["ms"] for line in lines]
-    assert [(each["kernel"], each["what"]) for each in found if each["T"]][-3:] == [
+    assert [(each["kernel"], each["what"]) for each in got if each["T"]][-3:] == [
         ("topk", "fusekit"), ("topk", "fusekit"), ("topk", "copy"),
     ]  # fmt: skip
-    assert {each["device"] for each in found} == {"FAKE H200"}
+    assert {each["device"] for each in got} == {"FAKE H200"}
     page = html.read_text()
     assert len(page) < 400_000
     speed, roofline, steps, tokens = svgs(page)
@@ -116,13 +116,13 @@ def test_a_page_loads_nothing_and_runs_nothing() -> None:
 
 
 def test_the_table_has_every_line() -> None:
-    found = report.rows(document())
-    assert [(row["what"], row["variant"], row["ms"], row["agrees"]) for row in found] == [
+    got = report.rows(document())
+    assert [(row["what"], row["variant"], row["ms"], row["agrees"]) for row in got] == [
         ("fusekit", "128x128", 2.0, 1e-3), ("fusekit", "128x256", 1.0, "WRONG"), ("torch", None, 4.0, None),
         ("te", None, None, None), ("dense", None, 2.0, None), ("fusekit", None, 2.0, None), ("torch", None, 3.0, None),
     ]  # fmt: skip
-    assert found[3]["error"] == NASTY
-    assert all(tuple(row) == report.COLUMNS for row in found)
+    assert got[3]["error"] == NASTY
+    assert all(tuple(row) == report.COLUMNS for row in got)
 
 
 def test_an_unknown_device_has_no_roof() -> None:

@@ -86,8 +86,8 @@ def stored(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
 
 def line(document: Any, name: str, what: str = "fusekit") -> Any:
     (kernel,) = (each for each in document["tokens"] if each["name"] == name)
-    found = [each for each in kernel["lines"] if each["what"] == what]
-    return found[0] if found else None
+    result = [each for each in kernel["lines"] if each["what"] == what]
+    return result[0] if result else None
 
 
 def test_beside_a_copy(stored: Rig, no_torch: None, capsys: Any) -> None:

@@ -75,17 +75,17 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 def test_both_backends_run_and_agree(small: Any, name: str) -> None:
-    found = measure(small(name), 40, 0.001, BACKENDS, "cpu")
-    assert json.loads(json.dumps(found)) == found
-    for each in found["backends"].values():
+    got = measure(small(name), 40, 0.001, BACKENDS, "cpu")
+    assert json.loads(json.dumps(got)) == got
+    for each in got["backends"].values():
         assert each == {"peak_bytes": 100, "forward_ms": 2.0, "both_ms": 2.0}, each
-    assert (found["tokens"], found["forward_speedup"], found["both_speedup"], found["peak_share"]) == (40, 1, 1, 1)
-    assert found["apart"] < 2e-2
+    assert (got["tokens"], got["forward_speedup"], got["both_speedup"], got["peak_share"]) == (40, 1, 1, 1)
+    assert got["apart"] < 2e-2
 
 
 def test_a_backend_that_cannot_run_says_why(small: Any) -> None:
     case = small("mixtral-8x7b")
-    found = measure(replace(case, sizes={**case.sizes, "hidden_size": 128}), 40, 0.001, BACKENDS, "cpu")
-    assert found["backends"]["fusekit"]["error"].startswith("NotBuiltError: MixtralExperts: no layer of the store")
-    assert found["backends"]["grouped_mm"]["both_ms"] == 2.0
-    assert "both_speedup" not in found
+    got = measure(replace(case, sizes={**case.sizes, "hidden_size": 128}), 40, 0.001, BACKENDS, "cpu")
+    assert got["backends"]["fusekit"]["error"].startswith("NotBuiltError: MixtralExperts: no layer of the store")
+    assert got["backends"]["grouped_mm"]["both_ms"] == 2.0
+    assert "both_speedup" not in got

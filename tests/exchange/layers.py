@@ -156,13 +156,13 @@ class LayerRanks:
 
     def overflows(self, layers: list[Any]) -> list[tuple[str, int]]:
         """What `check` of a layer raises on each rank, and the rows that it wants; ("", 0) where it raises nothing."""
-        found = []
+        result = []
         for layer in layers:
             try:
-                found.append(("", layer.check() or 0))
+                result.append(("", layer.check() or 0))
             except CapacityError as error:
-                found.append((str(error), error.rows))
-        return found
+                result.append((str(error), error.rows))
+        return result
 
     def graphs(self, passes: tuple[str, ...] = (FORWARD, BACKWARD)) -> list[Any]:
         """The passes of each rank as one CUDA graph, for `replay`."""
@@ -243,7 +243,7 @@ class LayerRanks:
 
     def problems(self) -> list[str]:
         """What is beyond the bounds of a layer of one GPU."""
-        found = []
+        result = []
         for rank, wants in enumerate(self.wanted()):
             for name in {**self.layers[rank].outputs(FORWARD), **self.layers[rank].outputs(BACKWARD)}:
                 got, want = self.found(rank, name), wants[name].reshape(self.tensors[rank][name].shape)
@@ -251,5 +251,5 @@ class LayerRanks:
                 error = float(np.sqrt(np.square(got - want).sum())) / size
                 limit = _limit(name, self.options) * (4 if len(self.inputs[rank]["x"]) < 2 else 1)
                 if not error <= limit:
-                    found.append(f"rank {rank}: {name}: relative error {error:.2g}, at most {limit:g}")
-        return found
+                    result.append(f"rank {rank}: {name}: relative error {error:.2g}, at most {limit:g}")
+        return result

@@ -116,14 +116,14 @@ class Rank:
 
     def actions(self) -> list[Callable[[], None]]:
         """What could happen next."""
-        found: list[Callable[[], None]] = []
+        got: list[Callable[[], None]] = []
         if self.waiting and self.active < self.resident and self.machine.active < self.machine.setting.pool:
-            found.append(self._begin)
+            got.append(self._begin)
         for block in self.running:
             if block.next is not None and self._enabled(block.next):
-                found += [lambda block=block: self._step(block)] * 2
-            found += [lambda block=block, store=store: self._deliver(block, store) for store in self._ready(block)]
-        return found
+                got += [lambda block=block: self._step(block)] * 2
+            got += [lambda block=block, store=store: self._deliver(block, store) for store in self._ready(block)]
+        return got
 
     @property
     def active(self) -> int:
@@ -382,9 +382,9 @@ def read_choices(rank: Rank, launch: int) -> Block:
 def read_choice(rank: Rank, launch: int, source: int, token: int) -> Block:
     """Whether the token has an expert of this rank."""
     sent = rank.number in rank.machine.routes[launch, source, token]
-    found = yield ("read", ("rows", "indices", source, token))
-    if found != (launch, sent):
-        raise BrokenError(f"rank {rank.number} has indices {found} of {source}, {token} in launch {launch}")
+    got = yield ("read", ("rows", "indices", source, token))
+    if got != (launch, sent):
+        raise BrokenError(f"rank {rank.number} has indices {got} of {source}, {token} in launch {launch}")
     return sent
 
 
@@ -422,9 +422,9 @@ def say_overflow(rank: Rank, launch: int, epoch: int) -> Block:
 
 def tell_overflow(rank: Rank, launch: int, epoch: int) -> Block:
     for source in range(rank.machine.setting.ranks):
-        found = yield ("read", over(rank, epoch, source))
-        if found != rank.machine.overflow[launch, source]:
-            raise BrokenError(f"rank {rank.number} has an overflow of {found} rows of {source} in launch {launch}")
+        got = yield ("read", over(rank, epoch, source))
+        if got != rank.machine.overflow[launch, source]:
+            raise BrokenError(f"rank {rank.number} has an overflow of {got} rows of {source} in launch {launch}")
 
 
 def over(rank: Rank, epoch: int, source: int) -> tuple[Any, ...]:

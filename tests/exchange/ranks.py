@@ -123,11 +123,11 @@ def round_trip(
     expected = reference.dispatch(spec, x, chosen, weights if spec["weighted"] else None, ranks.capacity)
     inverse, rows = [], []
     for rank in range(count):
-        found, right = ranks.received(rank), expected[rank]
+        result, right = ranks.received(rank), expected[rank]
         for name in ("indices", "weights"):
-            if name in right and not np.array_equal(found[name], right[name]):
+            if name in right and not np.array_equal(result[name], right[name]):
                 problems.append(f"dispatch: {name} of rank {rank} differ")
-        if not np.array_equal(found["rows"][right["sent"]], right["rows"][right["sent"]]):
+        if not np.array_equal(result["rows"][right["sent"]], right["rows"][right["sent"]]):
             problems.append(f"dispatch: rows of rank {rank} differ")
         order = index(right["indices"], spec["experts"] // count)
         inverse.append(order["inverse"])

@@ -155,9 +155,9 @@ class Gathering:
         def gather(value: bytes) -> list[bytes]:
             self._records[rank] = value
             self._barrier.wait(10)
-            found = list(self._records)
+            got = list(self._records)
             self._barrier.wait(10)
-            return found
+            return got
 
         return gather
 
@@ -335,9 +335,9 @@ def test_parts_lie_apart_and_fill_the_window(tokens, changes):
     layout = Layout(spec, tokens, 96)
     assert layout.capacity >= tokens
     assert layout.capacity % 128 == 0
-    found = sorted(layout.parts(0, 0).values(), key=lambda part: part.address)
-    ends = [HEADER, *(part.address + part.nbytes for part in found)]
-    assert all(part.address >= end and part.address % 128 == 0 for part, end in zip(found, ends, strict=False))
+    got = sorted(layout.parts(0, 0).values(), key=lambda part: part.address)
+    ends = [HEADER, *(part.address + part.nbytes for part in got)]
+    assert all(part.address >= end and part.address % 128 == 0 for part, end in zip(got, ends, strict=False))
     assert ends[-1] == layout.bytes == evaluate(window_bytes(spec), {"capacity": layout.capacity, "H": 96})
     names = {"moe-dispatch": {"flags", "rows", "indices"}, "moe-combine": {"flags", "rows"}}[spec["op"]]
     names -= set() if spec.get("rows", True) else {"rows"}

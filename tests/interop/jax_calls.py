@@ -81,9 +81,9 @@ def test_a_scalar_of_a_call_is_an_attribute(operator):
     both = jax.jit(lambda given: call(**given, act_alpha=-2) + call(**given, act_limit=7.0) + call(**given))
     both(arrays()).block_until_ready()
     first = [launched for launched in fake.launches if launched.function[0] == "kernel"]  # of calls in any order
-    found = sorted((scale_of(launched), *struct.unpack("<f", launched.parameters[6])) for launched in first)
+    got = sorted((scale_of(launched), *struct.unpack("<f", launched.parameters[6])) for launched in first)
     assert len(fake.launches) == 6
-    assert found == [(-3.0, float("inf")), (2.25, 7.0), (2.25, float("inf"))]
+    assert got == [(-3.0, float("inf")), (2.25, 7.0), (2.25, float("inf"))]
 
 
 def test_wrong_scalars_and_names(operator):
@@ -122,8 +122,8 @@ def test_codes_of_8_and_4_bits_and_several_results(operator):
     given = {
         "a": jnp.float8_e4m3fn, "b": jnp.float8_e5m2, "c": jnp.float8_e8m0fnu, "d": jnp.uint8,
     }  # fmt: skip
-    found = jax.jit(lambda: call(**{name: jnp.zeros((64,), dtype) for name, dtype in given.items()}, shift=5))()
-    assert [str(each.dtype) for each in found] == ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "uint8"]
+    got = jax.jit(lambda: call(**{name: jnp.zeros((64,), dtype) for name, dtype in given.items()}, shift=5))()
+    assert [str(each.dtype) for each in got] == ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "uint8"]
     assert [launched.grid for launched in fake.launches] == [(5, 1, 1), (1, 1, 1)]
 
 

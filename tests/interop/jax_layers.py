@@ -87,8 +87,8 @@ def test_values_and_gradients_are_those_of_plain_jax(jax_layer, case):
                 jax.value_and_grad(lambda x, p, some: total(g)(x, p, {**more, **some}), argnums=(0, 1, 2))
             )(x, params, floats(more))  # fmt: skip
 
-        found, right = both(f), both(wanted)
-    close(found, right, 1e-4)
+        got, right = both(f), both(wanted)
+    close(got, right, 1e-4)
     assert {stream for _, stream in layer.launched} == {STREAM}
 
 
@@ -102,17 +102,17 @@ def test_a_layer_with_a_recipe(jax_layer, case):
     def both(g, params):
         return jax.jit(jax.value_and_grad(lambda x, p: total(g)(x, p, more), argnums=(0, 1)))(x, params)
 
-    found, right = both(f, params), both(wanted, params)
+    got, right = both(f, params), both(wanted, params)
     quantise = [part for part in parts(layer) if part.startswith("quantise") and part.endswith(("w1", "w2"))]
     assert len(quantise) == len(layer.inputs("quantise"))
-    for each, want in zip(jax.tree.leaves(found[1]), jax.tree.leaves(right[1]), strict=True):
+    for each, want in zip(jax.tree.leaves(got[1]), jax.tree.leaves(right[1]), strict=True):
         if want.any():
             assert jnp.linalg.norm(each - want) < 0.2 * jnp.linalg.norm(want)
     codes = jax.jit(f.quantise)(params)
     assert set(codes) == set(layer.outputs("quantise"))
     layer.launched.clear()
     again = jax.jit(jax.grad(lambda x, p: total(f)(x, {**p, **codes}, more), argnums=(0, 1)))(x, params)
-    jax.tree.map(np.testing.assert_array_equal, again, found[1])
+    jax.tree.map(np.testing.assert_array_equal, again, got[1])
     assert not [part for part in parts(layer) if part in quantise]
 
 
@@ -204,8 +204,8 @@ def test_backward_passes_in_place(jax_layer, case):
     layer, f = jax_layer(layer_of(case), in_place=True)
     _, apart = jax_layer(layer_of(case))
     x, params, more = inputs_of(layer, tokens=60 if case.startswith("fp8") else T)
-    found, wanted = (jax.jit(jax.grad(total(g), argnums=(0, 1)))(x, params, more) for g in (f, apart))
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    got, wanted = (jax.jit(jax.grad(total(g), argnums=(0, 1)))(x, params, more) for g in (f, apart))
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
     assert layer.in_place == [True]
 
     @jax.jit

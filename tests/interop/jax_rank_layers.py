@@ -176,21 +176,21 @@ def test_values_and_gradients_are_those_of_one_gpu(jax_ranked, name, order, chec
 
     with jax.default_matmul_precision("highest"):
         right = wanted(o, x, params, more, floats)
-        found = jax.jit(jax.value_and_grad(outside, argnums=(0, 1, 2)))(x, params, floats)
-        close(found, right)
+        got = jax.jit(jax.value_and_grad(outside, argnums=(0, 1, 2)))(x, params, floats)
+        close(got, right)
         inside = spread(
             jax.grad(lambda *given: own(*given)[0], argnums=(0, 1, 3)),
             in_specs=places, out_specs=(places[0], {each: P("experts") for each in params}, places[3]) if not checked
             else (places[0], places[1], places[3]),
         )  # fmt: skip
-        found = jax.jit(inside)(x, params, more, floats)
+        got = jax.jit(inside)(x, params, more, floats)
     if not checked:  # then a rank's own gradients of what all have: its user sums them
         summed = {
             each: array if each in PARTS else array.reshape(o.ranks, *params[each].shape).sum(axis=0)
-            for each, array in found[1].items()
+            for each, array in got[1].items()
         }
-        found = (found[0], summed, found[2])
-    close(found, right[1])
+        got = (got[0], summed, got[2])
+    close(got, right[1])
     together = library.machine.together
     assert together.count("dispatch") and together[: len(together) // 2] == together[len(together) // 2 :]
     assert sorted(set(library.loaded)) == [(rank, 11) for rank in range(o.ranks)]
@@ -214,14 +214,14 @@ def test_a_layer_with_a_recipe_sends_codes(jax_ranked):
 
         return jax.jit(jax.grad(summed, argnums=(0, 1)))(x, params)
 
-    found = gradients(params, places)
+    got = gradients(params, places)
     right = wanted(o, x, params, more, {})[1]
-    for each, want in zip(jax.tree.leaves(found), jax.tree.leaves(right[:2]), strict=True):
+    for each, want in zip(jax.tree.leaves(got), jax.tree.leaves(right[:2]), strict=True):
         assert not want.any() or jnp.linalg.norm(each - want) < 0.2 * jnp.linalg.norm(want)
     assert library.machine.together[:2] == ["dispatch-codes", "combine"]
     of_codes = {each: P() if each.startswith("shared") else P("experts") for each in codes}
     again = gradients({**params, **codes}, (places[0], {**places[1], **of_codes}, places[2]))
-    jax.tree.map(np.testing.assert_array_equal, {each: again[1][each] for each in params}, found[1])
+    jax.tree.map(np.testing.assert_array_equal, {each: again[1][each] for each in params}, got[1])
 
 
 def test_nothing_is_kept_without_a_derivative_and_layers_share_windows(jax_ranked):
@@ -394,5 +394,5 @@ def test_layers_of_one_gpu_are_differentiated_in_a_shard_map(jax_ranked, monkeyp
         out_specs=P("experts"),
     )  # fmt: skip
     with jax.default_matmul_precision("highest"):
-        found = jax.jit(jax.grad(lambda *given: spread(*given).sum(), argnums=(0, 1)))(x, params)
-        close(found, jax.grad(lambda *given: loss(plain(o), *given, {}), argnums=(0, 1))(x, params))
+        got = jax.jit(jax.grad(lambda *given: spread(*given).sum(), argnums=(0, 1)))(x, params)
+        close(got, jax.grad(lambda *given: loss(plain(o), *given, {}), argnums=(0, 1))(x, params))

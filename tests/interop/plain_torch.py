@@ -64,15 +64,15 @@ def margins(o, logits, expert_bias=None):
     r = o.router
     ranked = logits if r["score_function"] == "softmax" else score(r, logits)
     ranked = ranked + (0 if expert_bias is None else expert_bias)
-    found = _gap(ranked, o.topk)
+    got = _gap(ranked, o.topk)
     if r["num_groups"]:
         size, chosen = o.experts // r["num_groups"], r["group_topk"]
         within = ranked.unflatten(1, (-1, size))
-        found = torch.minimum(found, _gap(within.topk(o.topk // chosen, dim=2).values.sum(2), chosen))
+        got = torch.minimum(got, _gap(within.topk(o.topk // chosen, dim=2).values.sum(2), chosen))
         # Which experts decide a group's score, and which of the chosen groups' are chosen: any two that are close.
         ordered = ranked.sort(dim=1).values
-        found = torch.minimum(found, (ordered[:, 1:] - ordered[:, :-1]).min(dim=1).values)
-    return found
+        got = torch.minimum(got, (ordered[:, 1:] - ordered[:, :-1]).min(dim=1).values)
+    return got
 
 
 def _gap(values, count):

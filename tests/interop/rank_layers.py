@@ -47,18 +47,18 @@ class StandIn(Layer):
         given = {name: array(tensor) for name, tensor in arguments.items() if name in inputs}
         if which == "backward":
             given |= {name: array(part) for name, part in self.kept(kept, dims).items()}
-        found = self.run(which, given, tokens, asked)
+        got = self.run(which, given, tokens, asked)
         for name in asked:
             sums = any(
                 self.program.parts[step.part].get("accumulate") and step.writes.get("dw") == name
                 for step in self.program.steps[which]
             )
-            new = torch.from_numpy(np.array(found[name]))
+            new = torch.from_numpy(np.array(got[name]))
             arguments[name].add_(new) if sums else arguments[name].copy_(new)
         if which == "forward":
             kept.zero_()  # the bytes between buffers, so that PyTorch's checks can compare the whole
             for name, part in self.kept(kept, dims).items():
-                part.copy_(torch.from_numpy(np.array(found[name])))
+                part.copy_(torch.from_numpy(np.array(got[name])))
 
     def run(self, which, given, tokens, asked):
         """Every buffer after a pass."""
@@ -68,12 +68,12 @@ class StandIn(Layer):
         """Each kept buffer as a tensor within `memory`."""
         places, size = self.program.kept(dims)
         assert memory.dtype == torch.uint8 and memory.numel() >= size
-        found = {}
+        got = {}
         for name, begin in places.items():
             buffer = self.program.buffers[name]
             size = DTYPES[buffer.dtype].bytes * int(np.prod(buffer.extents(dims)))
-            found[name] = memory[begin : begin + size].view(TORCH[buffer.dtype]).reshape(buffer.extents(dims))
-        return found
+            got[name] = memory[begin : begin + size].view(TORCH[buffer.dtype]).reshape(buffer.extents(dims))
+        return got
 
 
 class RankedStandIn(StandIn):

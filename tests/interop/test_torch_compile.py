@@ -41,8 +41,8 @@ def test_compile_of_a_whole_graph_with_any_count_of_tokens(name):
         again = inputs_of(moe, tokens)
         moe.zero_grad()
         compiled(*again).backward()
-        found = [*gradients(moe).values(), *(tensor.grad for tensor in again)]
-        for left, right in zip(found, want, strict=True):
+        got = [*gradients(moe).values(), *(tensor.grad for tensor in again)]
+        for left, right in zip(got, want, strict=True):
             assert (left is None and right is None) or torch.equal(left, right)
     with torch.no_grad():
         given = inputs_of(moe, 5)

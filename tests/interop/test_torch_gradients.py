@@ -26,14 +26,14 @@ def test_gradients_of_several_steps_add_up():
     moe = module(GPT_OSS)
     for seed in (1, 3):
         total(moe(*inputs_of(moe, 6, seed))).backward()
-    found = gradients(moe)
+    got = gradients(moe)
     moe.zero_grad()
     total(moe(*inputs_of(moe, 6, 1))).backward()
     first = {name: grad.clone() for name, grad in gradients(moe).items()}
     moe.zero_grad()
     total(moe(*inputs_of(moe, 6, 3))).backward()
     for name, grad in gradients(moe).items():
-        close(found[name], first[name] + grad, 1e-6)
+        close(got[name], first[name] + grad, 1e-6)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -76,8 +76,8 @@ def test_main_gradients_of_several_calls_that_wait_for_their_backward_passes(cop
     for x in given:
         total(reference(x.detach())).backward()
     for name, parameter in moe.named_parameters():
-        found = parameter.grad if parameter.grad is not None else parameter.main_grad
-        close(found, gradients(reference)[name])
+        got = parameter.grad if parameter.grad is not None else parameter.main_grad
+        close(got, gradients(reference)[name])
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -106,8 +106,8 @@ def test_what_a_backward_pass_does_not_ask_for_is_not_made(how, compiled):
     reference = module(GPT_OSS)
     total(reference(x.detach())).backward()
     for name, parameter in moe.named_parameters():
-        found = parameter.grad if parameter.grad is not None else parameter.main_grad
-        close(found, gradients(reference)[name])
+        got = parameter.grad if parameter.grad is not None else parameter.main_grad
+        close(got, gradients(reference)[name])
 
 
 def test_gradients_of_some_parameters_alone():
@@ -115,10 +115,10 @@ def test_gradients_of_some_parameters_alone():
     (x,) = inputs_of(moe, 6)
     loss = total(moe(x))
     wanted = [moe.experts.down_proj, moe.router.weight]
-    found = torch.autograd.grad(loss, wanted, retain_graph=True)
+    got = torch.autograd.grad(loss, wanted, retain_graph=True)
     assert moe.layer.passes[-1][-1] == {"dw2", "drouter"}
     loss.backward()
-    for grad, parameter in zip(found, wanted, strict=True):
+    for grad, parameter in zip(got, wanted, strict=True):
         assert torch.equal(grad, parameter.grad)
 
 

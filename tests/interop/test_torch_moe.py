@@ -154,8 +154,8 @@ def test_activation_checkpointing(said, reentrant):
     moe.zero_grad()
     x.grad = None
     total(checkpoint(moe, x, use_reentrant=reentrant)).backward()
-    for name, found in {**gradients(moe), "x": x.grad}.items():
-        assert torch.equal(found, want[name]), name
+    for name, got in {**gradients(moe), "x": x.grad}.items():
+        assert torch.equal(got, want[name]), name
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "choices", "deepseek"])
@@ -232,8 +232,8 @@ def test_gate_and_up_join_as_they_are_split(layout):
     from fusekit.interop.torch_moe import joined
 
     gate, up = torch.randn(64, 3), torch.randn(64, 3)
-    found = plain_torch.split(joined(gate, up, layout).T, layout)
-    assert torch.equal(found[0].T, gate) and torch.equal(found[1].T, up)
+    got = plain_torch.split(joined(gate, up, layout).T, layout)
+    assert torch.equal(got[0].T, gate) and torch.equal(got[1].T, up)
 
 
 def test_names_can_be_others():

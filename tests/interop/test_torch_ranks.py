@@ -85,10 +85,10 @@ def together(bodies):
 def test_a_module_over_ranks_is_that_of_one_gpu(name, tokens):
     o, one, ranks = modules(name, tokens)
     given = [given_of(o, count, rank) for rank, count in enumerate(tokens)]
-    found = [None] * len(ranks)
+    result = [None] * len(ranks)
 
     def body(rank):
-        found[rank] = step(ranks[rank], given[rank])
+        result[rank] = step(ranks[rank], given[rank])
 
     together([lambda rank=rank: body(rank) for rank in range(len(ranks))])
     got = [[each.grad for each in rank_inputs if each.requires_grad] for rank_inputs in given]
@@ -98,7 +98,7 @@ def test_a_module_over_ranks_is_that_of_one_gpu(name, tokens):
     shared = {path: torch.zeros_like(tensor) for path, tensor in one.named_parameters()}
     for rank, rank_inputs in enumerate(given):
         one.zero_grad()
-        torch.testing.assert_close(found[rank], step(one, rank_inputs), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(result[rank], step(one, rank_inputs), rtol=1e-4, atol=1e-4)
         for left, right in zip(got[rank], [each.grad for each in rank_inputs if each.requires_grad], strict=True):
             torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
         for path, parameter in one.named_parameters():
@@ -117,16 +117,16 @@ def test_a_module_over_ranks_with_a_recipe():
     """Tokens of one rank alone: those of the other have none, so codes along the tokens are those of one GPU."""
     o, one, ranks = modules("fp8-choices", (30, 0))
     given = [given_of(o, count, rank) for rank, count in enumerate((30, 0))]
-    found = [None, None]
+    result = [None, None]
 
     def body(rank):
-        found[rank] = step(ranks[rank], given[rank])
+        result[rank] = step(ranks[rank], given[rank])
 
     together([lambda: body(0), lambda: body(1)])
     gradients = [each.grad.clone() for each in given[0] if each.requires_grad]
     for each in given[0]:
         each.grad = None
-    torch.testing.assert_close(found[0], step(one, given[0]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result[0], step(one, given[0]), rtol=1e-5, atol=1e-5)
     for left, right in zip(gradients, [each.grad for each in given[0] if each.requires_grad], strict=True):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
     for name in ("w1", "w2"):
@@ -293,5 +293,5 @@ def test_the_state_of_all_ranks_is_that_of_one_gpu(tmp_path):
         )
         for rank in range(2)
     ]  # fmt: skip
-    found = [each.communicate(timeout=200) for each in started]
-    assert [out for out, _ in found] == ["right\n"] * 2, "\n".join(problems for _, problems in found)
+    result = [each.communicate(timeout=200) for each in started]
+    assert [out for out, _ in result] == ["right\n"] * 2, "\n".join(problems for _, problems in result)

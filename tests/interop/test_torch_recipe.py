@@ -52,7 +52,7 @@ NAMES = ("fp8", "fp8-gpt-oss", "fp8-interleaved", "fp8-deepseek", "fp8-llama4", 
 def test_values_and_gradients_are_the_definitions(name):
     moe = module(name)
     x = x_of(moe)
-    y, found = step(moe, x)
+    y, result = step(moe, x)
     tensors = {each: _path(moe, path).detach().double().numpy() for each, path in moe.names.items()}
     layer, theirs = defined(moe.layer.options, tensors)
     want, _, kept = definition.forward(layer, x.detach().double().numpy(), theirs)
@@ -62,25 +62,25 @@ def test_values_and_gradients_are_the_definitions(name):
     for each, path in moe.names.items():
         if each == "expert_bias":
             continue
-        got, right = found[path].double().numpy(), back[each].reshape(-1)
+        got, right = result[path].double().numpy(), back[each].reshape(-1)
         if each in ("w1", "w2") and moe.layer.options.b_major == "n":
             right = back[each].swapaxes(-1, -2).reshape(-1)
         # z in float32 and y in float32 move some numbers over the edge between two codes.
         assert np.linalg.norm(got.reshape(-1) - right) < 0.02 * np.linalg.norm(right), each
-    assert np.linalg.norm(found["x"].double().numpy() - back["x"]) < 0.02 * np.linalg.norm(back["x"])
+    assert np.linalg.norm(result["x"].double().numpy() - back["x"]) < 0.02 * np.linalg.norm(back["x"])
 
 
 def test_every_call_makes_codes_unless_they_are_held():
     moe = module()
     x = x_of(moe)
-    y, found = step(moe, x)
+    y, result = step(moe, x)
     assert [which for which, *_ in moe.layer.passes] == ["quantise", "forward", "backward"]
     moe.layer.passes.clear()
     moe.quantise()
     for _ in range(2):
         again, same = step(moe, x)
         assert torch.equal(again, y)
-        assert all(torch.equal(same[name], found[name]) for name in found)
+        assert all(torch.equal(same[name], result[name]) for name in result)
     assert [which for which, *_ in moe.layer.passes] == ["quantise", *["forward", "backward"] * 2]
     with torch.no_grad():
         moe.experts.down_proj.mul_(2)
@@ -113,17 +113,17 @@ def test_compile_of_a_whole_graph(held):
     if held:
         moe.quantise()
     compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
-    found = step(moe, x, compiled)
-    assert torch.equal(found[0], want[0])
-    assert all(torch.equal(found[1][name], want[1][name]) for name in want[1])
+    result = step(moe, x, compiled)
+    assert torch.equal(result[0], want[0])
+    assert all(torch.equal(result[1][name], want[1][name]) for name in want[1])
 
 
 def test_activation_checkpointing_and_autocast():
     moe = module("fp8")
     x = x_of(moe)
     want = step(moe, x)
-    found = step(moe, x, lambda each: checkpoint(moe, each, use_reentrant=False))
-    assert torch.equal(found[0], want[0]) and torch.equal(found[1]["x"], want[1]["x"])
+    result = step(moe, x, lambda each: checkpoint(moe, each, use_reentrant=False))
+    assert torch.equal(result[0], want[0]) and torch.equal(result[1]["x"], want[1]["x"])
     narrow = module("fp8", dtype="bf16", grad_dtype="bf16").float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = narrow(x)
@@ -144,10 +144,10 @@ def test_float32_parameters_have_the_results_of_their_rounding(name):
             each.copy_(_path(moe, path))
             each.grad_dtype = types[path]  # as the kernels make it
     x = x_of(moe).detach().bfloat16().requires_grad_()
-    y, found = step(moe, x)
+    y, result = step(moe, x)
     want_y, want = step(narrow, x)
     assert torch.equal(y, want_y)
-    for path, grad in found.items():
+    for path, grad in result.items():
         assert path not in weights or (grad.dtype == torch.float32 and (grad.bfloat16() != grad).any())
         assert torch.equal(grad, want[path]), path
     assert [which for which, *_ in moe.layer.passes] == ["quantise", "forward", "backward"]

@@ -52,9 +52,9 @@ def library(**more):
 
 @pytest.fixture
 def registered():
-    found = library()
-    interop.register(found, "fusekit-test")
-    yield found
+    got = library()
+    interop.register(got, "fusekit-test")
+    yield got
     del moe.ExpertsInterface._global_mapping["fusekit-test"]
 
 
@@ -130,8 +130,8 @@ def test_gradient_checkpointing(registered):
 
 
 def test_autocast():
-    found = library(dtype="bf16")
-    interop.register(found, "fusekit-test-bf16")
+    got = library(dtype="bf16")
+    interop.register(got, "fusekit-test-bf16")
     model = models.model("mixtral", "fusekit-test-bf16", H, I)
     ids = models.tokens(11)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -149,7 +149,7 @@ def test_indices_beyond_the_experts_add_nothing(registered):
     x, weights = torch.randn(6, H), torch.rand(6, 2)
     indices = torch.tensor([[0, 8], [8, 3], [8, 8], [1, 2], [7, 0], [5, 8]])
     local = (indices < 8) * weights
-    found = block.experts(x, indices, local)
+    got = block.experts(x, indices, local)
     block.experts.config._experts_implementation_internal = "eager"
     want = torch.zeros_like(x)
     for place in range(2):
@@ -157,12 +157,12 @@ def test_indices_beyond_the_experts_add_nothing(registered):
             if indices[token, place] < 8:
                 one = block.experts(x[token : token + 1], indices[token, place].reshape(1, 1), torch.ones(1, 1))
                 want[token] += weights[token, place] * one[0]
-    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-7)
 
 
 def test_weight_gradients_can_go_to_main_gradients():
-    found = library()
-    interop.register(found, "fusekit-test-main", layers="store/summed")
+    got = library()
+    interop.register(got, "fusekit-test-main", layers="store/summed")
     model, eager = (models.model("mixtral", backend, H, I) for backend in ("fusekit-test-main", "eager"))
     ids = models.tokens(7)
     with pytest.raises(ArgumentError, match="w1 has no main_grad"):
@@ -232,16 +232,16 @@ def test_activations_are_recognised(name, act_fn, want):
     from transformers.activations import ACT2FN
 
     module = type("Gate", (), {"_apply_gate": moe._default_apply_gate})
-    found, layout = interop.recognised(module, type(ACT2FN[name]), True, {})
-    assert (dict(interop._given_parameters(found)), layout) == (want, "concat")
+    got, layout = interop.recognised(module, type(ACT2FN[name]), True, {})
+    assert (dict(interop._given_parameters(got)), layout) == (want, "concat")
 
 
 def test_plain_activations_are_recognised():
     from transformers.activations import ACT2FN
 
     for name, kind in (("relu2", "srelu"), ("silu", "silu"), ("gelu", "gelu"), ("relu", "relu")):
-        found, layout = interop.recognised(object, type(ACT2FN[name]), False, {})
-        assert (dict(interop._given_parameters(found)), layout) == ({"kind": kind}, "none")
+        got, layout = interop.recognised(object, type(ACT2FN[name]), False, {})
+        assert (dict(interop._given_parameters(got)), layout) == ({"kind": kind}, "none")
 
 
 def test_a_clamp_of_large_numbers_is_seen():
@@ -250,8 +250,8 @@ def test_a_clamp_of_large_numbers_is_seen():
         return torch.nn.functional.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
 
     module, numbers = gate_of(clamped, limit=100.0)
-    found, _ = interop.recognised(module, type(None), True, numbers)
-    assert dict(interop._given_parameters(found)) == {"kind": "swiglu", "limit": 100.0}
+    got, _ = interop.recognised(module, type(None), True, numbers)
+    assert dict(interop._given_parameters(got)) == {"kind": "swiglu", "limit": 100.0}
 
 
 def test_an_activation_that_is_none_of_ours_is_refused():

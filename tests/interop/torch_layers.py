@@ -39,8 +39,8 @@ def inputs_of(moe, tokens, seed=1, dtype=torch.float32):
 def total(outputs):
     """A number that takes every output in."""
     y, loss = outputs if isinstance(outputs, tuple) else (outputs, None)
-    found = (y.float() * torch.arange(H).cos()).sum()
-    return found if loss is None else found + 0.7 * loss
+    got = (y.float() * torch.arange(H).cos()).sum()
+    return got if loss is None else got + 0.7 * loss
 
 
 def plain(moe, given, dtype=torch.float64):
@@ -60,10 +60,10 @@ def plain(moe, given, dtype=torch.float64):
 
 
 def plain_of(moe, name, dtype):
-    found = moe
+    got = moe
     for part in moe.names[name].split("."):
-        found = getattr(found, part)
-    return found.detach().to(dtype).requires_grad_(name != "expert_bias")
+        got = getattr(got, part)
+    return got.detach().to(dtype).requires_grad_(name != "expert_bias")
 
 
 def gradients(moe):

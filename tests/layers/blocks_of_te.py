@@ -46,7 +46,7 @@ def quantised(v, down, across):
 def layer(activation, glu_layout, tensors, kept, dy):
     """y, dx, dw1 and dw2 of experts with given choices. tensors, kept: as in fusekit.reference.layer; dy [T, H]."""
     tokens, hidden = kept.x.shape
-    found = {"y": np.zeros((tokens, hidden)), "dx": np.zeros((tokens, hidden)), "dw1": [], "dw2": []}
+    got = {"y": np.zeros((tokens, hidden)), "dx": np.zeros((tokens, hidden)), "dw1": [], "dw2": []}
     prob = np.empty(kept.token.size)
     prob[kept.inverse.reshape(-1)] = kept.weights.reshape(-1)
     for expert, group in enumerate(groups(kept)):
@@ -61,12 +61,12 @@ def layer(activation, glu_layout, tensors, kept, dy):
         da = bf16(quantised(back, 1, SIDE) @ q2)
         dz = bf16(layouts.join(da * slopes[0], da * slopes[1], glu_layout))
         dx = bf16(quantised(dz, 1, SIDE) @ q1)
-        np.add.at(found["y"], token, p * o)
-        np.add.at(found["dx"], token, dx)
+        np.add.at(got["y"], token, p * o)
+        np.add.at(got["dx"], token, dx)
         along = {name: quantised(v, SIDE, 1) for name, v in (("x", x), ("a", a), ("back", back), ("dz", dz))}
-        found["dw1"].append(bf16(along["dz"].T @ along["x"]))
-        found["dw2"].append(bf16(along["back"].T @ along["a"]))
-    return {name: bf16(v) if name in ("y", "dx") else np.stack(v) for name, v in found.items()}
+        got["dw1"].append(bf16(along["dz"].T @ along["x"]))
+        got["dw2"].append(bf16(along["back"].T @ along["a"]))
+    return {name: bf16(v) if name in ("y", "dx") else np.stack(v) for name, v in got.items()}
 
 
 def error(found, want):

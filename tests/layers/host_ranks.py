@@ -133,7 +133,7 @@ def meet(launches):
     reads = [each.reads() for each in launches]
     with np.errstate(all="ignore"):
         outputs = ranks_meaning.EXCHANGES[first.keys["op"]](first.keys, reads, world, first)
-    for each, parts, numbers, found in zip(launches, windows, wide, outputs, strict=True):
+    for each, parts, numbers, got in zip(launches, windows, wide, outputs, strict=True):
         for name, part in parts.items():
             put(part, numbers[name])
-        each.write(found)
+        each.write(got)

@@ -21,7 +21,7 @@ from tests.runtime.fake import FakeDriver
 def records(options: Options) -> dict[str, LaunchRecord]:
     """For each part a kernel `part` that takes the addresses of its arguments, in the order of their names."""
     layer_program = program(options)
-    found = {}
+    got = {}
     for steps in layer_program.steps.values():
         for step in steps:
             names = {**step.reads, **step.writes}
@@ -47,11 +47,11 @@ def records(options: Options) -> dict[str, LaunchRecord]:
             op = layer_program.parts[step.part]["op"]
             gemm = op in OPERATIONS and OPERATIONS[op].gemm
             blocks = ("max", 1, ("sub", "sm_count", "cluster_margin")) if gemm else 1
-            found[step.part] = LaunchRecord(
+            got[step.part] = LaunchRecord(
                 symbol=step.part.replace("-", "_"), arch="sm_90a", arguments=tuple(arguments),
                 dims=tuple(dims.values()), parameters=tuple(parameters), grid=(blocks, 1, 1), block=(128, 1, 1),
             )  # fmt: skip
-    return found
+    return got
 
 
 def library(root: Path, options: Options) -> tuple[Library, FakeDriver]:

@@ -65,8 +65,8 @@ def test_an_overflow_is_of_one_layer_and_one_pass_and_every_rank_is_told():
         ranks.fill([5, 0], 2)
         ranks.launch()
         assert ranks.problems() == []
-        ((text, found),) = ranks.overflows(layers[:1])
-        assert found == rows
+        ((text, got),) = ranks.overflows(layers[:1])
+        assert got == rows
         assert text.startswith("layers/moe: in a pass the experts of rank 1 were chosen for 93 rows" if rows else "")
     ((text, _),) = ranks.overflows(layers[1:])  # for the first time
     assert "in 2 passes, in the last of which the experts of rank 1 were chosen for 93" in text

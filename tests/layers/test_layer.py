@@ -64,8 +64,8 @@ def test_every_launch_is_given_the_memory_of_its_buffers(tmp_path, name, bound, 
         arguments = given if which == FORWARD else backward_tensors
         scratch, total = layer.program.scratch(which, set(layer.outputs(which)), dims, in_place=in_place)
         names = {**step.reads, **step.writes}
-        found = [int.from_bytes(each, "little") for each in launch.parameters]
-        for address, argument in zip(found, sorted(names), strict=True):
+        got = [int.from_bytes(each, "little") for each in launch.parameters]
+        for address, argument in zip(got, sorted(names), strict=True):
             buffer = names[argument]
             if buffer in places:
                 assert address == KEPT + places[buffer]

@@ -84,14 +84,14 @@ def given(layer, which, tokens=7, begin=ADDRESSES[0]):
     """Arguments of a pass, memory included; without loads and capture they are all that a call needs."""
     inputs, outputs = layer.program.arguments(which)
     dims, sizes = layer.program.dims(tokens), layer.sizes(tokens)
-    found = {
+    got = {
         name: Torchlike(buffer.extents(dims), TYPES[buffer.dtype], begin + ADDRESSES[1] * number)
         for number, (name, buffer) in enumerate((inputs | outputs).items())
     }
     memory = {"kept": sizes.kept, "scratch": sizes.scratch}
     for name in memory if which != INFERENCE else ("scratch",):
-        found[name] = Torchlike((memory[name] + 1,), "torch.uint8", begin + ADDRESSES[1] * len(found))
-    return found
+        got[name] = Torchlike((memory[name] + 1,), "torch.uint8", begin + ADDRESSES[1] * len(got))
+    return got
 
 
 def launched(library, call, *stream):

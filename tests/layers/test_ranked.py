@@ -77,10 +77,10 @@ def test_every_launch_is_given_the_memory_of_its_buffers(ranked, name):
             arguments = given if which == FORWARD else backward_tensors
             scratch = layer.program.scratch(which, set(layer.outputs(which)), dims)[0]
             names = {**step.reads, **step.writes}
-            found = [int.from_bytes(each, "little") for each in launch.parameters]
+            got = [int.from_bytes(each, "little") for each in launch.parameters]
             tensors_ = sorted(each for each in names if not each.startswith("window."))
-            assert found[len(tensors_) :] == (layer._windows[step.window].peers if step.window else [])
-            for address, argument in zip(found, tensors_, strict=False):
+            assert got[len(tensors_) :] == (layer._windows[step.window].peers if step.window else [])
+            for address, argument in zip(got, tensors_, strict=False):
                 buffer = layer.program.buffers[names[argument]]
                 window, _, part = buffer.name.partition(".")
                 if buffer.place == CHECKED:

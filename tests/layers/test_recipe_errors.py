@@ -67,9 +67,9 @@ def ours(options, given):
     for which in passes:
         expert_arrays = {name: arrays[name][0] for name in (*layer.inputs(which), *layer.outputs(which))}
         getattr(layer, which)(**expert_arrays, **({} if which == "quantise" else extra), stream=0)
-    found = {name: arrays[name][1] for name in TENSORS}
-    found = {name: decode(v, "bf16").astype(np.float64) if v.dtype == np.uint16 else v for name, v in found.items()}
-    return found | {name: found[name].swapaxes(1, 2) for name in ("dw1", "dw2") if turned}
+    got = {name: arrays[name][1] for name in TENSORS}
+    got = {name: decode(v, "bf16").astype(np.float64) if v.dtype == np.uint16 else v for name, v in got.items()}
+    return got | {name: got[name].swapaxes(1, 2) for name in ("dw1", "dw2") if turned}
 
 
 def errors(name, outliers=False, **more):

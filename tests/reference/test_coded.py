@@ -189,17 +189,17 @@ def test_largest_numbers_of_groups(name):
     results = {
         key: reference.encode(np.nan_to_num(value), "bf16") for key, value in reference.gemm(spec, inputs).items()
     }
-    found = largest(means, results, ends)
-    assert {key: (value.shape, "f32") for key, value in found.items()} == largest_shapes(means, len(sizes))
+    got = largest(means, results, ends)
+    assert {key: (value.shape, "f32") for key, value in got.items()} == largest_shapes(means, len(sizes))
     result = "dz" if spec.activation.backward else "y"
     v = np.abs(reference.decode(results[result], "bf16"))
     wanted = [v[begin:end].max(initial=0) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
-    most = found[f"{result}_amax"].reshape(len(sizes), -1)
+    most = got[f"{result}_amax"].reshape(len(sizes), -1)
     assert np.array_equal(most.max(axis=1), wanted)
     if most.shape[1] == 2:
         gates, ups = split(v, spec.glu_layout)
         assert np.array_equal(most[3], [part[ends[2] : ends[3]].max() for part in (gates, ups)])
-    outputs = results | {key: value.copy() for key, value in found.items()}
+    outputs = results | {key: value.copy() for key, value in got.items()}
     assert reference.coded_check(spec, inputs, outputs) == []
     outputs[f"{result}_amax"].reshape(-1)[-1] += 1
     assert reference.coded_check(spec, inputs, outputs)[0].startswith(f"{result}_amax: ")

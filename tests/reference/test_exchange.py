@@ -91,13 +91,13 @@ def test_the_way_there_and_back_is_that_of_one_gpu(ranks, weighted):
         rows.append(encode(values(each["rows"], "bf16")[choice // TOPK] * scale[expert][:, None], "bf16"))
         inverse.append(order["inverse"])
     given = [each["weights"] for each in received] if weighted else None
-    found = reference.combine(spec, rows, inverse, given, chosen, CAPACITY)
+    got = reference.combine(spec, rows, inverse, given, chosen, CAPACITY)
     for rank in range(ranks):
         order = index(chosen[rank], EXPERTS)
         expert = chosen[rank].reshape(-1)[order["order"]]
         whole = values(x[rank], "bf16")[order["order"] // TOPK] * scale[expert][:, None]
         right, size = unpermute(whole.astype(np.float64), order["inverse"], weights[rank] if weighted else None)
-        y, magnitude = found[rank]
+        y, magnitude = got[rank]
         assert np.allclose(magnitude, size)
         error = np.abs(values(y, "bf16") - right)
         assert (error <= 2.0**-8 * (np.abs(right) + size)).all()
@@ -110,13 +110,13 @@ def test_gradients_come_from_the_ranks_of_the_experts(ranks):
     _, chosen, _ = made_up(ranks, 5)
     source = np.random.default_rng(9)
     gradients = [source.standard_normal((ranks * CAPACITY, TOPK)).astype(np.float32) for _ in range(ranks)]
-    found = reference.returned(spec_of(ranks), gradients, chosen, CAPACITY)
+    got = reference.returned(spec_of(ranks), gradients, chosen, CAPACITY)
     local = EXPERTS // ranks
     for rank in range(ranks):
         for token, choice in np.ndindex(chosen[rank].shape):
             expert = chosen[rank][token, choice]
             right = gradients[expert // local][rank * CAPACITY + token, choice] if 0 <= expert < EXPERTS else 0
-            assert found[rank][token, choice] == right
+            assert got[rank][token, choice] == right
 
 
 def test_addends_are_added_before_the_sum_is_rounded():

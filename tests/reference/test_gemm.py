@@ -169,9 +169,9 @@ def test_a_float32_result_is_that_of_float32_and_not_rounded_further(kind, depth
         z = np.where(np.abs(near) > np.abs(total), np.nextafter(near, np.float32(0)), near)
     z = z + bias
     y = activations.activate(Activation(kind), layout, z).astype(np.float32)
-    found = reference.check(spec, inputs, {"y": y})["y"]
-    assert found.ok, str(found)
-    assert found.fro < found.fro_limit / 2
+    outcome = reference.check(spec, inputs, {"y": y})["y"]
+    assert outcome.ok, str(outcome)
+    assert outcome.fro < outcome.fro_limit / 2
     for lost in (13, 16):
         rounded = ((y.view(np.uint32) + (1 << (lost - 1))) >> lost << lost).view(np.float32)
         assert not reference.check(spec, inputs, {"y": rounded})["y"].ok

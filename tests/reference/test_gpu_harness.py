@@ -211,9 +211,9 @@ def test_a_wrong_backward_epilogue_is_found(change):
 def test_a_group_whose_bias_gradient_is_wrong_is_found():
     launch = stand_in(prepare(BACKWARD, CASE))
     launch.arguments["dbias"].array[1, 5] = 1e-3
-    found = faults(launch)
-    assert "dbias: 1 elements of empty groups are wrong" in found
-    assert any("row 1 column 5" in line for line in found)
+    got = faults(launch)
+    assert "dbias: 1 elements of empty groups are wrong" in got
+    assert any("row 1 column 5" in line for line in got)
     launch.arguments["dbias"].array[1, 5] = 0
     case = Case("sampled", (900, 0, 300), 64, 24, sample=40)
     launch = stand_in(prepare(BACKWARD, case))

@@ -30,7 +30,7 @@ def layer_of(experts, topk, recipe):
 
 def by_transformer_engine(kept, tensors, grad_y):
     """y, and the gradients of x (of the experts alone), w1 and w2, expert by expert as linear layers have them."""
-    found = {"y": np.zeros_like(kept.x), "x": np.zeros_like(kept.x), "w1": [], "w2": []}
+    result = {"y": np.zeros_like(kept.x), "x": np.zeros_like(kept.x), "w1": [], "w2": []}
     weight = np.empty(kept.token.size)
     weight[kept.inverse.reshape(-1)] = kept.weights.reshape(-1)
     for expert, group in enumerate(groups(kept)):
@@ -38,13 +38,13 @@ def by_transformer_engine(kept, tensors, grad_y):
         w1, w2 = (te(tensors[name][expert], 128, 128) for name in ("w1", "w2"))
         z = te(kept.x[token], 1, 128) @ w1.T
         a, (by_gate, by_up) = activations.derivative(SWIGLU, "concat", z)
-        np.add.at(found["y"], token, r * (te(a, 1, 128) @ w2.T))
+        np.add.at(result["y"], token, r * (te(a, 1, 128) @ w2.T))
         da = r * (te(grad_y[token], 1, 128) @ w2)
         dz = np.concatenate([da * by_gate, da * by_up], axis=1)
-        np.add.at(found["x"], token, te(dz, 1, 128) @ w1)
-        found["w2"].append(te(grad_y[token], 128, 1).T @ te(r * a, 128, 1))
-        found["w1"].append(te(dz, 128, 1).T @ te(kept.x[token], 128, 1))
-    return found | {name: np.stack(found[name]) for name in ("w1", "w2")}
+        np.add.at(result["x"], token, te(dz, 1, 128) @ w1)
+        result["w2"].append(te(grad_y[token], 128, 1).T @ te(r * a, 128, 1))
+        result["w1"].append(te(dz, 128, 1).T @ te(kept.x[token], 128, 1))
+    return result | {name: np.stack(result[name]) for name in ("w1", "w2")}
 
 
 def apart(got, want):
@@ -57,15 +57,15 @@ def sides():
     rng = np.random.default_rng(0)
     tensors = tensors_of(4, 336, 192, rng)  # blocks that are not whole; groups of more than one
     x, grad_y = (rng.standard_normal((500, 336)).astype(ml_dtypes.bfloat16).astype(np.float64) for _ in range(2))
-    found = {}
+    result = {}
     for recipe in ("none", "fp8-block"):
         layer = layer_of(4, 2, recipe)
         y, _, kept = forward(layer, x, tensors)
         gradients = backward(layer, tensors, kept, grad_y)
         gradients["x"] = gradients["x"] - gradients["logits"] @ tensors["router"]
-        found[recipe] = {"y": y, **gradients}
-    found["te"] = by_transformer_engine(kept, tensors, grad_y)
-    return found
+        result[recipe] = {"y": y, **gradients}
+    result["te"] = by_transformer_engine(kept, tensors, grad_y)
+    return result
 
 
 @pytest.mark.parametrize("name", ["y", "x", "w1", "w2"])
@@ -114,7 +114,7 @@ def losses_of(layer, steps):
     weights = tensors_of(4, hidden, width, rng)
     weights |= {"embedding": rng.standard_normal((words, hidden)), "out": 0.02 * rng.standard_normal((words, hidden))}
     first, second = ({name: np.zeros_like(each) for name, each in weights.items()} for _ in range(2))
-    found = []
+    result = []
     for step in range(1, steps + 1):
         word = rng.integers(0, words, tokens)
         following = np.array([rng.choice(words, p=chain[each]) for each in word])
@@ -124,7 +124,7 @@ def losses_of(layer, steps):
         logits = (x + y) @ tensors["out"].T
         logits -= logits.max(axis=1, keepdims=True)
         chances = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-        found.append(-np.log(chances[np.arange(tokens), following]).mean())
+        result.append(-np.log(chances[np.arange(tokens), following]).mean())
         chances[np.arange(tokens), following] -= 1
         chances /= tokens
         grad_y = chances @ tensors["out"]
@@ -137,7 +137,7 @@ def losses_of(layer, steps):
             second[name] = 0.98 * second[name] + 0.02 * grad**2
             mean, square = first[name] / (1 - 0.9**step), second[name] / (1 - 0.98**step)
             weights[name] -= 3e-3 * mean / (np.sqrt(square) + 1e-8)
-    return np.array(found)
+    return np.array(result)
 
 
 def test_a_training_follows_bf16s():

@@ -73,10 +73,10 @@ def forward(where, inverse, offsets, t):
 
 def backward(where, inverse, offsets, t, kept, grad_y):
     """The gradient of every tensor, by the recipe."""
-    found = {}
+    got = {}
     if where == "unpermute":  # moe-unpermute-bwd
         db = rows_of(inverse, permutation.spread(grad_y, t["weights"]))
-        found["weights"], _ = permutation.weight_gradient(grad_y, kept["b"], inverse)
+        got["weights"], _ = permutation.weight_gradient(grad_y, kept["b"], inverse)
     else:  # moe-permute
         db = permute(inverse, grad_y)
     scaled = where == "fc2"
@@ -86,29 +86,29 @@ def backward(where, inverse, offsets, t, kept, grad_y):
         given["row_scale"] = rows_of(inverse, t["weights"][..., None])[:, 0]
     dgrad = gemm(spec, given)
     if scaled:
-        found["weights"] = per_choice(inverse, dgrad.pop("dprob"))
+        got["weights"] = per_choice(inverse, dgrad.pop("dprob"))
     dgrad = owned(offsets, dgrad)
     fc2 = gemm(WGRAD, offsets | {"dy": db, "x": dgrad["y"]})
     fc1 = gemm(WGRAD, offsets | {"dy": dgrad["dz"], "x": kept["rows"]})
-    found |= {"w2": fc2["dw"], "w1": fc1["dw"], "b1": fc1["dbias"]} | ({} if scaled else {"b2": fc2["dbias"]})
+    got |= {"w2": fc2["dw"], "w1": fc1["dw"], "b1": fc1["dbias"]} | ({} if scaled else {"b2": fc2["dbias"]})
     dx = owned(offsets, gemm(canonical(b_major="n"), offsets | {"x": dgrad["dz"], "w": t["w1"]}))["y"]
     if where == "permute":  # moe-permute-bwd
-        found["weights"], _ = permutation.weight_gradient(t["x"], dx, inverse)
-    found["x"], _ = permutation.unpermute(dx, inverse, t["weights"] if where == "permute" else None)
-    return found
+        got["weights"], _ = permutation.weight_gradient(t["x"], dx, inverse)
+    got["x"], _ = permutation.unpermute(dx, inverse, t["weights"] if where == "permute" else None)
+    return got
 
 
 @pytest.mark.parametrize("where", RECIPES)
 def test_every_gradient_of_a_recipe_is_the_derivative(where):
     inverse, offsets, tensors, grad_y = problem()
     _, kept = forward(where, inverse, offsets, tensors)
-    found = backward(where, inverse, offsets, tensors, kept, grad_y)
-    assert set(found) == set(tensors) - ({"b2"} if where == "fc2" else set())
+    got = backward(where, inverse, offsets, tensors, kept, grad_y)
+    assert set(got) == set(tensors) - ({"b2"} if where == "fc2" else set())
 
     def loss(moved):
         return float((forward(where, inverse, offsets, tensors | moved)[0] * grad_y).sum())
 
-    for name, gradient in found.items():
+    for name, gradient in got.items():
         assert gradient.shape == tensors[name].shape
         want = np.zeros_like(gradient)
         for index in np.ndindex(gradient.shape):
@@ -123,12 +123,12 @@ def test_a_scaled_bias_would_have_wrong_gradients():
     inverse, offsets, tensors, grad_y = problem()
     scale = rows_of(inverse, tensors["weights"][..., None])[:, 0]
     _, kept = forward("fc2", inverse, offsets, tensors)
-    found = backward("fc2", inverse, offsets, tensors, kept, grad_y)
+    got = backward("fc2", inverse, offsets, tensors, kept, grad_y)
     right = backward("unpermute", inverse, offsets, tensors, forward("unpermute", inverse, offsets, tensors)[1], grad_y)
     db = permute(inverse, grad_y)
     group = np.searchsorted(offsets["offsets"], np.arange(inverse.size), side="right").clip(max=X - 1)
     lacking = per_choice(inverse, (db * tensors["b2"][group]).sum(axis=1))
-    np.testing.assert_allclose(found["weights"] + lacking, right["weights"], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(got["weights"] + lacking, right["weights"], rtol=1e-9, atol=1e-12)
     plain = gemm(WGRAD, offsets | {"dy": db, "x": kept["rows"]})["dbias"]
     weighted = gemm(WGRAD, offsets | {"dy": db * scale[:, None], "x": kept["rows"]})["dbias"]
     np.testing.assert_allclose(weighted, right["b2"], rtol=1e-9, atol=1e-12)

@@ -99,10 +99,10 @@ def test_the_layer_is_what_each_token_makes_of_its_experts(name):
 def test_every_gradient_is_the_derivative(name):
     layer, x, tensors, grad_y = problem(name)
     _, _, kept = forward(layer, x, tensors)
-    found = backward(layer, tensors, kept, grad_y, grad_loss=0.4)
-    assert found.pop("weights").shape == kept.weights.shape
-    found.pop("logits")
-    assert set(found) == {"x", *tensors} - {"expert_bias"}
+    got = backward(layer, tensors, kept, grad_y, grad_loss=0.4)
+    assert got.pop("weights").shape == kept.weights.shape
+    got.pop("logits")
+    assert set(got) == {"x", *tensors} - {"expert_bias"}
 
     def loss(moved):
         given = tensors | moved
@@ -110,7 +110,7 @@ def test_every_gradient_is_the_derivative(name):
         assert np.array_equal(after.indices, kept.indices)  # a step must not change a choice
         return float((y * grad_y).sum() + 0.4 * aux)
 
-    for key, gradient in found.items():
+    for key, gradient in got.items():
         at = x if key == "x" else tensors[key]
         assert gradient.shape == at.shape
         want = np.zeros_like(at)
@@ -124,18 +124,18 @@ def test_every_gradient_is_the_derivative(name):
 def test_the_gradient_of_the_logits_is_that_of_a_router_bias():
     layer, x, tensors, grad_y = problem("gpt-oss")
     _, _, kept = forward(layer, x, tensors)
-    found = backward(layer, tensors, kept, grad_y)
-    assert found["logits"].shape == (len(x), 4)
-    np.testing.assert_allclose(found["logits"].sum(axis=0), found["router_bias"])
+    got = backward(layer, tensors, kept, grad_y)
+    assert got["logits"].shape == (len(x), 4)
+    np.testing.assert_allclose(got["logits"].sum(axis=0), got["router_bias"])
 
 
 def test_an_expert_without_tokens_has_zero_gradients():
     layer, x, tensors, grad_y = problem("experts-without-tokens")
     _, _, kept = forward(layer, x, tensors)
-    found = backward(layer, tensors, kept, grad_y)
+    got = backward(layer, tensors, kept, grad_y)
     idle = np.diff(kept.offsets, prepend=0) == 0
     assert idle.sum() >= 30
-    assert all(not found[name][idle].any() for name in ("w1", "w2", "b1", "b2"))
+    assert all(not got[name][idle].any() for name in ("w1", "w2", "b1", "b2"))
 
 
 def test_a_nan_in_one_token_reaches_that_token_and_its_experts_weights():
@@ -144,15 +144,15 @@ def test_a_nan_in_one_token_reaches_that_token_and_its_experts_weights():
     x = x.copy()
     x[2] = np.nan
     y, _, kept = forward(layer, x, tensors)
-    found = backward(layer, tensors, kept, grad_y)
+    got = backward(layer, tensors, kept, grad_y)
     others = np.arange(len(x)) != 2
     assert np.isnan(y[2]).all()
-    assert np.isnan(found["x"][2]).all()
+    assert np.isnan(got["x"][2]).all()
     assert np.isfinite(y[others]).all()
-    assert np.isfinite(found["x"][others]).all()
+    assert np.isfinite(got["x"][others]).all()
     assert np.array_equal(kept.indices[others], before.indices[others])
     for name in ("w1", "w2"):
-        hit = np.isnan(found[name]).any(axis=(1, 2))
+        hit = np.isnan(got[name]).any(axis=(1, 2))
         assert set(np.flatnonzero(hit)) <= set(kept.indices[2])
 
 

@@ -110,12 +110,12 @@ def test_the_backward_of_a_scaled_permute_is_the_derivative():
     def loss(tokens, factors):
         return float((permutation.spread(tokens, factors)[there] * gradient[inverse[there]]).sum())
 
-    for tensor, found in ((x, grad_x), (weights, grad_weights)):
+    for tensor, got in ((x, grad_x), (weights, grad_weights)):
         for index in np.ndindex(tensor.shape):
             step = np.zeros_like(tensor)
             step[index] = 1e-6
             sides = [(x + s * step, weights) if tensor is x else (x, weights + s * step) for s in (1, -1)]
-            assert np.isclose((loss(*sides[0]) - loss(*sides[1])) / 2e-6, found[index], atol=1e-8)
+            assert np.isclose((loss(*sides[0]) - loss(*sides[1])) / 2e-6, got[index], atol=1e-8)
 
 
 @pytest.mark.parametrize("op", ["moe-permute", "moe-permute-bwd"])

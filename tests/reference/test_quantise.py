@@ -104,10 +104,10 @@ def test_rows_that_an_index_chooses_are_those_of_the_permuted_copy():
     assert (index == -1).any() and index.max() < 90
     rows = np.where((index >= 0)[:, None], inputs["x"][index], np.uint16(0))
     want = reference.quantise(keys, inputs | {"x": rows})
-    found = reference.quantise(keys | {"gather": True}, inputs)
+    got = reference.quantise(keys | {"gather": True}, inputs)
     alone = reference.quantise(keys | {"gather": True, "rows": False}, inputs)
     for name in want:
-        assert np.array_equal(found[name].view(np.uint8), want[name].view(np.uint8)), name
+        assert np.array_equal(got[name].view(np.uint8), want[name].view(np.uint8)), name
     assert set(alone) == {"x_t", "x_ts"}
     assert np.array_equal(alone["x_t"], want["x_t"])
 
@@ -116,17 +116,17 @@ def test_without_groups_all_rows_are_one():
     keys = KEYS | {"transpose": True}
     inputs = reference.quantise_inputs(keys | {"groups": False}, M=200, K=48)
     assert "offsets" not in inputs
-    found = reference.quantise(keys | {"groups": False}, inputs)
+    got = reference.quantise(keys | {"groups": False}, inputs)
     want = reference.quantise(keys, inputs | {"offsets": np.array([200])})
-    assert found["x_t"].shape == (48, 256) and found["x_ts"].shape == (2, 48)
-    assert np.array_equal(found["x_t"], want["x_t"][:, :256]) and np.array_equal(found["x_q"], want["x_q"])
+    assert got["x_t"].shape == (48, 256) and got["x_ts"].shape == (2, 48)
+    assert np.array_equal(got["x_t"], want["x_t"][:, :256]) and np.array_equal(got["x_q"], want["x_q"])
 
 
 def test_without_rows_one_group_has_a_block_of_zeros():
     keys = KEYS | {"transpose": True, "groups": False}
-    found = reference.quantise(keys, reference.quantise_inputs(keys, M=0, K=48))
-    assert found["x_t"].shape == (48, 128) and not found["x_t"].any()
-    assert found["x_ts"].shape == (1, 48) and (found["x_ts"] == 1).all()
+    got = reference.quantise(keys, reference.quantise_inputs(keys, M=0, K=48))
+    assert got["x_t"].shape == (48, 128) and not got["x_t"].any()
+    assert got["x_ts"].shape == (1, 48) and (got["x_ts"] == 1).all()
 
 
 def test_squares_are_the_same_bytes_in_both_orientations():
@@ -151,9 +151,9 @@ def test_float32_has_the_codes_of_its_rounding_to_bf16(more):
     assert wide.dtype == np.float32 and (wide.view(np.uint32) & 0xFFFF).any()
     wide.flat[:5] = 3.4e38, -np.inf, np.nan, 1e-45, 448.9  # rounds to infinity; ...; to 448
     want = reference.quantise(keys, inputs | {name: reference.encode(wide, "bf16")})
-    found = reference.quantise(keys | {"dtype": "f32"}, inputs)
+    got = reference.quantise(keys | {"dtype": "f32"}, inputs)
     for each in want:
-        assert np.array_equal(found[each].view(np.uint8), want[each].view(np.uint8)), each
+        assert np.array_equal(got[each].view(np.uint8), want[each].view(np.uint8)), each
 
 
 def test_mx_scales_are_the_least_that_hold_32_numbers():
@@ -175,17 +175,17 @@ def test_mx_scales_are_the_least_that_hold_32_numbers():
 def test_mx_blocks_end_where_they_must():
     keys = KEYS | {"out": "mxfp8", "transpose": True}
     inputs = reference.quantise_inputs(keys, M=300, K=48)
-    found = reference.quantise(keys, inputs)
-    assert {name: each.shape for name, each in found.items()} == {
+    got = reference.quantise(keys, inputs)
+    assert {name: each.shape for name, each in got.items()} == {
         name: shape for name, (shape, _) in reference.quantise_output_shapes(keys, M=300, K=48).items()
     }
-    assert not found["x_s"][:300, 2:].any()
-    assert (found["x_s"][300:] == 0xFF).all()  # nothing writes there
-    assert not found["x_ts"][10:].any()
-    assert not found["x_ts"][:, 48:].any()
+    assert not got["x_s"][:300, 2:].any()
+    assert (got["x_s"][300:] == 0xFF).all()  # nothing writes there
+    assert not got["x_ts"][10:].any()
+    assert not got["x_ts"][:, 48:].any()
     x = reference.decode(inputs["x"], "bf16")
-    byte = np.repeat(found["x_ts"][:10], 32, axis=0)[:300, :48].astype(int)
-    assert np.allclose(codes.decode(found["x_t"], "e4m3") * np.ldexp(1.0, byte - 127), x, rtol=0.07, atol=1e-2)
+    byte = np.repeat(got["x_ts"][:10], 32, axis=0)[:300, :48].astype(int)
+    assert np.allclose(codes.decode(got["x_t"], "e4m3") * np.ldexp(1.0, byte - 127), x, rtol=0.07, atol=1e-2)
     infinite = np.full((1, 32), 2.0, np.float32)
     infinite[0, 3] = np.inf
     values, byte = mx_blocks(infinite)
@@ -197,10 +197,10 @@ def test_mx_blocks_end_where_they_must():
 @pytest.mark.parametrize("transpose", [False, True])
 def test_mx_of_no_rows_is_empty(layout, transpose):
     keys = KEYS | {"out": "mxfp8", "transpose": transpose, "scale_layout": layout}
-    found = reference.quantise(keys, reference.quantise_inputs(keys, M=0, K=48))
+    got = reference.quantise(keys, reference.quantise_inputs(keys, M=0, K=48))
     shapes = reference.quantise_output_shapes(keys, M=0, K=48)
-    assert {name: each.shape for name, each in found.items()} == {name: shape for name, (shape, _) in shapes.items()}
-    assert not any(each.size for each in found.values())
+    assert {name: each.shape for name, each in got.items()} == {name: shape for name, (shape, _) in shapes.items()}
+    assert not any(each.size for each in got.values())
 
 
 def test_swizzled_scales_lie_where_the_formula_says():
@@ -219,8 +219,8 @@ def test_the_rotation_is_sylvesters_matrix():
     padded = np.zeros((48, 5))
     padded[:37] = v
     want = np.einsum("ij,rjc->ric", matrix * np.array(SIGNS), padded.reshape(3, 16, 5))
-    found = rotated(v)
-    assert np.allclose(found.reshape(3, 16, 5), want, atol=1e-5)
+    got = rotated(v)
+    assert np.allclose(got.reshape(3, 16, 5), want, atol=1e-5)
     keys = KEYS | {"out": "amax", "rht_amax": True}
     inputs = reference.quantise_inputs(keys, M=90, K=16, E=3, sizes=(37, 0, 50))
     quantised = reference.quantise(keys, inputs)

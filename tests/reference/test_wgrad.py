@@ -90,15 +90,15 @@ def test_a_dense_one_is_one_group_of_all_rows(spec, rows):
     assert "offsets" not in inputs
     before = {name: inputs[name][None] for name in ("dw", "dbias") if name in inputs}
     grouped = reference.gemm(spec, inputs | before | {"offsets": np.array([rows], np.int32)})
-    found = reference.gemm(dense, inputs)
+    outcome = reference.gemm(dense, inputs)
     shapes = reference.output_shapes(dense, E=1, M=rows, N=48, K=72)
     assert shapes == {"dw": ((48, 72), spec["out_dtype"]), "dbias": ((48,), "f32")}
-    for name, value in found.items():
+    for name, value in outcome.items():
         assert value.shape == shapes[name][0]
         np.testing.assert_array_equal(value, grouped[name][0])
     some = reference.gemm(dense, inputs, [47, 3], [5])
-    np.testing.assert_allclose(some["dw"], found["dw"][[47, 3]][:, [5]], rtol=1e-12)
-    outputs = {name: formats.encode(value, shapes[name][1]) for name, value in found.items()}
+    np.testing.assert_allclose(some["dw"], outcome["dw"][[47, 3]][:, [5]], rtol=1e-12)
+    outputs = {name: formats.encode(value, shapes[name][1]) for name, value in outcome.items()}
     assert all(each.ok for each in reference.check(dense, inputs, outputs).values())
     outputs["dbias"][7] += 0.1
     assert reference.check(dense, inputs, outputs)["dbias"].worst == (7,)

@@ -123,9 +123,9 @@ class FakeDriver:
         )
 
     def __getattribute__(self, name: str) -> Any:
-        found = object.__getattribute__(self, name)
+        got = object.__getattribute__(self, name)
         if not name.startswith("cu") or name.startswith("cuuint"):
-            return found
+            return got
 
         def called(*arguments: Any) -> Any:
             self.calls.append(name)
@@ -135,7 +135,7 @@ class FakeDriver:
                 status = CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
             if status:
                 return status, None
-            result = found(*arguments)
+            result = got(*arguments)
             if result[0]:
                 self.failed.append(name)
             return result

@@ -30,9 +30,9 @@ def sums() -> Any:
 
 def memory(fake: FakeDriver, launch: int = -1) -> tuple[int, ...]:
     """The addresses of workspace and scratch in a launch; both are allocated."""
-    found = tuple(struct.unpack("<Q", data)[0] for data in fake.launches[launch].parameters[8:10])
-    assert set(found) <= set(fake.memory)
-    return found
+    got = tuple(struct.unpack("<Q", data)[0] for data in fake.launches[launch].parameters[8:10])
+    assert set(got) <= set(fake.memory)
+    return got
 
 
 @contextmanager

@@ -50,11 +50,11 @@ def act(fake: FakeDriver) -> Any:
             return
         offsets, report, groups, rows = (int.from_bytes(data, "little", signed=True) for data in launch.parameters)
         values = np.frombuffer(ctypes.string_at(offsets, 4 * groups), np.int32)
-        found = first_wrong(values, rows)
+        got = first_wrong(values, rows)
         words = (ctypes.c_int32 * 8).from_address(report)
-        if found is not None:
+        if got is not None:
             words[5] += 1
-            words[1], words[2], words[3], words[4] = *found, rows
+            words[1], words[2], words[3], words[4] = *got, rows
             words[0] += 1
 
     return launched
@@ -181,8 +181,8 @@ def test_streams_threads_and_devices_report_apart(tmp_path: Path) -> None:
     worker.start()
     worker.join()
     kernel(**here, stream=2)
-    found = library.problems()
-    assert sorted((problem.device, problem.group, problem.times) for problem in found) == [
+    got = library.problems()
+    assert sorted((problem.device, problem.group, problem.times) for problem in got) == [
         (0, 2, 1), (0, 2, 1), (0, 2, 1), (0, 2, 2), (1, 3, 1),
     ]  # fmt: skip
     assert len(fake.host_memory) == 2  # a page for each device

@@ -76,7 +76,7 @@ def test_a_default_stream_is_the_devices_own() -> None:
                 assert fake.launches[-1].context == 1000 + device
                 assert fake.stack == current
     by_device = [{workspace(each) for each in fake.launches if each.context == 1000 + device} for device in (0, 1)]
-    assert [len(found) for found in by_device] == [2, 2]  # legacy, and this thread's own
+    assert [len(got) for got in by_device] == [2, 2]  # legacy, and this thread's own
     assert not by_device[0] & by_device[1]
 
 

@@ -278,11 +278,11 @@ def test_threads_on_the_per_thread_default_stream_share_no_memory(record_of: Any
         thread = threading.Thread(target=lambda: (bound(2), bound(2)))
         thread.start()
         thread.join()
-    found = [launched.parameters[8] for launched in fake.launches]
-    assert len(set(found)) == 5 and found[1::2] == found[2::2]
+    got = [launched.parameters[8] for launched in fake.launches]
+    assert len(set(got)) == 5 and got[1::2] == got[2::2]
     kernel._devices._thread = threading.local()  # of a thread that C made, Python forgets this between two calls
     bound(2)
-    assert fake.launches[-1].parameters[8] == found[0]
+    assert fake.launches[-1].parameters[8] == got[0]
 
 
 def test_unloading_gives_everything_back_and_is_noticed() -> None:

@@ -63,9 +63,9 @@ def test_several_at_once_are_checked_together() -> None:
     kernel, fake = load()
     launch = kernel.bind(**tensors())
     launch.update(x=Torchlike((96, 128), address=0x4000_0000), y=Torchlike((96, 160), address=0x1000_0000))(9)
-    found = parameters(fake)
-    assert struct.unpack_from("<Q", found[0]) == (0x4000_0000,)
-    assert struct.unpack("<Q", found[3]) == (0x1000_0000,)
+    got = parameters(fake)
+    assert struct.unpack_from("<Q", got[0]) == (0x4000_0000,)
+    assert struct.unpack("<Q", got[3]) == (0x1000_0000,)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_kernel_that_runs_without_rows_has_maps_at_no_address() -> None:
     base = record()
     x_map = replace(base.parameters[0], dims=("K", ("max", 1, "M")))
     kernel, fake = load(record(parameters=(x_map, *base.parameters[1:]), skip_if_zero=()))
-    launch, found = kernel.bind(**(tensors() | empty(0))), []
+    launch, got = kernel.bind(**(tensors() | empty(0))), []
     steps: list[dict[str, Any]] = [
         {},
         {"x": empty(0)["x"]},
@@ -193,8 +193,8 @@ def test_a_kernel_that_runs_without_rows_has_maps_at_no_address() -> None:
     ]
     for changed in steps:
         launch.update(**changed)(9)
-        found.append(struct.unpack_from("<Q", parameters(fake)[0])[0])
-    assert found == [0, 0, 0, 0, 0x7000_0000, 0, 0x1000_0000, 0]
+        got.append(struct.unpack_from("<Q", parameters(fake)[0])[0])
+    assert got == [0, 0, 0, 0, 0x7000_0000, 0, 0x1000_0000, 0]
     for w in (0x2000_0000, 0x2200_0000):  # a call takes the block of the one before
         kernel(**(tensors() | empty(0) | {"w": Torchlike((4, 320, 128), address=w)}), stream=9)
 
@@ -222,8 +222,8 @@ def test_a_priority_of_the_launchs_own() -> None:
     kernel(**tensors(), stream=9, priority=-2)
     kernel.bind(**tensors(), priority=3)(9)
     kernel(**tensors(), stream=9)
-    found = [launched.attributes.get("CU_LAUNCH_ATTRIBUTE_PRIORITY") for launched in fake.launches]
-    assert found == [-2, 3, None]
+    got = [launched.attributes.get("CU_LAUNCH_ATTRIBUTE_PRIORITY") for launched in fake.launches]
+    assert got == [-2, 3, None]
     for wrong in (1.5, True, 2**31, "high"):
         with pytest.raises(ArgumentError, match="priority is"):
             kernel(**tensors(), priority=wrong)

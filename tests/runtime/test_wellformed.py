@@ -229,7 +229,7 @@ def test_a_name_record_of_wrong_types_is_no_name_record(change, tmp_path):
     path.write_bytes(resealed(change))
     listed = [row.name for row in store.overview().rows]  # which does not take specs apart
     assert listed == (["quickstart/fc2@a"] if b'"x":[[' not in path.read_bytes() else [NAME, "quickstart/fc2@a"])
-    assert [found.record.name for found in store.names()] == ["quickstart/fc2@a"]
+    assert [got.record.name for got in store.names()] == ["quickstart/fc2@a"]
     assert len(store.verify().bad) == len(store.verify(full=True).bad) == 1
     entry, _ = build_entry(0)
     assert store.settled(build_record(entry, NAME)) is None

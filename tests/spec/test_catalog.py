@@ -210,8 +210,8 @@ def test_a_namespace_begins_every_name(folder, where):
     if where != "argument":
         namespace = "team-a" if where == "file" else "another"
         path.write_text(f'namespace = "{namespace}"\n{path.read_text()}')
-    found = find(["specs/one.toml/linear"], None if where == "file" else "team-a")
-    assert [spec.name for spec in found] == ["team-a.one/linear"]
+    got = find(["specs/one.toml/linear"], None if where == "file" else "team-a")
+    assert [spec.name for spec in got] == ["team-a.one/linear"]
     assert find(["quickstart/linear"], "team-a")[0].name == "team-a.quickstart/linear"
 
 

@@ -137,8 +137,8 @@ def problems(*tables, **defaults):
     ],
 )  # fmt: skip
 def test_what_a_layer_refuses(change, said):
-    found = problems(MOE | change)
-    assert found == said if said is not None else len(found) == 1
+    got = problems(MOE | change)
+    assert got == said if said is not None else len(got) == 1
 
 
 def test_what_an_mlp_refuses():
@@ -265,13 +265,13 @@ def test_tiles_of_a_layer_with_a_recipe_are_those_of_its_codes():
     ],
 )
 def test_what_a_part_refuses_is_said_once_with_the_kernels(change, said):
-    (found,) = problems(MOE | change)
-    assert found.startswith(said)
+    (got,) = problems(MOE | change)
+    assert got.startswith(said)
 
 
 def test_the_names_of_its_kernels_are_its_own():
-    (found,) = problems(MOE, GEMM | {"name": "moe.fc1-fwd"})
-    assert found == (
+    (got,) = problems(MOE, GEMM | {"name": "moe.fc1-fwd"})
+    assert got == (
         'name = "moe.fc1-fwd": names that begin with "moe." are of the kernels of the layer moe; name it otherwise'
     )
     assert problems(GEMM | {"name": "moe.fc1-fwd"}, MOE)
@@ -292,8 +292,8 @@ def test_defaults_that_do_not_concern_a_layer_are_left_aside():
     assert "dynamic" in {getattr(spec, "schedule", None) for spec in specs if spec.layer is not None}
     given = text_of({**table, "hidden": None}, {"name": "fc", "tile": [128, 128]}, **shared, hidden=512)
     assert parse_text(given, "layers")[0].layer.hidden == 512
-    (found,) = problems({**table, "hidden": None}, {"name": "fc", "tile": [128, 128]}, **shared, hidden=100)
-    assert found.startswith("from [defaults]: hidden = 100")
+    (got,) = problems({**table, "hidden": None}, {"name": "fc", "tile": [128, 128]}, **shared, hidden=100)
+    assert got.startswith("from [defaults]: hidden = 100")
 
 
 def test_tables_without_an_op_may_leave_their_kind_to_defaults():
@@ -303,8 +303,8 @@ def test_tables_without_an_op_may_leave_their_kind_to_defaults():
     layers = {spec.layer.name: spec.layer.hidden for spec in specs if spec.layer is not None}
     assert layers == {"a": MOE["hidden"], "b": 512}
     assert [spec.kernel for spec in specs if spec.layer is None][:1] == [GEMM["name"]]
-    (found,) = problems(first, GEMM | {"name": "a.fc1"}, **whole)
-    assert "are of the kernels of the layer a" in found
+    (got,) = problems(first, GEMM | {"name": "a.fc1"}, **whole)
+    assert "are of the kernels of the layer a" in got
     assert not marked(first, second, GEMM, **whole)
     assert marked({**first, "hiden": 5}, GEMM, **whole) == {("kernel", 0, "hiden")}
 
@@ -322,13 +322,13 @@ def test_a_layer_is_a_target(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "layers.toml").write_text(text_of(MOE, MLP, GEMM))
     for pattern in ("layers.toml/moe", "layers.toml/mo?", "*.toml/moe"):
-        (found,) = targets([pattern])
-        assert {layer_name(spec) for spec in found.specs} == {"layers/moe"}
-        assert found.means("layers/moe.gone@128x128-c1x1")  # left behind by another table
-        assert not found.means("layers/mlp.fc2@128x128-c1x1")
-        assert not found.means("layers/moe-fc1@128x128-c1x1")
-    (found,) = targets(["layers.toml/moe.fc2"])
-    assert {spec.kernel for spec in found.specs} == {"moe.fc2"}
+        (got,) = targets([pattern])
+        assert {layer_name(spec) for spec in got.specs} == {"layers/moe"}
+        assert got.means("layers/moe.gone@128x128-c1x1")  # left behind by another table
+        assert not got.means("layers/mlp.fc2@128x128-c1x1")
+        assert not got.means("layers/moe-fc1@128x128-c1x1")
+    (got,) = targets(["layers.toml/moe.fc2"])
+    assert {spec.kernel for spec in got.specs} == {"moe.fc2"}
     assert {layer_name(spec) for each in targets(["gpt-oss-*b/moe"]) for spec in each.specs} == {
         "gpt-oss-120b/moe", "gpt-oss-20b/moe",
     }  # fmt: skip

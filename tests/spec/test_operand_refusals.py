@@ -150,5 +150,5 @@ def test_weight_gradients_that_are_refused(quant, message):
     ],
 )
 def test_what_quantise_refuses(keys, message):
-    found = problem(f'schema = 1\n[[kernel]]\nname = "k"\nop = "quantise"\narch = "sm_90a"\n{keys}\n')
-    assert message in found
+    got = problem(f'schema = 1\n[[kernel]]\nname = "k"\nop = "quantise"\narch = "sm_90a"\n{keys}\n')
+    assert message in got

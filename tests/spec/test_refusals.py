@@ -126,9 +126,9 @@ AT = "[[kernel]] 1 (fc1): "
     ],
 )
 def test_bad_line(line, message):
-    found = problem(GOOD + line + "\n")
-    assert found.startswith(AT)
-    assert message in found
+    got = problem(GOOD + line + "\n")
+    assert got.startswith(AT)
+    assert message in got
 
 
 @pytest.mark.parametrize(
@@ -149,9 +149,9 @@ def test_bad_line(line, message):
     ],
 )
 def test_bad_tile(value, message):
-    found = problem(GOOD.replace("[128, 128]", value))
-    assert found.startswith(AT + "tile = ")
-    assert message in found
+    got = problem(GOOD.replace("[128, 128]", value))
+    assert got.startswith(AT + "tile = ")
+    assert message in got
 
 
 def test_main_loop_that_cannot_hold_the_tile():
@@ -198,10 +198,10 @@ def of(op):
 def test_dense_has_no_groups():
     dense = of("dense-gemm")
     assert "dense-gemm has no groups to scale apart" in problem(dense + 'alpha = "group"\n')
-    found = problem(dense + "problem = { E = 2, M = 8, N = 8, K = 8 }\n")
-    assert "problem.E = 2: dense-gemm has one group; say E = 1" in found
-    found = problem(of("dense-wgrad") + "problem = { E = 2, M = 8, N = 8, K = 8 }\n")
-    assert "problem.E = 2: dense-wgrad has one group; say E = 1" in found
+    got = problem(dense + "problem = { E = 2, M = 8, N = 8, K = 8 }\n")
+    assert "problem.E = 2: dense-gemm has one group; say E = 1" in got
+    got = problem(of("dense-wgrad") + "problem = { E = 2, M = 8, N = 8, K = 8 }\n")
+    assert "problem.E = 2: dense-wgrad has one group; say E = 1" in got
 
 
 @pytest.mark.parametrize(
@@ -372,9 +372,9 @@ def test_combination_says_that_a_value_comes_from_defaults():
 
 def test_all_problems_come_together_once_each():
     text = GOOD.replace('"sm_90a"', '"sm_91"') + 'bias = 3\n[[kernel]]\nname = "b"\nop = "x"\n'
-    found = problems(text)
-    assert len(found) == 4
-    assert [line.partition(" =")[0].partition(" is")[0] for line in found] == [
+    got = problems(text)
+    assert len(got) == 4
+    assert [line.partition(" =")[0].partition(" is")[0] for line in got] == [
         "[[kernel]] 1 (fc1): arch",
         "[[kernel]] 1 (fc1): bias",
         "[[kernel]] 2 (b): op",

@@ -112,9 +112,9 @@ def test_the_file_for_the_gpu_has_nothing_but_shapes():
     """tests/gpu/shapes_only.py times it against the packaged files: the same kernels under names of its own."""
     assert not re.search(r"(?m)^ *(tile|cluster|schedule|mainloop)", SHAPES_ONLY.read_text())
     packaged = {(str(tuning.features(canonical(spec))), spec.problem) for path in MODELS for spec in find([path.stem])}
-    found = {spec.name: (str(tuning.features(canonical(spec))), spec.problem) for spec in parse_file(SHAPES_ONLY)}
-    assert set(found.values()) <= packaged
-    assert len(found) == 30
+    got = {spec.name: (str(tuning.features(canonical(spec))), spec.problem) for spec in parse_file(SHAPES_ONLY)}
+    assert set(got.values()) <= packaged
+    assert len(got) == 30
 
 
 @pytest.mark.parametrize(
