@@ -54,33 +54,35 @@ def compile(function: Callable[..., Any], *args: Any, options: str = "", **kwarg
     string; `--gpu-arch`, `--opt-level`, `--ptxas-options`, `--enable-assertions` count, those that dump files do not.
 
     The key is that of the same kernel in a spec file (see `fusekit.capture`), so a store that was filled by `fusekit
-    build --allow-extern` serves it. It is compiled in a process of its own that sees no GPU. No leave is asked for: the
-    caller runs code of their own.
+    build --allow-extern` serves it. It is compiled in a separate process that sees no GPU. It asks for no permission, since
+    the caller's own code runs.
 
-    What a tensor is for cannot be told from the call: each is `inout` in the store, and at a launch tensors may
+    What a tensor is for cannot be seen from the call: each is `inout` in the store, and at a launch tensors may
     overlap, as they may with `cute.compile`. Not supported: integers of more than 32 bits; the stream that
     `--enable-tvm-ffi` takes from the framework (the call gives it); host functions that do more than launch; and what
     the program changed in a module after importing it (a global, a class attribute, what was read of the environment):
     the compile process imports it anew, and a value that the call reaches and that differs there is a BuildError.
     Configuration comes from the environment (`FUSEKIT_STORE`).
 
-    Raises BuildError in words, for what cannot be written as a spec, or not be compiled or proved; then `cute.compile`
-    is the way. Needs no GPU before the first launch.
+    Raises BuildError for a call that cannot be written as a spec, compiled or proved; use `cute.compile` for it. Needs
+    no GPU before the first launch.
     """
     compile_options = effective_options(options)
-    told = captured(function, args, kwargs, compile_options, arch_of(compile_options))
-    call = json.dumps([told.source, told.params], sort_keys=True).encode()
-    named = dataclasses.replace(told, name=f"{told.name[:40]}-{hashlib.sha256(call).hexdigest()[:12]}")
-    (spec,) = parse_text(f"schema = 1\nsummary = {json.dumps(told.source)}\n\n{named.toml()}", STEM, "fusekit.compile")
+    jit_call = captured(function, args, kwargs, compile_options, arch_of(compile_options))
+    call = json.dumps([jit_call.source, jit_call.params], sort_keys=True).encode()
+    named = dataclasses.replace(jit_call, name=f"{jit_call.name[:40]}-{hashlib.sha256(call).hexdigest()[:12]}")
+    (spec,) = parse_text(
+        f"schema = 1\nsummary = {json.dumps(jit_call.source)}\n\n{named.toml()}", STEM, "fusekit.compile"
+    )
     config = Config.from_environment()
     store = Store.open(config)
     identity = dataclasses.replace(_identity(), _foreign=Foreign())  # whose files may have been edited meanwhile
     report = build.execute(build.plan_build([spec], store, identity), store, jobs=1)
     for failed in report.failed:
         raise BuildError(failed.error, name=failed.name)
-    (made,) = report.built + report.hits
-    found = record_of(made.key, spec)  # the name may stand for the code of another checkout when it is launched
-    return Compiled(_library(config), found, _Parameters(told.source, told.params))
+    (entry,) = report.built + report.hits
+    record = record_of(entry.key, spec)  # the name may stand for the code of another checkout when it is launched
+    return Compiled(_library(config), record, _Parameters(jit_call.source, jit_call.params))
 
 
 class Compiled:
