@@ -64,7 +64,7 @@ def unique(names: list[str], where: str) -> None:
     """Raises RecordError where a name occurs twice."""
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise RecordError(f"{where}[{index}].name: {name!r} stands twice; names are unique")
+            raise RecordError(f"{where}[{index}].name: {name!r} occurs twice; names are unique")
 
 
 def host_variables(record: LaunchRecord) -> frozenset[str]:

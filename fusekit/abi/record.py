@@ -40,7 +40,7 @@ __all__ = [
     "TensorMapParameter",
 ]  # fmt: skip
 
-# A record is written in the first of them that can say it.
+# A record is written in the first of them that can express it.
 SCHEMAS = (1, 2, 3, 4)
 
 
@@ -145,7 +145,7 @@ class LaunchRecord(WithArguments):
 
     @property
     def schema(self) -> int:
-        """The first schema that can say this record."""
+        """The first schema that can express this record."""
         if any(tensor.in_place_of for tensor in self.tensors):
             return 4
         if self.peers or any(scalar.bounded for scalar in self.scalars):

@@ -93,7 +93,7 @@ class TensorMap:
     def check(self) -> None:
         """Raises RecordError, naming the field, for what cuTensorMapEncodeTiled refuses.
 
-        It also refuses most boxes larger than a block's shared memory, which no descriptor can tell.
+        It also refuses most boxes larger than a block's shared memory, which a descriptor does not show.
         """
         self._check_modes()
         padded = self.dtype in _PADDED

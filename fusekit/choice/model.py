@@ -26,7 +26,7 @@ sides are padded so, and no group has half-empty ones. Where a dense one is spli
 are counted whole: the parts are alike, and begin together.
 
 The model mostly errs in the shape of the cluster (docs/measured.md has by how much); tuning tables correct it. Without
-a problem, tiles are full and their number is without end; where nothing says how long the reduction is, it is 4096.
+a problem, tiles are full and their number is without end; where the length of the reduction is not given, it is 4096.
 """
 
 from collections.abc import Mapping, Sequence

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 REACH = 1.0
-# Keys of a canonical spec that say what a kernel is called, where it runs and how it computes, but not what.
+# Keys of a canonical spec for a kernel's name, where it runs and how it computes, but not what it computes.
 _APART = frozenset(
     {"file", "kernel", "summary", "problem", "arch", "tile", "cluster", "mainloop", "schedule", "cluster_margin",
      "warps", "scaling_factor", "coefficient", "layer"}

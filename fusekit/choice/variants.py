@@ -1,6 +1,6 @@
 """Which variant of a kernel to load when a name leaves it open.
 
-A tuning table says it where one knows the problem (fusekit.choice.tuning). Else the least cost wins (fusekit.choice.
+A tuning table decides where one has the problem (fusekit.choice.tuning). Else the least cost wins (fusekit.choice.
 model); equal costs: the larger tile, then the larger cluster, then the name, so that the choice is the same everywhere.
 
 Variants of kernels that work token by token differ in warps a block alone: the one nearest to 8 is taken, to 4 for long
@@ -84,7 +84,7 @@ def warps(spec: Mapping[str, Any], problem: Mapping[str, int]) -> int:
 
 def check_name(record: NameRecord) -> None:
     """Raises IntegrityError where a member of the spec of `record` that launching looks at is of another type, and for
-    a margin that is no count.
+    a cluster_margin that is not a count.
     """
     for label, value in record.spec.items():
         if not _fits(label, value):
@@ -97,7 +97,7 @@ def check_name(record: NameRecord) -> None:
     margin = record.defaults.get("cluster_margin", 0)
     if not _is_count(margin):
         raise IntegrityError(
-            f"name record {record.name}: its cluster_margin is {margin!r}, where a count must stand; remove it "
+            f"name record {record.name}: its cluster_margin is {margin!r}, where a count must be; remove it "
             "and build the kernel again",
             key=record.key,
         )
@@ -162,7 +162,7 @@ def choose(
 
     Every way from a name without a variant to a kernel goes through here: load, show, export, run, bench.
 
-    problem: overrides what the spec's own says of E, M, N, K (tokens T and width H). tuning: measured times; asked
+    problem: overrides E, M, N, K (tokens T and width H) of the spec's own problem. tuning: measured times; asked
     first. device: the name that the driver gives the device, whose own measurements count before others'.
     """
     first = variants[0]
@@ -228,7 +228,7 @@ def _checked(record: NameRecord, problem: Any) -> dict[str, int]:
 
 
 def _whole(spec: Mapping[str, Any], row: Operation, problem: Mapping[str, int] | None) -> dict[str, int]:
-    """The spec's problem with what `problem` says otherwise; rows M of a kernel that works token by token are T."""
+    """The spec's problem, overridden by `problem`; rows M of a kernel that works token by token are T."""
     whole = {**(spec.get("problem") or {}), **(problem or {})}
     if row.token_wise and "M" in whole:
         whole["T"] = whole.pop("M")

@@ -362,7 +362,7 @@ def _build(
     executor: Executor | None,
     report: BuildReport,
 ) -> None:
-    store.sign("entry", b"")  # a store that would not trust what is built here says so before it is built
+    store.sign("entry", b"")  # a store that would not trust what is built here raises before it is built
     from fusekit.compiler.pool import processes, run
 
     total = len(misses)
@@ -432,7 +432,7 @@ def _home(spec: Spec) -> tuple[str, ...] | None:
 
 
 def _unchanged(task: Task) -> None:
-    """Raises BuildError if a source was edited meanwhile: which version was compiled can then not be told."""
+    """Raises BuildError if a source was edited meanwhile: the version that was compiled is then unknown."""
     spec = task.specs[0]
     now = {f"toolchain.{name}": version for name, version in distributions().items()}
     now |= Foreign().fields(spec) if isinstance(spec, ExternSpec) else {}

@@ -25,7 +25,7 @@ from fusekit.errors import BuildError, SpecError, ToolchainError, UsageError, in
 from fusekit.plan.arch import FOREIGN
 from fusekit.spec.fields import NAME_PATTERN, NAME_RULE
 
-# Options of the DSL by what they mean here; of any other a spec cannot say what it does to the cubin.
+# Options of the DSL by their meaning here; a spec has no field for the effect of any other.
 _OF_NO_CUBIN = frozenset({
     "gpu-arch", "keep-cubin", "keep-ptx", "keep-sass", "nvdisasm-options", "dump-dir", "enable-tvm-ffi", "host-target",
     "remark-filter", "remark-output", "generate-line-info",
@@ -63,7 +63,7 @@ class Captured:
 def captured(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Any, arch: str) -> Captured:
     """`cute.compile(function, *args, **kwargs)` as a kernel. options: the DSL's `CompileOptions` of the call.
 
-    Every tensor is `inout`: what a kernel writes cannot be told from its arguments. Raises BuildError, in words, for a
+    Every tensor is `inout`: the arguments do not show what a kernel writes. Raises BuildError, in words, for a
     call that no spec can repeat.
     """
     if arch not in FOREIGN:

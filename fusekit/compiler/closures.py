@@ -11,8 +11,8 @@ _LOCALS = "<locals>"
 
 
 def inner_of(function: Any) -> FunctionType | None:
-    """The function itself, without the DSL's `jit` around it; None where data cannot say the rest: another decorator,
-    default values, or globals that are not its module's.
+    """The function itself, without the DSL's `jit` around it; None where data cannot express the rest: another
+    decorator, default values, or globals that are not its module's.
     """
     inner: Any = inspect.unwrap(function)
     plain = inspect.isfunction(inner) and _LOCALS in inner.__qualname__

@@ -186,7 +186,7 @@ class _Attended(Executor):
         self._over.set()
 
     def attend(self, seconds: float, say: Callable[[], None], error: Exception) -> None:
-        """From now on `say` is called, once, when something has waited for a worker for some time; after `seconds`
+        """From now on `say` is called once when a job has waited for a worker for some time; after `seconds`
         all that waits fails with `error`.
         """
         threading.Thread(target=self._attend, args=(seconds, say, error), daemon=True).start()
@@ -196,7 +196,7 @@ class _Attended(Executor):
         while not self._over.wait(min(_LOOK_SECONDS, seconds)):
             try:
                 alone = bool(self._waiting) and not self._workers()
-            except Exception:  # the scheduler itself is gone, which its futures say
+            except Exception:  # the scheduler itself is gone, which its futures report
                 return
             now = time.monotonic()
             since = since if alone else now
@@ -305,7 +305,7 @@ def _same_identity(job: Job) -> None:
     if odd:
         raise BuildError(
             f"the executor's process would compile {job.name} from something else: {', '.join(odd)} "
-            f"{'differs' if len(odd) == 1 else 'differ'} there; a key stands for one kernel; install the same fusekit "
+            f"{'differs' if len(odd) == 1 else 'differ'} there; a key means one kernel; install the same fusekit "
             "and the same toolchain",
             name=job.name,
         )

@@ -54,8 +54,8 @@ _DIVIDING = ("floordiv", "ceildiv", "mod")
 def plan(spec: ExternSpec) -> TracePlan:
     """Trace plan of a foreign kernel. Runs its source, and imports the DSL.
 
-    Raises BuildError, in words, for a source that cannot be called, and for arguments of which the spec does not say
-    what the trace cannot tell.
+    Raises BuildError, in words, for a source that cannot be called, and for arguments whose
+    facts neither the trace nor the spec gives.
     """
     if not spec.lift:
         with hardware.answering(LIFT_VALUES[0]) as asked:
@@ -90,7 +90,7 @@ class _Reading:
     def __init__(self, spec: ExternSpec, traced: Sequence[Leaf]) -> None:
         self._spec, self._leaves = spec, traced
         self._constants = {name: value for name, value in spec.params.items() if type(value) is int}
-        self._symbols: dict[int, tuple[Expr, str]] = {}  # a symbolic extent -> its expression, where that is said
+        self._symbols: dict[int, tuple[Expr, str]] = {}  # a symbolic extent -> its expression, where the spec gives it
         self._keep: list[Any] = []
         self._divisors: dict[str, int] = {}
         self._strides: dict[int, str] = {}
@@ -197,7 +197,7 @@ class _Reading:
         bounds |= {key: table[key] for key in ("minimum", "maximum", "divisor") if key in table}
         dtype = "f32" if leaf.kind == FLOAT else "i32"
         value = getattr(leaf.fake, "value", leaf.fake)
-        # An integer of a source that somebody wrote may stand for any; a captured call has those of a launch.
+        # An integer of a hand-written source may be any; a captured call has those of a launch.
         meant = leaf.dtype == BIT or fakes.FAKES in self._spec.params
         if isinstance(value, int) and meant and not table.keys() & OF_CALLERS:
             self.traced[name] = int(value)

@@ -88,7 +88,7 @@ class Foreign:
         entries: dict[str, str] = {}
         listed = {normal(name) for name in spec.distributions}
         for name in sorted(listed):
-            distribution(name)  # which says what to install
+            distribution(name)  # which names what to install
         module = spec.source.partition(":")[0]
         owners = self.owned(module.partition(".")[0])
         first = listed | set(owners)

@@ -39,7 +39,7 @@ def main(descriptor: int, cache: str = "") -> None:
     """Serve requests on the socket `descriptor` until the other end hangs up. cache: folder of the files' digests."""
     control = socket.socket(fileno=descriptor)
     for module in _PRELOADED:
-        # What cannot be imported is said by the compile process that needs it.
+        # What cannot be imported is reported by the compile process that needs it.
         with contextlib.suppress(Exception, SystemExit):
             importlib.import_module(module)
     _Server(control, Path(cache) if cache else None).run()
@@ -93,7 +93,7 @@ class _Server:
         if module is not None and module not in self._imported:
             self._imported.add(module)
             self._watch = self._watch or Watch.start()
-            with contextlib.suppress(BaseException):  # said by the compile process, which imports it again
+            with contextlib.suppress(BaseException):  # reported by the compile process, which imports it again
                 importlib.import_module(module)
 
     def _become_worker(self, request: dict[str, Any], work: int, log: int, status: int) -> None:
@@ -130,6 +130,6 @@ class _Server:
                 return
             pipe = self._pipes.pop(process, None)
             if pipe is not None:
-                with contextlib.suppress(OSError):  # nobody waits for it any more
+                with contextlib.suppress(OSError):  # no client waits for it any more
                     os.write(pipe, str(os.waitstatus_to_exitcode(status)).encode())
                 os.close(pipe)

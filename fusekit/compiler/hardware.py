@@ -1,7 +1,7 @@
 """What is asked of the device while a source runs and its host function is traced. There is none.
 
 Persistent kernels ask for their grid: the answer is a number that becomes a variable of the record (see `lift`).
-Where a kernel says how many of its blocks are to fit into a multiprocessor, the DSL asks for its shared memory: that is
+Where a kernel sets how many of its blocks must fit into a multiprocessor, the DSL asks for its shared memory: that is
 a fact of the architecture.
 """
 

@@ -59,7 +59,8 @@ HostArgument = HostTensor | HostPointer | HostScalar | HostInteger | HostStream
 
 @dataclass(frozen=True, slots=True)
 class Signature(WithArguments):
-    """What the host code cannot tell of a kernel: its arguments' names, roles, shapes and divisors, and its memory.
+    """The facts of a kernel that its host code does not have: its arguments' names, roles, shapes and divisors, and its
+    memory.
 
     The fields are those of LaunchRecord. Every dim keeps to its minimum, maximum and divisor, and every stride that is
     read to its argument's: the record is simplified by them.

@@ -29,7 +29,7 @@ class _Caught(BaseException):
 
 
 class _Ear:
-    """Replaces the method `name` of the class `owner` while anybody listens."""
+    """Replaces the method `name` of the class `owner` while there are listeners."""
 
     guard = threading.Lock()
 
@@ -50,7 +50,7 @@ class _Ear:
     def remove(self, listener: Listener) -> None:
         with self.guard:
             self.listeners.remove(listener)
-            # Where somebody else has replaced the function meanwhile, this one stays below and does nothing more.
+            # Where other code has replaced the function meanwhile, this one stays below and does nothing more.
             if not self.listeners and getattr(getattr(self.owner, self.name), "fusekit_ear", None) is self:
                 setattr(self.owner, self.name, self.original)
 

@@ -52,7 +52,7 @@ def _code(text: str) -> CodeType:
 
 
 def _same(a: CodeType, b: CodeType) -> bool:
-    """Whether two pieces of code do the same, wherever they stand."""
+    """Whether two pieces of code do the same, wherever they are."""
     facts = ("co_code", "co_names", "co_varnames", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount")
     flags = (a.co_flags ^ b.co_flags) & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
     if flags or any(getattr(a, fact) != getattr(b, fact) for fact in facts) or len(a.co_consts) != len(b.co_consts):

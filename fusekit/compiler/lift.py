@@ -2,7 +2,7 @@
 
 A kernel is compiled with two values, far apart. Its cubin must not depend on them, and its records must differ in
 nothing but integers of expressions, each the value itself, a multiple of it, it and a constant, or it rounded down to a
-multiple of the size of a cluster. The record then says the variable in its place. No other power, quotient or limit of
+multiple of the size of a cluster. The record then has the variable instead. No other power, quotient or limit of
 the value has that form at both.
 """
 

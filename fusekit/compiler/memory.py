@@ -47,4 +47,4 @@ def _mem_available(root: Path) -> int:
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    return 1 << 62  # a kernel that does not say
+    return 1 << 62  # a kernel that does not report it

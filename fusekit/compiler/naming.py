@@ -46,7 +46,7 @@ class Left:
 
 
 def record_of(key: str, spec: Spec) -> NameRecord:
-    """The record that makes the name of `spec` stand for `key`."""
+    """The record that points the name of `spec` to `key`."""
     return NameRecord(spec.full_name, spec.arch, key, spec.canonical(), spec.defaults())
 
 

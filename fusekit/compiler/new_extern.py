@@ -1,4 +1,4 @@
-"""The text of a spec for a foreign kernel, as far as tracing its source tells it: `fusekit new --from`."""
+"""The text of a spec for a foreign kernel, as far as tracing its source gives it: `fusekit new --from`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNKNOWN = "?"
 
 
 def new_extern(name: str, source: str, arch: str, params: Mapping[str, Any]) -> str:
-    """The text of a spec of one kernel. Runs `source` in a process of its own; BuildError says what fails there;
+    """The text of a spec of one kernel. Runs `source` in a process of its own; BuildError names what fails there;
     ToolchainError where there is no compiler.
 
     Its tensors have their dtypes, ranks and fixed extents; a role that is to be filled in is "?".
@@ -82,7 +82,7 @@ def _leaf(leaf: Any, symbols: dict[int, str]) -> dict[str, Any]:
 
 def _text(name: str, source: str, arch: str, params: Mapping[str, Any], leaves: list[dict[str, Any]]) -> str:
     lines = [
-        f'# The kernel of {source}. What stands as "?" cannot be read out of its code: fill it in, and name the',
+        f'# The kernel of {source}. Each "?" cannot be read out of its code: fill it in, and name the',
         "# dims D0, D1, ... Building it runs that function: fusekit build FILE --allow-extern.",
         "schema = 1",
         "",

@@ -1,8 +1,8 @@
 """Lines of sources, and keys of specs, in errors.
 
-What Python raised while a kernel was traced, such as an IndexError, says no place: its traceback does. Of a launch the
-DSL says where its kernel is decorated, and `fusekit.compiler.hostcode` repeats that. Every key covers hostcode, so what
-a reader wants is looked up here: another text of an error must not have all kernels built again.
+What Python raised while a kernel was traced, such as an IndexError, has no place: its traceback does. For a launch the
+DSL gives the line where its kernel is decorated, and `fusekit.compiler.hostcode` repeats that. Every key covers
+hostcode, so what a reader wants is looked up here: another text of an error must not have all kernels built again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FIELD = re.compile(r"(arguments|dims)\[[0-9]+\]\.name: |(workspace|scratch)\.by
 
 def with_places(error: FusekitError) -> FusekitError:
     """The error, in whose text the line of a decorator is that of the `def` after it; and where a kernel's source was
-    when Python raised its cause. The DSL's own errors say that themselves.
+    when Python raised its cause. The DSL's own errors have that already.
     """
     args = [_PLACE.sub(_of_def, arg) if isinstance(arg, str) else arg for arg in error.args]
     cause = error.__cause__

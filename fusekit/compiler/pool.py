@@ -49,7 +49,7 @@ class Compiler(Protocol):
 
 
 class PostponedError(Exception):
-    """Raised by a task of `run` that is to be tried again later, as somebody else is at it."""
+    """Raised by a task of `run` that must be retried later: another process works on it."""
 
 
 class ForkServer:
@@ -86,7 +86,7 @@ class ForkServer:
         return Worker(self, scratch)
 
     def fork(self, scratch: Path, log: Path) -> tuple[Connection[Any, Any], io.FileIO]:
-        """A new compile process: the connection to it, and the end of the pipe that tells its exit code."""
+        """A new compile process: the connection to it, and the end of the pipe that receives its exit code."""
         ours, theirs = socket.socketpair()
         status, tells = os.pipe()
         module = None if self._home is None else self._home[0]
@@ -111,7 +111,7 @@ class ForkServer:
     @contextlib.contextmanager
     def at(self, job: Job) -> Iterator[ForkServer]:
         """The server for `job`. Foreign modules have one each, so that what they change reaches no other kernel, and
-        another one when their sources have changed. Few of those that nobody uses are kept.
+        another one when their sources have changed. Few unused ones are kept.
         """
         if job.home is None:
             yield self
@@ -237,7 +237,7 @@ class Worker:
         self._connection = self._status = None
 
     def _died(self, job: Job, server: ForkServer) -> FusekitError:
-        # It hung up, so it is about to end by itself; its own exit code says more than that of a kill.
+        # It hung up, so it is about to end by itself; its own exit code is more useful than that of a kill.
         code = None
         if self._status is not None and not server.closed and select.select([self._status], [], [], _PATIENCE)[0]:
             status = self._status.read(16)

@@ -86,7 +86,7 @@ class _Comparison:
         self._arguments = arguments
 
     def same(self, subject: str, field: str, recorded: Any, launched: Any) -> None:
-        """`recorded`: what the launch record says; `launched`: what the DSL's host code asked for."""
+        """`recorded`: what the launch record has; `launched`: what the DSL's host code asked for."""
         if recorded != launched:
             what = f"{subject}: {field}" if field else subject
             raise ProofError(

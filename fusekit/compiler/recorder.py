@@ -242,7 +242,7 @@ class HostFunction:
 
 
 def _image_bytes(code: int, cubin_bytes: int) -> int:
-    """Bytes of the image at `code`: a fat binary says its own size, anything else is taken for the cubin."""
+    """Bytes of the image at `code`: a fat binary has its own size, anything else is taken for the cubin."""
     magic, header, payload = _FATBIN.unpack(ctypes.string_at(code, _FATBIN.size))
     return header + payload if magic == _FATBIN_MAGIC else cubin_bytes
 

@@ -8,7 +8,7 @@ launch record changes nothing in it: its modules are left out; so is the table o
 of which a spec has its own row.
 
 Of a file its syntax tree counts, not how it is written down: no comment, no line's number or length reaches a cubin.
-What is for people does not count either: docstrings, what a `raise` says; and of an operand its key, words and rules,
+What is for people does not count either: docstrings, the text of a `raise`; and of an operand its key, words and rules,
 since what comes of them is in the spec. The package of an operation that is not fusekit's counts whole, with what
 it imports of fusekit.
 """
@@ -90,7 +90,7 @@ class Sources:
     def changed(self, digests: Mapping[str, str]) -> list[str]:
         """Which of the files that `closure` gave are no longer the same, or gone. Safe from any thread.
 
-        While none of them is, neither is the closure: imports stand in the files. So nothing is parsed again, which
+        While none of them is, neither is the closure: imports are in the files. So nothing is parsed again, which
         several threads of CPython 3.11 cannot do at once.
         """
         files = {name: self._files.get(name) for name in digests}
@@ -165,7 +165,7 @@ def _raw(path: Path) -> str | None:
 
 
 def _what_counts(tree: ast.AST, name: str) -> tuple[list[str], list[ast.AST]]:
-    """The words that stand for a file without what is for people, the same in every version of Python; and the imports
+    """A file's tokens without what is for people, the same in every version of Python; and the imports
     and the names of imports among them.
     """
     words: list[str] = []

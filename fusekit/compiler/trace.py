@@ -95,7 +95,7 @@ def _proved_without_device(
 def _lifted(
     lifted: Lifted, cubin: bytes, record: LaunchRecord, proof: dict[str, Any], scratch: Path
 ) -> tuple[LaunchRecord, dict[str, Any]]:
-    """The record with the lifted variable, and the two proofs that it stands on as one."""
+    """The record with the lifted variable, and its two proofs as one."""
     traced, other, again = _proved(lifted.plan, scratch)
     first, second = lifted.values
     if traced.cubin != cubin:

@@ -137,7 +137,7 @@ def _compiled(job: Job, cache: Path | None) -> Done | FusekitError:
 
 
 def _same_spec(job: Job) -> None:
-    """Raises BuildError where the builder read something else out of the spec than the sources here say."""
+    """Raises BuildError where the builder read the spec differently than the sources here do."""
     if job.fields is None:
         return
     here = with_spec({"options": compile_options(job.spec.arch)}, job.spec.device_spec())

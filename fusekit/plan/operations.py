@@ -1,4 +1,4 @@
-"""The operations: one object each, whose members say what every room knows of it.
+"""The operations: one object each, whose members hold what every room needs.
 
 A member is a reference, "module:attribute", imported when it is asked for: a list of what a store has imports none, and
 a launch neither the compiler nor the spec's fields. An operation of another package is an entry point of the group

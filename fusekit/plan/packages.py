@@ -43,8 +43,8 @@ def load(group: str, name: str) -> Any:
 
 
 def usable(group: str, load: Callable[[str], Any]) -> tuple[str, ...]:
-    """The names of `group` that `load` does not refuse with SpecError. Of the others a warning says why: a package that
-    cannot be used takes nothing but its own with it.
+    """The names of `group` that `load` does not refuse with SpecError. For the others a warning gives the reason: a
+    package that cannot be used takes nothing but its own with it.
     """
     names = []
     for name in provided(group):

@@ -21,7 +21,7 @@ with suppress(ImportError):  # once for all kernels: each is made in a fork of t
 
 _GROUPED = "cudnn.gemm.cutedsl.grouped"
 _DENSE = "cudnn.gemm.cutedsl.dense"
-# (what stands after the product, precision) -> (module, class)
+# (epilogue, precision) -> (module, class)
 _KERNELS = {
     ("glu", "mxfp8"): ("glu.moe_blockscaled_grouped_gemm_glu_bias", "BlockScaledMoEGroupedGemmGluBiasKernel"),
     ("glu", "nvfp4"): ("glu.moe_blockscaled_grouped_gemm_glu_bias", "BlockScaledMoEGroupedGemmGluBiasKernel"),
@@ -134,7 +134,7 @@ def nvfp4_dequantise(k: int) -> Traced:
 def block_sparse_attention(head: int = 128, dtype: str = "bf16") -> Traced:
     """Forward attention over blocks of 128 keys that an index names, sm_90a; q, k, o [S, D, H, B], v [D, S, H, B].
 
-    A row of 128 queries looks at counts of the blocks that indices names for it; sizes says how many keys each has.
+    A row of 128 queries looks at counts of the blocks that indices names for it; sizes has how many keys each has.
     """
     import cutlass
 

@@ -207,7 +207,7 @@ PARAMETERS: dict[str, tuple[int, dict[str, Any], str]] = {
     "overlap": (3, {"offset": 256}, r"parameters\[3\].offset: 256; y_pointer overlaps what ends at 264"),
     "no offset": (3, {"offset": -1}, r"parameters\[3\].offset: -1; a record is complete only after compilation"),
     "size": (3, {"size": 4}, r"parameters\[3\].size: 4; a pointer parameter of this type has 8 bytes"),
-    "name twice": (3, {"name": "x_map"}, r"parameters\[3\].name: 'x_map' stands twice"),
+    "name twice": (3, {"name": "x_map"}, r"parameters\[3\].name: 'x_map' occurs twice"),
     "no name": (3, {"name": "a b"}, r"parameters\[3\].name: 'a b'; a name is up to 1024 letters"),
     "kind": (3, {"kind": "divisor"}, r"parameters\[3\].kind: 'divisor'; it must be one of tensor_map, pointer"),
 }  # fmt: skip

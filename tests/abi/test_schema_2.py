@@ -117,7 +117,7 @@ def test_values_are_evaluated_in_order() -> None:
 def test_a_record_from_elsewhere_is_refused_in_words() -> None:
     document = whole().to_json()
     twice = document | {"values": [*document["values"], {"name": "tiles", "value": 1}]}
-    with pytest.raises(RecordError, match=r"values\[2\].name: 'tiles' stands twice"):
+    with pytest.raises(RecordError, match=r"values\[2\].name: 'tiles' occurs twice"):
         LaunchRecord.from_json(twice)
     with pytest.raises(RecordError, match="size: -8; a struct has at least 1 byte"):
         replace(record(), **new_parameter(StructParameter("s", -8, ())))

@@ -129,7 +129,7 @@ def test_a_record_that_cannot_be_is_refused_by_the_keys_of_the_spec(fusekit, spe
     spec.write_text(told)
     failed = fusekit("build", "own.toml", "--allow-extern", "--json", code=1).json["failed"]
     assert {each["name"].partition("/")[2].partition("@")[0]: each["error"] for each in failed} == {
-        "renamed": "arguments: 'x' stands twice; names are unique; say arguments.NAME.rename = \"TEXT\" of one",
+        "renamed": "arguments: 'x' occurs twice; names are unique; say arguments.NAME.rename = \"TEXT\" of one",
         "scratch": "arguments.memory.bytes[2]: unknown variable 'Q'; known are N, sm_count",
         "zeroed": "arguments.memory.bytes: unknown variable 'N'; known are sm_count",
         "inside": "dims: 'N' stands only inside expressions; some shape must be its bare name",

@@ -121,7 +121,7 @@ class _Fields:
         return self._algebra.plus(self.whole(self.bits(8 + index, 0, 32), _DIM_BITS), 1)
 
     def stride(self, index: int, last: bool) -> Term:
-        """The stride of dim `index` + 1 in bytes, of which bits 4-35 and 36-39 stand apart.
+        """The stride of dim `index` + 1 in bytes, of which bits 4-35 and 36-39 are apart.
 
         The last one may run on into bits that belong to no field: a launcher refuses one of more than 40 bits.
         """
@@ -134,7 +134,7 @@ class _Fields:
         raise BuildError(f"host code: tensor map: the two parts of stride {index} are not of one value; {_KNOWN}")
 
     def _rest_is(self, stride: Term, at: int, last: bool) -> bool:
-        """Whether what stands from bit `at` of word 7 on are the upper bits of `stride`."""
+        """Whether the bits from `at` of word 7 on are the upper bits of `stride`."""
         if not last:
             return self.bits(7, at, at + 4) is self._cut(stride, 36, 40)
         rest = self.bits(7, at, 32)

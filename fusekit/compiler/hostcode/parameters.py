@@ -43,7 +43,7 @@ class Parameters:
 
     reaches: (what must be 0 or less, rule) of tensor maps that may reach beyond their tensor.
 
-    types: of each piece of host memory. allow: is told what a launcher refuses by itself.
+    types: of each piece of host memory. allow: called with what a launcher refuses by itself.
     """
 
     def __init__(

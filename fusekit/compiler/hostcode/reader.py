@@ -37,7 +37,7 @@ def read(module: Any, plan: TracePlan, cubin: bytes) -> tuple[TracePlan, LaunchR
 
     module: the DSL's, in MLIR's LLVM dialect. plan: what the function was traced with, and what its arguments mean; a
     number of its `traced` that decides what a record has as a constant is fixed in the plan that is returned. cubin:
-    the kernels' code. Raises BuildError, with the place in the host code, for a launch that no record can say.
+    the kernels' code. Raises BuildError, with the place in the host code, for a launch that no record can express.
     """
     with module.context:  # which operands of vector types need to be looked at
         while True:

@@ -8,7 +8,7 @@ launch e
    the launches before it in its stream have read what came;
 2. a block that sends waits until all ranks have opened theirs for this launch, stores rows into their windows with
    ordinary 16-byte stores, and for each chunk of tokens writes e to its flag there, with release at system scope; a
-   word of DRAWN says which chunks blocks have taken;
+   word of DRAWN holds which chunks blocks have taken;
 3. a block that receives waits for the flags, with acquire at system scope.
 
 A dispatch may be two launches of one number, on two streams, which both open the window. One sends all choices, and

@@ -1,7 +1,7 @@
 """moe-dispatch: every token's row to the ranks of its experts, once to each, with its experts there and their weights.
 
 Token t of rank s lies at [s, t] of the window of each rank that it is sent to. What a rank receives has that place
-whatever else is sent, so no counts are exchanged: `indices` of the window say which tokens have experts here, -1 where
+whatever else is sent, so no counts are exchanged: `indices` of the window hold which tokens have experts here, -1 where
 there is none, and moe-index makes the rows of groups of them. With FP8 values, their scales come too. How the ranks
 agree: base.py.
 

@@ -25,7 +25,7 @@ class Parts(DeviceOperand):
         self.before = sorted(earlier, key=lambda half: half.operand.order)
 
     def words(self, given) -> Int64:
-        """How many its parts are; the other half says the same (`scratch`)."""
+        """Float32 words of its parts, as in its plan half (`scratch`)."""
         raise NotImplementedError
 
     def parts(self, given):

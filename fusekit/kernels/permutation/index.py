@@ -6,7 +6,7 @@ it twice. First it counts the cluster's own experts, and all experts before them
 gives every warp the first row of its choices of every expert. Then it numbers them. No cluster waits for another one,
 and no order of execution shows in the result.
 
-A choice outside [0, experts) belongs to nobody: its inverse is -1, and the rows end earlier. So it is with a choice
+A choice outside [0, experts) belongs to no expert: its inverse is -1, and the rows end earlier. So it is with a choice
 whose row would lie beyond the bound of a bounded order.
 """
 
@@ -42,7 +42,7 @@ class More(NamedTuple):
 class MoeIndex:
     """The kernel for a number of experts and choices a token; calling it traces host function and kernel.
 
-    tokens: whether it says each row's token. bounded: whether rows end at a launch's bound.
+    tokens: whether it writes each row's token. bounded: whether rows end at a launch's bound.
     """
 
     def __init__(self, experts: int, topk: int, tokens: bool = False, bounded: bool = False) -> None:
@@ -132,11 +132,11 @@ class MoeIndex:
         return place < Uint32(cutlass.min(self.experts - first, self.owned))
 
     def batch(self, indices: Int64, base: Int32, end: Int32, lane: Int32) -> list:
-        """The experts of a batch; place j of lane l is choice base + 32 j + l, and nobody's past the end."""
+        """The experts of a batch; place j of lane l is choice base + 32 j + l, and no expert past the end."""
         start = indices + Int64(base + lane) * 4
-        nobody = 0x7FFFFFFF
+        no_expert = 0x7FFFFFFF
         return [
-            lanes.load(start, 4, base + lane + WARP * place < end, nobody, WARP * place * 4)[0]
+            lanes.load(start, 4, base + lane + WARP * place < end, no_expert, WARP * place * 4)[0]
             for place in range(BATCH)
         ]
 
@@ -197,7 +197,9 @@ class MoeIndex:
 
     @cute.jit
     def number(self, pointers, more: More, stretch, first: Int32, shared: Int32):
-        """Gives the warp's choices of owned experts their rows, in order; the first cluster marks nobody's choices."""
+        """Gives the warp's choices of owned experts their rows, in order; the first cluster marks choices without an
+        expert.
+        """
         indices, order, inverse = pointers
         begin, end, lane, warp = stretch
         for base in cutlass.range(begin, end, WARP * BATCH):

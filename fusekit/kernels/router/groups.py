@@ -82,7 +82,7 @@ class GroupLimit:
         start = shared + (cutlass.min(group, self.groups - 1) * self.stride + part) * 4
         keys = cute.make_rmem_tensor((self.per_lane,), Uint32)
         for index in cutlass.range_constexpr(self.per_lane):
-            # Past the group's end lie words that nobody wrote: they are read, and not used.
+            # Past the group's end lie words that were not written: they are read, and not used.
             key = lanes.shared_load_u32(start + index * self.share * 4)
             keys[index] = cutlass.select_(part + index * self.share < self.size, key, Uint32(0))
         below = ((Int32(1) << (lane & (self.share - 1))) - 1) << (lane & -self.share)  # of the group's lanes

@@ -9,7 +9,7 @@ of all. Key 0 stands for "no expert". The row never leaves the registers.
 2. The keys that reach the bound go to a list in shared memory, with the expert's number inverted in the low half, so
    that the larger of two entries is the better one: ties go to the lower number.
 3. If the list would overflow (some lane has many large keys), the bisection goes on over all keys. If that ends on one
-   value shared by too many, a second bisection, over expert numbers, says how many of them are in.
+   value shared by too many, a second bisection, over expert numbers, finds how many of them are in.
 4. An entry's rank is the count of larger entries; the first K are written back in order.
 
 Steps 3 and 4 bound the work whatever the values are; nothing depends on the order in which lanes run.

@@ -4,7 +4,7 @@ A file has `value(m, z)` and `derivative(m, z)`, which gives (value, d/dz); or, 
 `GATED` is true, `value(m, gate, up, scalars)` and `derivative(m, gate, up, scalars)`: (value, d/dgate, d/dup), zero for
 a clamped element. `m` is the arithmetic of whoever computes: `fusekit.kernels.gemm.maths` on the device, on float32
 accumulators in registers. A file that has `approximations` maps the names of forms to (value, derivative).
-`SLOPED` says that it takes the run-time scalar `alpha`. One without `derivative` has no backward activation.
+`SLOPED` means that it takes the run-time scalar `alpha`. One without `derivative` has no backward activation.
 
 The forward activation has the name of its file, the backward one a "d" before it, with which no forward one begins.
 Nothing else in fusekit takes a name apart: what an activation is is in its `Kind`.

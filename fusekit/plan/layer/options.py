@@ -1,4 +1,4 @@
-"""What can be said of a layer in a spec file: its fields, and the rules between them."""
+"""The layer in a spec file: its fields, and the rules between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The passes of a layer, launch by launch; the formulas stand in fusekit.reference.layer.
+"""The passes of a layer, launch by launch; the formulas are in fusekit.reference.layer.
 
 Backward, dx comes before the gradients of weights, so that whoever waits for it can start. What a step makes that no
 output needs is not launched (`Program.needed`).
@@ -45,7 +45,7 @@ def program(options: Options) -> Program:
         passes.buffer("dy", "T", options.hidden, place=ARGUMENT)
         mlp(passes, "", options.intermediate, "y", "dx")
     else:
-        from fusekit.plan.layer.ranks import RankedExperts  # which varies what stands here
+        from fusekit.plan.layer.ranks import RankedExperts  # a subclass of what is here
 
         (Experts if options.ranks == 1 else RankedExperts)(passes).write()
     backward = [step for which in (RECOMPUTE, DGRAD, WGRAD) for step in passes.steps[which]]

@@ -53,7 +53,7 @@ def stores(program: Program, which: str = "") -> dict[str, str]:
 
 
 def room(options: Options, tokens: int, rows: int | None = None) -> dict[str, int]:
-    """S, M, and F, words of a window that say what has come, for at most so many tokens of each rank, and rows of a
+    """S, M, and F, words of a window that record what has come, for at most so many tokens of each rank, and rows of a
     rank's experts; None: enough for any routing.
     """
     slots = options.ranks * -(-tokens // GRAIN) * GRAIN

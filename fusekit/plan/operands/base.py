@@ -25,7 +25,7 @@ VECTOR = 8  # elements in 16 bytes, the granule of TMA addresses and strides
 
 
 class Operand:
-    """One operand. What a subclass does not say, it does not have.
+    """One operand. A subclass has what it declares, and nothing else.
 
     name: of the operand among those of a kernel. The device half is the class of the same name, in the module of the
     same name in fusekit.kernels.gemm.operands. order: its place among a launch's arguments; parameter: among the

@@ -1,7 +1,7 @@
 """Waiting for rows that other ranks send, flag by flag. How the ranks agree: fusekit/kernels/exchange/base.py.
 
 A gathering warp knows the places of its rows of a tile. Before it copies the first, each lane waits for the flag of its
-place's chunk. Once the launch that sends rows has seen all flags, one word says so, and no flag is read again.
+place's chunk. Once the launch that sends rows has seen all flags, it sets one word, and no flag is read again.
 
 The scheduler begins with the tiles that have only rows of the rank's own tokens, in the first 32 groups: rows of a
 group are in the order of places, so they lie together. Which tile is done when changes no bits.

@@ -1,4 +1,4 @@
-"""dbias[e, n]: a warp adds dz over its rows of the tile, over its lanes as `Shares` says; an idle warp adds over the
+"""dbias[e, n]: a warp adds dz over its rows of the tile, over its lanes as in `Shares`; an idle warp adds over the
 four warps of a warpgroup, whose rows are a piece; a second launch adds up the pieces of a group.
 
 Groups begin at any row, so pieces from each group's first row on are numbered row // piece + group: no two have one
@@ -20,7 +20,7 @@ from fusekit.kernels.gemm.operands.base import Idle, Rows, Tile, Work
 from fusekit.kernels.gemm.parts import GroupSums
 from fusekit.plan.operands.dbias import NOTE_BYTES
 
-ROW_BITS = (16, 8, 4)  # of the lane: they tell the eight rows of an accumulator fragment apart
+ROW_BITS = (16, 8, 4)  # of the lane: they number the eight rows of an accumulator fragment
 NO_TILE = -1  # instead of a group: there are no more
 
 

@@ -1,6 +1,6 @@
 """dprob[m]: a warp adds da * y over the tile's columns for its 16 rows; a second launch adds up the tiles along N.
 
-A thread of the second launch has four rows. Rows of no group, whose parts nobody wrote, stay as they are.
+A thread of the second launch has four rows. Rows of no group, whose parts are not written, stay as they are.
 """
 
 import cutlass

@@ -27,7 +27,7 @@ DeviceOperand pipeline, `stages` deep; a stage is x [tile_m, tile_k] and w [tile
     ping-pong    wg 0   |    mma(tile 0)          | epilogue(tile 0)     | mma(tile 2)
                  wg 1   |    (waits its turn)     | mma(tile 1)          | epilogue(tile 1)
 
-The two CTAs of a cluster share w or x, as the tile says (raster.py): each loads half of it and multicasts that.
+The two CTAs of a cluster share w or x, depending on the tile (raster.py): each loads half of it and multicasts that.
 
 What the kernel takes, where things lie in shared memory and how many arrive at each barrier is in the plan.
 """
@@ -141,7 +141,7 @@ class Gemm:
         else:
             cute.arch.setmaxregister_increase(plan.registers[1])
             self.consume(operands, shared, stages, ring, extents)
-        if cutlass.const_expr(plan.cluster_size > 1):  # nobody leaves while a peer may still arrive on its barriers
+        if cutlass.const_expr(plan.cluster_size > 1):  # no CTA leaves while a peer may still arrive on its barriers
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 

@@ -286,7 +286,7 @@ class LocalRowsFirst(Scheduler):
 
 
 class LocalRows(NamedTuple):
-    """Pointers: the groups' ends, the place of each row's token, the window that says which are the rank's own."""
+    """Pointers: the groups' ends, the place of each row's token, the window that has which are the rank's own."""
 
     offsets: Any
     index: Any

@@ -5,7 +5,7 @@ A dense one has one group, of all rows.
 Warp roles, pipeline and barriers are those of kernel.py. What differs: both operands are token-major, so a stage
 holds 64 tokens of dy's columns and of x's, in boxes of 64 columns, and both are M-major to wgmma; the tensor maps clip
 at a group's end and fill with zeros, so that the neighbour's rows (even NaN) never enter the sum; a tile has as many
-stages as its group has rows, and the scheduler says how many came before; the epilogue stores or adds boxes of dw.
+stages as its group has rows, and the scheduler passes how many came before; the epilogue stores or adds boxes of dw.
 """
 
 import cutlass
