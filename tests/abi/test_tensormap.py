@@ -66,7 +66,7 @@ def test_decode_inverts_encode(tensor_map):
     assert decode(encode(tensor_map)) == tensor_map
 
 
-def test_every_combination_of_modes_is_told_apart():
+def test_every_combination_of_modes_is_distinct():
     seen = {}
     for rank, swizzle, dtype, promotion in itertools.product(
         range(1, 6), SWIZZLES, ("bf16", "fp16", "f32", "i32", "u8"), ("none", "64B", "128B", "256B")

@@ -92,7 +92,7 @@ def test_one_cubin_under_two_names_is_embedded_once():
     assert texts["fusekit.c"].count("static const uint64_t fk_cubin_") == 2
 
 
-def test_variants_of_one_kernel_are_told_apart():
+def test_variants_of_one_kernel_are_distinct():
     header = generate([one("sample/fc1@128x160-c2x1"), one("sample/fc1@64x64-c1x1"), one("sample/fc2@1")])["fusekit.h"]
     assert "fusekit_sample_fc1_128x160_c2x1_launch(" in header
     assert "fusekit_sample_fc1_64x64_c1x1_launch(" in header

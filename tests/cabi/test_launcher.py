@@ -177,7 +177,7 @@ def test_a_guard_refuses_in_its_words_before_the_first_launch(several):
     assert several.recorder.launches == []
 
 
-def test_a_launch_that_fails_is_said_and_ends_the_row(several):
+def test_a_launch_that_fails_is_reported_and_ends_the_row(several):
     args = usual(several)
     several.recorder.most_launches = 1
     assert several.launch(args, 77) == CUDA_ERROR

@@ -169,7 +169,7 @@ def test_rows_of_tiles(sizes: list[int], tile_m: int) -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 512))
-def test_group_sizes_stand_for_all_rows(rows: int, groups: int) -> None:
+def test_group_sizes_represent_all_rows(rows: int, groups: int) -> None:
     sizes = group_sizes(rows, groups)
     assert sum(sizes) / len(sizes) * groups == pytest.approx(rows)
     assert min(sizes) >= 0.5 * rows / groups
@@ -286,7 +286,7 @@ def test_the_model_is_near_what_was_measured() -> None:
 
 
 @given(problems, st.sampled_from(TILES), st.sampled_from(CLUSTERS))
-def test_dynamic_is_never_behind_static(problem: dict[str, int], tile: Any, cluster: Any) -> None:
+def test_dynamic_is_never_slower_than_static(problem: dict[str, int], tile: Any, cluster: Any) -> None:
     static, dynamic = (variant(tile, cluster, schedule) for schedule in ("static", "dynamic"))
     assert choose([static, dynamic], problem) is dynamic
 

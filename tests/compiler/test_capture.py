@@ -182,7 +182,7 @@ def test_an_object_of_a_module_that_no_key_would_know_is_a_problem():
     assert "which the module of examples.cute.rows:SquareSum does not import" in result.problems[0]
 
 
-def test_problems_stand_in_the_file():
+def test_problems_are_in_the_file():
     with fusekit.capture() as result:
         compile_here(*flat(rows.arguments(1)))
         cute.compile[GPUArch("sm_90a"), FrontendNext](*flat(rows.arguments(1)))

@@ -215,7 +215,7 @@ def test_a_function_of_the_dsl_comes_back_with_its_attributes():
 @pytest.mark.parametrize(
     "change", [{"place": "other"}, {"place": "function#3"}, {"free": {}}, {"free": {"by": 1, "more": 2}}, {"place": ""}]
 )
-def test_a_place_where_no_such_function_stands_is_refused(change):
+def test_a_place_without_such_a_function_is_refused(change):
     data = {"closure": f"{__name__}:chosen", "place": "function", "free": {"by": 1}}
     assert fakes.CallReader.of({}).value(data)(5) == 6
     with pytest.raises(BuildError, match="is not in chosen"):

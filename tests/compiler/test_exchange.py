@@ -134,7 +134,7 @@ def test_parts_of_a_window_overlap_nowhere():
         ("ranks = 2\nexperts = 16\ntopk = 1\ngradients = true", "gradients"),
     ],
 )
-def test_a_wrong_spec_is_said_in_words(keys, text):
+def test_a_wrong_spec_is_refused_in_words(keys, text):
     with pytest.raises(SpecError, match=re.escape(text)):
         parse_text(f'{HEAD}op = "moe-dispatch"\n{keys}\n', "s")
 
@@ -151,6 +151,6 @@ def test_a_wrong_spec_is_said_in_words(keys, text):
         ('dtype = "e4m3"', "dtype"),
     ],
 )
-def test_a_wrong_combine_is_said_in_words(keys, text):
+def test_a_wrong_combine_is_refused_in_words(keys, text):
     with pytest.raises(SpecError, match=re.escape(text)):
         parse_text(f'{HEAD}op = "moe-combine"\nranks = 2\nexperts = 16\ntopk = 1\n{keys}\n', "s")

@@ -145,7 +145,7 @@ def test_a_truth_value_may_be_fixed(tmp_path):
     assert record.grid[0] == ("ceildiv", "N", 128)
 
 
-def test_what_no_record_can_have_is_said_by_the_specs_names(tmp_path):
+def test_what_no_record_can_have_is_reported_by_the_specs_names(tmp_path):
     with pytest.raises(RecordError, match=r"^arguments\.wide\.default: 2; "):
         compiled(tmp_path, "flagged", FLAGGED + "arguments.wide = { default = 2 }")
 
@@ -434,7 +434,7 @@ def test_blocks_that_are_to_fit_into_a_multiprocessor(tmp_path, arch):
     assert none.attributes == {"preferred_shared_memory_carveout": 0}
 
 
-def test_what_is_made_of_the_device_and_cannot_be_said_is_refused(tmp_path):
+def test_what_depends_on_the_device_and_has_no_expression_is_refused(tmp_path):
     for what, words in (
         ("both", "ask the device for several things"), ("other clusters", "ask the device for several things"),
         ("half", "asks the device for sm_count, and makes of it what .*lift: record.grid"),
@@ -531,6 +531,6 @@ def test_a_tensor_map_stays_within_its_tensor(tmp_path):
         assert (evaluate(constraint.expr, {"m": m, "n": n, "elements": elements}) == 0) == fits
 
 
-def test_large_is_said_of_tensors():
+def test_large_is_a_key_of_tensors():
     with pytest.raises(FusekitError, match=r"arguments\.count\.large"):
         spec_of("filled", FILLED.replace('value = ["mul", 2, "N"]', "large = true, value = 3"))

@@ -77,9 +77,7 @@ def differing(one, other):
     return sorted(label for label in {*one, *other} if one.get(label) != other.get(label))
 
 
-def test_files_that_an_import_would_not_load_do_not_stand_for_those_that_it_would(
-    folder, tmp_path_factory, monkeypatch
-):
+def test_files_that_an_import_would_not_load_do_not_replace_those_that_it_would(folder, tmp_path_factory, monkeypatch):
     """A changed copy that comes first on the path, as a checkout or an editable installation does."""
     Package(folder, "elsewhere-kernels", requires=["nvidia-cutlass-dsl"])
     spec = spec_of("elsewhere_kernels.kernels:make")
@@ -212,7 +210,7 @@ def test_another_version_is_a_miss(folder):
     assert "foreign.version.throw-away" in differing(before, Foreign().fields(spec))
 
 
-def test_a_users_module_and_what_it_imports_beside_it(folder):
+def test_a_users_module_and_what_it_imports_next_to_it(folder):
     (folder / "mine.py").write_text("import helper\nfrom throw_away import kernels\nimport plain, json\ndef f(): ...\n")
     (folder / "helper.py").write_text("import deeper\n")
     (folder / "deeper.py").write_text("")

@@ -239,7 +239,7 @@ def test_a_guard_under_a_condition_holds_there_only() -> None:
     assert any(guard.condition.is_const for guard in lowering.guards)
 
 
-def test_guards_of_both_ways_are_one_and_none_is_said_twice() -> None:
+def test_guards_of_both_ways_are_one_and_none_occurs_twice() -> None:
     graph, algebra = Graph(), Algebra(RANGES)
     lowering = Lowering(graph, algebra, {name: algebra.variable(name) for name in RANGES}, {})
     m, n = graph.argument("M", 32), graph.argument("N", 32)
@@ -264,7 +264,7 @@ def test_choices_upon_choices_are_lowered_in_time() -> None:
     assert len(lowering.guards) == 1
 
 
-def test_a_word_that_was_made_wider_keeps_what_its_guard_says() -> None:
+def test_a_word_that_was_widened_keeps_its_guard() -> None:
     """2**64, which no record can hold, is in none of these."""
     graph, algebra = Graph(), Algebra(RANGES)
     lowering = Lowering(graph, algebra, {name: algebra.variable(name) for name in RANGES}, {})

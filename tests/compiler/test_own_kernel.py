@@ -92,7 +92,7 @@ def vectors(n=4096):
 @pytest.mark.parametrize(
     ("language", "text"), [item for item in BLOCKS if item[0] in ("toml", "c") or "arguments():" in item[1]]
 )
-def test_what_the_page_shows_of_the_files_stands_in_them(language, text):
+def test_what_the_page_shows_of_the_files_is_in_them(language, text):
     assert any(text in source for source in SOURCES.values())
 
 

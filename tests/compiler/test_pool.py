@@ -88,7 +88,7 @@ def test_a_process_outlives_a_failure_and_is_replaced_after_its_death(misbehavin
         (None, "No module named 'cutlass"),  # another version
     ],
 )
-def test_a_compiler_that_cannot_be_imported_is_said_to_be_the_trouble(worker, tmp_path, monkeypatch, source, said):
+def test_a_compiler_that_cannot_be_imported_is_reported(worker, tmp_path, monkeypatch, source, said):
     package = tmp_path / "broken" / "cutlass"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(source or "")

@@ -119,7 +119,7 @@ def test_a_store_that_was_filled_from_a_captured_spec_serves(config, tmp_path, r
     assert Store.open(config).find_name(compiled.name, "sm_90a").key == report.built[0].key
 
 
-def test_a_name_that_stands_for_other_code_by_now_is_not_launched(config, launched):
+def test_a_name_that_now_points_to_other_code_is_not_launched(config, launched):
     compiled, store = compile_kinds(), Store.open(config)
     fake = launched(compiled)
     own = store.find_name(compiled.name, compiled.arch)
@@ -258,7 +258,7 @@ def test_what_no_record_can_say_is_refused_in_words():
         fusekit.compile(hostfunctions.nothing, *given, options=ARCH)
 
 
-def test_a_launch_that_is_refused_is_said_with_the_line_of_its_kernel():
+def test_a_refused_launch_is_reported_with_the_line_of_its_kernel():
     given = (vector(), cutlass.Int32(1), cutlass.Float32(1.0), CUstream(0))
     source = Path(hostfunctions.__file__).read_text().splitlines()
     with pytest.raises(BuildError, match="another stream than the one that it is given") as caught:

@@ -111,7 +111,7 @@ def test_rows_that_come_late(product, wanted, order):
     assert product.status() == [0, 0, 0]
 
 
-def test_rows_that_never_come_are_zeros_and_told(product, wanted):
+def test_rows_that_never_come_are_zeros_and_reported(product, wanted):
     product.arrays["x"].upload(product.x)
     begin = time.monotonic()
     product.begin(NUMBER - 1, 200)

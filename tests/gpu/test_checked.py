@@ -89,7 +89,7 @@ def test_a_checked_kernel_gives_the_same_and_has_no_problems(gpu, checked, specs
     kernel.unload()
 
 
-def test_what_a_graph_finds_in_one_of_its_replays_is_told(gpu, checked, specs):
+def test_what_a_graph_finds_in_one_of_its_replays_is_reported(gpu, checked, specs):
     """One row more than there are, which is memory all the same: nothing reads or writes what is not the test's."""
     spec = specs[NAMES[0]]
     kernel = checked.load(spec.full_name)

@@ -144,5 +144,5 @@ def test_terms_of_float32_numbers(trial, name):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_rows_of_nobody(trial, name):
+def test_rows_of_no_expert(trial, name):
     assert trial(name, 19, 64, indices=np.full((19, SPECS[name].topk), -1, np.int32)) == []

@@ -341,7 +341,7 @@ def test_a_nan_in_a_gradient_reaches_its_token_and_its_experts(layers):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek"])
-def test_a_nan_behind_a_router_reaches_no_other_token(layers, name):
+def test_a_nan_after_a_router_reaches_no_other_token(layers, name):
     moe = module(layers, name)
     given = inputs(moe, 200)
     outputs, grads = step(moe, given)

@@ -324,5 +324,5 @@ def test_gradients_of_given_weights_come_with_dx_or_alone(name):
         ({"kind": "mlp", "ranks": 2}, "ranks", 'of kind = "moe" alone'),
     ],
 )
-def test_wrong_ranks_are_said_in_words(said, key, text):
+def test_wrong_ranks_are_refused_in_words(said, key, text):
     assert [text in rule for where, _, rule in broken(options(**said)) if where == key] == [True]

@@ -66,7 +66,7 @@ def test_registers_of_a_cta_fit_the_file():
     assert gemm_plan(tile=(128, 192), op="grouped-wgrad", dbias=True).registers == (40, 232)
 
 
-def test_shared_memory_arithmetic_is_told(monkeypatch):
+def test_shared_memory_arithmetic_is_in_the_error(monkeypatch):
     monkeypatch.setitem(product.ARCHITECTURES, "sm_90a", dataclasses.replace(SM90A, shared_bytes=102400))
     (refusal,) = refusals(gemm_plan(tile=(128, 128)), "pingpong")
     assert refusal.rule == (
@@ -85,7 +85,7 @@ def test_operands_leave_fewer_stages(monkeypatch):
     assert [stages_with(most) for most in (1024, 32768, 65536, 131072)] == [[6], [5], [4], [2, True]]
 
 
-def test_cluster_is_told():
+def test_a_wrong_cluster_is_refused():
     (refusal,) = refusals(gemm_plan(tile=(128, 128), cluster=(3, 1)), "pingpong")
     assert refusal.field == "cluster"
     assert refusal.rule == "a cluster is one of [1, 1], [2, 1], [1, 2]"
@@ -170,7 +170,7 @@ def test_parts_have_512_rows_and_each_multiprocessor_a_tile(m, n, k, count):
     assert parts({"M": m, "N": n, "K": k}) == count
 
 
-def test_regions_lie_one_behind_the_other():
+def test_regions_lie_one_after_the_other():
     shared = SharedMemory([Region("a", 100, 4), *pipeline("p", 2, 1, 8), Region("b", 16, 1024), barriers("q", 3)])
     assert shared.offsets == {"a": 0, "p_full": 104, "p_empty": 120, "b": 1024, "q": 1040}
     assert shared.bytes == 1048
