@@ -54,8 +54,8 @@ def compile(function: Callable[..., Any], *args: Any, options: str = "", **kwarg
     string; `--gpu-arch`, `--opt-level`, `--ptxas-options`, `--enable-assertions` count, those that dump files do not.
 
     The key is that of the same kernel in a spec file (see `fusekit.capture`), so a store that was filled by `fusekit
-    build --allow-extern` serves it. It is compiled in a separate process that sees no GPU. It asks for no permission, since
-    the caller's own code runs.
+    build --allow-extern` serves it. It is compiled in a separate process that sees no GPU. No permission is asked
+    for, since the caller's own code runs.
 
     What a tensor is for cannot be seen from the call: each is `inout` in the store, and at a launch tensors may
     overlap, as they may with `cute.compile`. Not supported: integers of more than 32 bits; the stream that
