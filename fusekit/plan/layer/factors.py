@@ -1,13 +1,13 @@
-"""What the products of a layer read: tensors as they are, or by the recipe "fp8-block" FP8 values and their scales.
+"""The operands of a layer's products: tensors as they are, or by the recipe "fp8-block" FP8 values and their scales.
 
     product       reads                          product      reads, along the tokens
     fc1           rows of x, w1                  fc2-wgrad    dy, activation
     fc2           rows of the activation, w2     fc1-wgrad    dz, x
-    fc2-dgrad     rows of dy, w2 turned
-    fc1-dgrad     rows of dz, w1 turned
+    fc2-dgrad     rows of dy, w2 transposed
+    fc1-dgrad     rows of dz, w1 transposed
 
 FP8 values of rows are made from rows in the order of the experts, so a product gathers nothing. The products make those
-of the activation, which then is stored as nothing else, and where `Blocks.turns` those of dz, and of the activation
+of the activation, which is then not stored in another form, and where `Blocks.turns` those of dz, and of the activation
 along the tokens. Those of weights are the caller's: `QUANTISE` makes them of w, in both orientations.
 """
 
@@ -64,24 +64,24 @@ class Rows:
 
 
 class Factors(Protocol):
-    """The factors of a layer's products, and the results that are factors of others, by a recipe."""
+    """The operands of a layer's products, and the results that are operands of others, by a recipe."""
 
     def weight(self, name: str, major: str, *shape: int) -> None:
-        """Makes what products read of the weight `name`, which lies by `major`."""
+        """Adds the step that quantises the weight `name`, which lies by `major`."""
 
     def product(self, which: Which, rows: Rows, weight: str, major: str, *, backward: bool = False) -> Given:
-        """x and w of a product, and makes them in the passes `which`. major: of the weight; backward: takes a gradient
-        through it.
+        """The operands x and w of a product, and the steps that quantise them in the passes `which`. major: of the
+        weight; backward: takes a gradient through it.
         """
 
     def tokens(self, argument: str, rows: Rows) -> Given:
-        """The factor `argument` of a weight gradient, "dy" or "x", after the products that read the same rows."""
+        """The operand `argument` of a weight gradient, "dy" or "x", after the products that read the same rows."""
 
     def activation(self, rows: Rows) -> Given:
-        """What a product through the activation stores; its keys overrule those of `product`."""
+        """The outputs of a product with an activation; its keys overrule those of `product`."""
 
     def gradient(self, dz: Rows, rows: Rows) -> Given:
-        """What a product back through the activation stores, likewise: dz, and the activation's rows once more."""
+        """The outputs of a product with a backward activation: dz, and the activation's rows recomputed."""
 
 
 def factors(passes: Passes) -> Factors:
@@ -96,7 +96,7 @@ class Plain:
         self.passes = passes
 
     def weight(self, name: str, major: str, *shape: int) -> None:
-        """There is nothing to make."""
+        """Nothing to quantise."""
 
     def product(self, which: Which, rows: Rows, weight: str, major: str, *, backward: bool = False) -> Given:
         other = "n" if major == "k" else "k"
@@ -173,7 +173,7 @@ class Blocks:
         return dz.extent == "M" and whole
 
     def codes(self, which: Which, rows: Rows, *, by_row: bool = True, turned: bool = False) -> None:
-        """Makes those that nothing has made yet, of rows and along the tokens."""
+        """Adds the step that quantises what no step has quantised yet, of rows and along the tokens."""
         o, columns, base = self.options, rows.columns, rows.base
         by_row, turned = (
             asked and f"{base}_{end}" not in self.passes.buffers for asked, end in ((by_row, "q"), (turned, "t"))

@@ -107,7 +107,7 @@ class Options:
         return "rows" if major == "k" else "gradients"
 
     def canonical(self) -> dict[str, Any]:
-        """In JSON types."""
+        """The options in JSON types."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 

@@ -1,7 +1,7 @@
 """The passes of a layer, launch by launch; the formulas are in fusekit.reference.layer.
 
-Backward, dx comes before the gradients of weights, so that whoever waits for it can start. What a step makes that no
-output needs is not launched (`Program.needed`).
+Backward, dx comes before the gradients of weights, so that a step that waits for it can start. A step that no output
+needs is not launched (`Program.needed`).
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class Passes:
         return argument, self.buffer(f"d{name}", *shape, dtype=grad or self.options.grad_dtype, place=ARGUMENT)
 
     def first(self, part: str, keys: Mapping[str, Any], reads: Names, a: Rows, z: str) -> None:
-        """The first projection of both passes, with the keys of its product, and the activation; z is kept, or made
-        again before the backward pass reads it.
+        """The first projection of both passes, with the keys of its product, and the activation; z is kept, or
+        recomputed before the backward pass reads it.
         """
         coded = self.factors.activation(a)
         whole = {**keys, **self.activation(), **coded.keys}
@@ -126,7 +126,7 @@ class Passes:
     ) -> None:  # fmt: skip
         """A weight gradient: [rows, columns] where N lies before K in the weights, else the other way about.
 
-        plain: of tensors as they are, whatever the recipe.
+        plain: reads tensors as they are, whatever the recipe.
         """
         dy, x = (rows, columns) if major == "k" else (columns, rows)
         read = Plain(self) if plain else self.factors
@@ -163,7 +163,7 @@ class Experts:
         self.rows_dz = Rows("dz", self.n, "M", squares=gradients)
 
     def write(self) -> None:
-        """Everything, forward before backward."""
+        """Adds all steps, forward before backward."""
         p, o = self.passes, self.o
         for name in ("x", "dy", "y", "dx"):
             p.buffer(name, "T", o.hidden, place=ARGUMENT)
@@ -188,11 +188,11 @@ class Experts:
         return {"op": op, "topk": self.o.topk, **keys, "problem": {"T": self.o.tokens}}
 
     def router_op(self, op: str, **keys: Any) -> dict[str, Any]:
-        """The table of one that knows the experts."""
+        """The table of a router's operation."""
         return self.token(op, **{"experts": self.o.experts, **keys})
 
     def rows(self, op: str, **keys: Any) -> dict[str, Any]:
-        """The table of one that moves rows."""
+        """The table of an operation that moves rows."""
         o = self.o
         return self.token(op, dtype=o.dtype, **keys) | {"problem": {"T": o.tokens, "H": o.hidden}}
 
@@ -237,7 +237,7 @@ class Experts:
         p.step(BOTH, "index", keys, reads, writes)
 
     def loss(self) -> None:
-        """The load-balancing loss; the backward pass makes the scores again."""
+        """The load-balancing loss; the backward pass recomputes the scores."""
         p, o = self.passes, self.o
         writes = {
             "scores": p.buffer("scores", "T", o.experts, dtype="f32"),
@@ -308,7 +308,7 @@ class Experts:
         self.passes.step(which, part, keys, reads, {"y": y})
 
     def through(self) -> None:
-        """From dy to the gradients of the rows of x, and of each row's weight."""
+        """Dgrad: from dy to the gradients of the rows of x, and of each row's weight."""
         p, o = self.passes, self.o
         given = self.factors.product(DGRAD, self.rows_dy, "w2", o.b_major, backward=True)
         given |= self.factors.gradient(self.rows_dz, self.rows_a)
@@ -364,7 +364,7 @@ class Experts:
             p.step(DGRAD, "router-dgrad", keys, {"x": "dlogits", "w": w}, {"y": "router_dx"})
 
     def sum_dx(self) -> None:
-        """dx, of all that came through."""
+        """dx: the sum of all its parts."""
         more = [name for name in ("router_dx", "shared_dx") if name in self.passes.buffers]
         self.unpermute(DGRAD, "unpermute-dx", "drows", "dx", more, self.by_input)
 

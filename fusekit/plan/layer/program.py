@@ -1,4 +1,4 @@
-"""What a layer's passes are made of: buffers, steps, and what of them a call needs.
+"""The passes of a layer: buffers, steps, and which of them a call needs.
 
 A buffer is an argument, which the caller gives; or lies in `kept`, which the forward pass fills and the backward pass
 reads; or in `scratch`, for one pass; or, of a layer over ranks, in a window, whose name is then its place, or with what
@@ -264,7 +264,7 @@ class _Home:
     taken: list[tuple[int, int, tuple[int, int]]] = field(default_factory=list)
 
     def keep(self, life: tuple[int, int]) -> tuple[str, int]:
-        """Takes all of it, for what a step writes over what it reads there."""
+        """Takes all of it, for a step that writes over what it reads."""
         self.taken.append((0, self.room or 0, life))
         return self.name, self.begin
 

@@ -1,4 +1,4 @@
-"""The passes of a layer whose experts are spread over ranks; what they mean is in docs/layers.md.
+"""The passes of a layer with expert parallelism; docs/layers.md defines them.
 
     of a token's rank    router, choices | dispatch of x                                         combine -> y
     of an expert's rank                  | index, fc1, fc2, the sum of a token's rows ---------> |

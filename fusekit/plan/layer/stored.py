@@ -17,7 +17,7 @@ from fusekit.plan.quant import BLOCK, NONE
 from fusekit.plan.tiles import GLU_LAYOUTS
 
 _INT32_MAX = 2**31 - 1
-_TYPES = {"str": str, "int": int, "bool": bool}  # of members by their annotation; the others are tables
+_TYPES = {"str": str, "int": int, "bool": bool}  # of members, by their annotation; the others are tables
 _CHOICES = {
     "kind": KINDS, "glu_layout": ("none", *GLU_LAYOUTS), "b_major": ("k", "n"), "keep": ("z", "x", NOTHING),
     "recipe": (NONE, BLOCK), "dtype": ARGUMENTS, "grad_dtype": ARGUMENTS, "weight_dtype": ("", *ARGUMENTS),
