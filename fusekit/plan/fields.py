@@ -13,7 +13,8 @@ class Field:
     type: "string", "choice", "bool", "int", "float", "pair" (two positive integers), "table", "tables" (a list of
     them), "strings" (a list of strings), "json" (a table of JSON values) or "combinations" (a table of lists, of which
     each combination is a value). choices: allowed strings, or allowed pairs. fields: a table's own fields. sweep: a
-    list of values is allowed, and makes one kernel for each.
+    list of values is allowed, and makes one kernel for each. alias: another name of the field. short: the field of a
+    table that a string alone gives.
     """
 
     name: str
@@ -25,3 +26,5 @@ class Field:
     default: Any = None
     required: bool = False
     sweep: bool = False
+    alias: str = ""
+    short: str = ""

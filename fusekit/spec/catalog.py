@@ -91,10 +91,10 @@ def targets(
 
 def _found(pattern: str, namespace: str | None, archs: Sequence[str]) -> list[Found]:
     if pattern == STDIN:
-        return [_of_file(parse_text(_stdin(), "stdin", "stdin", namespace), "stdin", "*", "stdin")]
+        return [_of_file(parse_text(_stdin(), "stdin", "stdin", namespace, unsaid=archs), "stdin", "*", "stdin")]
     path, kernels = _split(pattern)
     if path is not None:
-        targets = [_of_path(file, kernels, namespace) for file in _files(path)]
+        targets = [_of_path(file, kernels, namespace, archs) for file in _files(path)]
         return [target for target in targets if target.specs] or _nothing_in(pattern, kernels, targets)
     packaged = _packaged(pattern, namespace, archs)
     if packaged:
@@ -103,7 +103,7 @@ def _found(pattern: str, namespace: str | None, archs: Sequence[str]) -> list[Fo
         files = sorted(Path(pattern).glob("*.toml"))
         if not files:
             raise UsageError(f"'{pattern}' is a folder without a .toml file; name the folder of the spec files")
-        return [_of_path(file, "*", namespace) for file in files]
+        return [_of_path(file, "*", namespace, archs) for file in files]
     raise _nothing(pattern)
 
 
@@ -130,8 +130,8 @@ def _files(path: str) -> list[Path]:
     return [packaged if plain.name == path and os.path.isfile(packaged) else plain]  # noqa: PTH113 - likewise
 
 
-def _of_path(path: Path, kernels: str, namespace: str | None) -> Found:
-    return _of_file(parse_file(path, namespace), path.stem, kernels, str(path))
+def _of_path(path: Path, kernels: str, namespace: str | None, archs: Sequence[str]) -> Found:
+    return _of_file(parse_file(path, namespace, unsaid=archs), path.stem, kernels, str(path))
 
 
 def _of_file(every: tuple[Spec, ...], stem: str, kernels: str, source: str) -> Found:

@@ -26,7 +26,7 @@ _FIELDS = (
     _BLOCKS,
     Field("warps", "int", "Warps of a thread block, 4, 8, 16 or 32.", minimum=1, default=16, sweep=True),
     Field("problem", "table", "The shape that benchmarks use.",
-        fields=(Field("T", "int", "Tokens of a rank.", required=True), HIDDEN)),
+        fields=(Field("T", "int", "Tokens of a rank.", required=True, alias="tokens"), HIDDEN)),
 )  # fmt: skip
 EXCHANGE_FIELDS = {
     DISPATCH: (

@@ -66,8 +66,8 @@ QUANT_FIELDS = (
 )  # fmt: skip
 
 PROBLEM_FIELDS = (
-    Field("E", "int", "Groups; 1 for a dense operation.", minimum=1, required=True),
-    Field("M", "int", "Rows of x.", required=True),
+    Field("E", "int", "Groups, such as experts; left out: 1, of a dense operation.", minimum=1, alias="experts"),
+    Field("M", "int", "Rows of x.", required=True, alias="tokens"),
     Field("N", "int",
         "Columns of x.w (a gated activation halves, its derivative doubles them); weight gradients: of dy.",
         minimum=1, required=True),
@@ -101,7 +101,8 @@ KERNEL_FIELDS = (
         choices=OUT_DTYPES),
     Field("b_major", "choice", '"k": w[E, N, K]; "n": w[E, K, N].', choices=("k", "n"), default="k"),
     *operand_fields(),
-    Field("activation", "table", 'What is applied to z; default: { kind = "identity" }.', fields=ACTIVATION_FIELDS),
+    Field("activation", "table", 'What is applied to z; a string is its kind; default: "identity".',
+        fields=ACTIVATION_FIELDS, short="kind"),
     Field("glu_layout", "choice", 'How gate and up lie along N; default: "concat" for a gated activation, else "none".',
         choices=("none", *GLU_LAYOUTS)),
     Field("quant", "table",

@@ -107,6 +107,9 @@ def _property(field: Field) -> dict[str, Any]:
                 "default": field.default,
                 "anyOf": [{"enum": list(field.choices)}, _table(field)],
             }
+        if field.short:
+            words = next(sub.choices for sub in field.fields if sub.name == field.short)
+            return {"description": field.doc, "anyOf": [{"enum": list(words)}, _table(field)]}
         return {"description": field.doc, **_table(field)}
     if field.type == "tables":
         tables = {**_table(field), "minProperties": 1}
@@ -148,9 +151,13 @@ def _single(field: Field) -> dict[str, Any]:
 
 
 def _table(field: Field) -> dict[str, Any]:
+    names = [(name, sub) for sub in field.fields for name in (sub.name, sub.alias) if name]
+    either = [{"oneOf": [{"required": [sub.name]}, {"required": [sub.alias]}]}
+              for sub in field.fields if sub.required and sub.alias]  # fmt: skip
     return {
         "type": "object",
-        "properties": {sub.name: _property(sub) for sub in field.fields},
-        "required": [sub.name for sub in field.fields if sub.required],
+        "properties": {name: _property(sub) for name, sub in names},
+        "required": [sub.name for sub in field.fields if sub.required and not sub.alias],
+        **({"allOf": either} if either else {}),
         "additionalProperties": NONE,
     }

@@ -5,11 +5,12 @@ its fields first.
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fusekit.errors import SpecError, SpecWarning
+from fusekit.plan.arch import DEFAULT
 from fusekit.plan.operations import Schema
 from fusekit.spec import document
 from fusekit.spec.fields import FILE_FIELDS, KERNEL_ONLY, NAME_PATTERN, NAME_RULE
@@ -24,18 +25,20 @@ NOTICED = 8  # of what a sweep leaves out, notices, and combinations in one
 
 
 def parse_file(
-    path: str | os.PathLike[str], namespace: str | None = None, arch: str | None = None
+    path: str | os.PathLike[str], namespace: str | None = None, arch: str | None = None, unsaid: Sequence[str] = ()
 ) -> tuple[Spec, ...]:  # fmt: skip
     """Every kernel of a spec file, sweeps expanded, in file order. Raises SpecError.
 
-    namespace, arch: instead of the file's own.
+    namespace, arch: instead of the file's own. unsaid: architectures of kernels for which the file names none; empty:
+    the usual one, with a SpecWarning.
     """
     path = Path(path)
-    return parse_text(document.read(path), path.stem, str(path), namespace, arch)
+    return parse_text(document.read(path), path.stem, str(path), namespace, arch, unsaid)
 
 
 def parse_text(
-    text: str, stem: str, source: str | None = None, namespace: str | None = None, arch: str | None = None
+    text: str, stem: str, source: str | None = None, namespace: str | None = None, arch: str | None = None,
+    unsaid: Sequence[str] = (),
 ) -> tuple[Spec, ...]:  # fmt: skip
     """Like `parse_file`, from the text; `stem` begins the names, `source` is what errors call the file."""
     source = source or f"{stem}.toml"
@@ -47,7 +50,14 @@ def parse_text(
         )
     reader = TableReader()
     parsed = document.parse(text, source)
-    file = _File(reader, parsed if arch is None else _for_arch(parsed, arch), stem, namespace)
+    if arch is not None:
+        parsed = _for_arch(parsed, arch)
+    nameless = _nameless(parsed)
+    if nameless:
+        parsed = parsed | {"defaults": parsed.get("defaults", {}) | {"arch": list(unsaid) or DEFAULT.name}}
+    file = _File(reader, parsed, stem, namespace)
+    if nameless and not unsaid:
+        file.notices.append(f"{nameless} names no arch, and is for {DEFAULT.name}; [defaults] or --arch names one")
     try:
         specs = file.expand()
     except TooManyError:
@@ -57,6 +67,15 @@ def parse_text(
     for notice in file.notices[:MAX_PROBLEMS]:
         warnings.warn(f"{source}: {notice}", SpecWarning, stacklevel=2)
     return specs
+
+
+def _nameless(parsed: dict[str, Any]) -> str:
+    """The first kernel for which neither its table nor [defaults] names an architecture; empty: there is none."""
+    defaults, kernels = parsed.get("defaults", {}), parsed.get("kernel", [])
+    if not isinstance(defaults, dict) or not isinstance(kernels, list) or "arch" in defaults:
+        return ""
+    names = (str(table.get("name")) for table in kernels if isinstance(table, dict) and "arch" not in table)
+    return next(names, "")
 
 
 def _for_arch(parsed: dict[str, Any], arch: str) -> dict[str, Any]:

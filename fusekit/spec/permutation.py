@@ -22,7 +22,7 @@ MOST_TERMS = 3  # which are all bits of a float32
 
 _HEAD = (NAME, SUMMARY, ARCH)
 TOPK = Bounded("topk", "int", f"Choices of a token, K, {MAX_TOPK} at most.", minimum=1, maximum=MAX_TOPK, required=True)
-HIDDEN = Field("H", "int", "Elements of a row.", minimum=1, required=True)
+HIDDEN = Field("H", "int", "Elements of a row.", minimum=1, required=True, alias="hidden")
 _EXPERTS = Field("experts", "int", f"Experts, {MAX_EXPERTS} at most.", minimum=1, required=True)
 _WARPS = Field("warps", "int", "Warps of a thread block, 1, 2, 4 or 8.", minimum=1, default=8, sweep=True)
 DTYPE = Field("dtype", "choice", "Type of the rows; weights and their gradient are f32.", choices=ROUTER_DTYPES,

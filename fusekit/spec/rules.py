@@ -138,6 +138,9 @@ def _problem(spec: KernelSpec) -> list[Broken]:
     if problem is None:
         return []
     refusals: list[Broken] = []
+    if problem.E == 0:
+        shape = {"M": problem.M, "N": problem.N, "K": problem.K}
+        refusals.append(("problem", shape, f"has no E; {spec.op} has groups: say how many, as E or experts"))
     if not spec.grouped and problem.E != 1:
         refusals.append(("problem.E", problem.E, f"{spec.op} has one group; say E = 1"))
     if spec.epilogue == WGRAD:

@@ -68,7 +68,8 @@ def layer_name(spec: Any) -> str:
 
 def _make_gemm(stem: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> KernelSpec:
     activation = Activation(**(values["activation"] or {}))
-    problem = Problem(**values["problem"]) if values["problem"] else None
+    groups = 0 if OPERATIONS[values["op"]].ragged else 1  # 0: a rule asks for it
+    problem = Problem(**({"E": groups} | values["problem"])) if values["problem"] else None
     tile = choice["tile"]
     quant = Quant.of(values["quant"])
     shared = quant.promoted or quant.transpose

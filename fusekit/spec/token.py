@@ -13,7 +13,7 @@ S = TypeVar("S", bound="TokenSpec")
 NAME = Field("name", "string", "The kernel's name in this file.", required=True)
 SUMMARY = Field("summary", "string", "One line about the kernel; default: the file's.")
 ARCH = Field("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True)
-TOKENS_FIELD = Field("T", "int", "Tokens.", required=True)
+TOKENS_FIELD = Field("T", "int", "Tokens.", required=True, alias="tokens")
 PROBLEM = Field("problem", "table", "The shape that run and benchmarks use.", fields=(TOKENS_FIELD,))
 
 

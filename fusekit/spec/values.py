@@ -5,6 +5,7 @@ import math
 import re
 import struct
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from fusekit.spec.fields import INT32_MAX, NAME_PATTERN, NAME_RULE, Field, most_of
@@ -138,16 +139,21 @@ class TableReader:
         complete: report required fields that are missing.
         """
         known = {field.name: field for field in fields}
+        aliases = {field.alias: field for field in fields if field.alias}
         values: dict[str, Any] = {}
         for name, value in table.items():
             if name in known:
                 values[name] = self.value(where, known[name], value)
+            elif name in aliases and aliases[name].name in table:
+                self.report(where, name, value, f"is another name of {aliases[name].name}; leave one of the two out")
+            elif name in aliases:
+                values[aliases[name].name] = self.value(where, replace(aliases[name], name=name), value)
             else:
                 hint = nearest(name, known) or f"; the fields are {', '.join(known)}"
                 self.add(f"{where}{bare(name)} = {show(value)}: there is no such field{hint}")
         if complete:
             for field in fields:
-                if field.required and field.name not in table:
+                if field.required and field.name not in table and field.alias not in table:
                     self.missing(where, field)
         return values
 
@@ -250,11 +256,10 @@ class TableReader:
     def _table(self, where: str, field: Field, value: Any) -> Any:
         if isinstance(value, str) and value in field.choices:
             return value
+        if isinstance(value, str) and field.short:
+            value = {field.short: value}
         if not isinstance(value, dict):
-            hint = (
-                f"; write {{ kind = {show(value)} }}" if field.name == "activation" and isinstance(value, str) else ""
-            )
-            return self.report(where, field.name, value, f"must be {_expected(field)}, is {type_name(value)}{hint}")
+            return self._wrong_type(where, field, value)
         before = self._reported
         values = self.table(f"{where}{field.name}.", value, field.fields)
         return values if self._reported == before else BAD

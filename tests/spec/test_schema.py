@@ -35,7 +35,7 @@ GOOD = {"schema": 1, "kernel": [{"name": "a", "op": "dense-gemm", "arch": "sm_90
         {"dtype": ["bf16"]},
         {"name": "A"},
         {"cluster_margin": -1},
-        {"activation": "silu"},
+        {"activation": "siluh"},
         {"activation": {}},
         {"activation": {"kind": "silu", "beta": 1}},
         {"problem": {"E": 1, "M": 1, "N": 8}},

@@ -125,7 +125,8 @@ def layer_fields(activation: tuple[Field, ...], dtypes: tuple[str, ...]) -> tupl
         Field("experts", "int", "X, the experts.", minimum=1),
         Field("topk", "int", "K, the experts of a token.", minimum=1),
         Field("router", "table", "How experts are chosen.", fields=ROUTER_FIELDS),
-        Field("activation", "table", 'Between the projections; default: { kind = "swiglu" }.', fields=activation),
+        Field("activation", "table", 'Between the projections; a string is its kind; default: "swiglu".',
+            fields=activation, short="kind"),
         Field("glu_layout", "choice", 'How gate and up lie in w1; default: "concat" for a gated activation.',
             choices=("none", *GLU_LAYOUTS)),
         Field("bias", "bool", "Both projections have biases: b1 [X, N], b2 [X, H].", default=False),
@@ -158,7 +159,7 @@ def layer_fields(activation: tuple[Field, ...], dtypes: tuple[str, ...]) -> tupl
             "Over ranks: products begin while the rows that they read still come; else they wait for"
             " all.", default=False),
         Field("problem", "table", "The tokens that variants are chosen for.",
-            fields=(Field("T", "int", "Tokens.", minimum=1, required=True),)),
+            fields=(Field("T", "int", "Tokens.", minimum=1, required=True, alias="tokens"),)),
     )  # fmt: skip
 
 
