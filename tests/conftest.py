@@ -38,9 +38,21 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--soak"):
         settings.register_profile("repeatable", derandomize=True)
         settings.load_profile(config.getoption("--hypothesis-profile", None) or "repeatable")
+    # What a build keeps of installed files in the user's cache folder serves all tests and their processes.
+    if hasattr(config, "cache"):
+        os.environ.setdefault("XDG_CACHE_HOME", str(config.cache.mkdir("home")))
     # A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_records(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> None:
+    """A launch record that one worker has read out of a kernel is not read again by another."""
+    from tests.records import FOLDERS
+
+    here = tmp_path_factory.getbasetemp()
+    FOLDERS[:] = [here.parent if hasattr(request.config, "workerinput") else here]
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ def run(tmp_path):
     def runner(*command, code=(0,), path=(), cwd=tmp_path, **environment):
         search = os.pathsep.join([*map(str, path), str(Path(sys.executable).parent), "/usr/bin", "/bin"])
         base = {"PATH": search, "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
+        base |= {name: os.environ[name] for name in ("XDG_CACHE_HOME",) if name in os.environ}
         done = subprocess.run(command, env=base | environment, cwd=cwd, capture_output=True, text=True, check=False)
         assert done.returncode in code, (command, done.stdout, done.stderr)
         return done

@@ -31,7 +31,7 @@ def read_all(topic: str, paths: Iterable[str], read: Callable[[str], Any], folde
     topic: names what is kept, one for each `read` and set of files. folder: keeps it; None: all is read each time.
     """
     kept = None if folder is None else folder / f"{hashlib.sha256(topic.encode()).hexdigest()[:32]}.json"
-    known = _load(kept)
+    known = load(kept)
     rows: dict[str, list[Any]] = {}
     changed = False
     now = time.time()
@@ -49,7 +49,7 @@ def read_all(topic: str, paths: Iterable[str], read: Callable[[str], Any], folde
             continue
         rows[path] = row
     if kept is not None and (changed or rows.keys() != known.keys()):
-        _save(kept, rows)
+        save(kept, rows)
     return {path: row[1] for path, row in rows.items()}
 
 
@@ -65,7 +65,8 @@ def private(folder: Path | None) -> Path | None:
     return None
 
 
-def _load(path: Path | None) -> dict[str, Any]:
+def load(path: Path | None) -> dict[str, Any]:
+    """The rows that `save` wrote; none where they are damaged or missing."""
     if path is None:
         return {}
     try:
@@ -76,7 +77,8 @@ def _load(path: Path | None) -> dict[str, Any]:
     return table if sound else {}
 
 
-def _save(path: Path, rows: dict[str, list[Any]]) -> None:
+def save(path: Path, rows: dict[str, list[Any]]) -> None:
+    """Replaces `path` by rows of two parts."""
     with contextlib.suppress(OSError):  # what cannot be kept is read again
         descriptor, name = tempfile.mkstemp(dir=path.parent)
         try:

@@ -26,15 +26,23 @@ _DIGEST = 32
 
 
 def main() -> None:
-    """Arguments: a socket, the folder that keeps code or "", then the entries of sys.path."""
+    """Serves: see `forkserver.main`."""
+    descriptor, folder = prepare()
+    from fusekit.compiler import forkserver
+
+    forkserver.main(descriptor, folder)
+
+
+def prepare() -> tuple[int, str]:
+    """The arguments: a socket and the folder that keeps code, or ""; entries of sys.path follow them. Nothing imported
+    from byte code is left.
+    """
     descriptor, folder, *sys.path[:] = sys.argv[2:]
     install(folder)
     for name, module in list(sys.modules.items()):  # by files of installed packages that run before anything else
         if isinstance(getattr(module, "__loader__", None), SourceFileLoader) and not standard(module.__file__ or ""):
             del sys.modules[name]
-    from fusekit.compiler import forkserver
-
-    forkserver.main(int(descriptor), folder)
+    return int(descriptor), folder
 
 
 def standard(path: str) -> bool:

@@ -24,6 +24,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fusekit.compiler.digests import load, private, save
+from fusekit.config import compiler_cache
 from fusekit.errors import BuildError
 
 _FOLLOWED = ("kernels", "compiler", "plan", "abi")
@@ -39,6 +41,7 @@ _BY_NAME = frozenset(
     | {"plan/operands/__init__.py", "plan/activations/__init__.py", "plan/arch/__init__.py", "plan/packages.py"}
 )
 _OPERANDS = "plan/operands/"
+_KEPT = 512  # texts whose parts are kept; a package has half as many
 _FOR_PEOPLE = frozenset({"field", "FIELD", "words", "refused", "rules"})
 
 
@@ -52,13 +55,48 @@ class _File:
     imports: tuple[str, ...]
 
 
+class Parsed:
+    """What a key needs of a source file, (digest, imports), by the file's name and text: parsing takes longer than all
+    else of a key. Kept in `folder` for the next process, unless that is None.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path: Path | None = None
+        self._rows: dict[str, Any] = {}
+        self._used: dict[str, Any] = {}
+        self._new = False
+        if folder is not None:
+            rules = Path(__file__).read_bytes() + sys.version.encode()
+            self._path = folder / f"sources-{_sha(rules)[:32]}.json"
+            self._rows = load(self._path)
+
+    def __call__(self, name: str, data: bytes) -> tuple[str, tuple[str, ...]]:
+        """Raises SyntaxError, and BuildError for an import whose source cannot be identified."""
+        mark = _sha(f"{name}\0".encode() + data)
+        if mark not in self._rows:
+            words, nodes = _what_counts(ast.parse(data, name), name)
+            self._rows[mark] = [_sha(" ".join(words).encode()), _imports(nodes, name) if _followed(name) else []]
+            self._new = True
+        digest, imports = self._used[mark] = self._rows[mark]
+        return digest, tuple(imports)
+
+    def save(self) -> None:
+        """Writes what is new."""
+        if self._new and self._path is not None:
+            save(self._path, self._rows if len(self._rows) <= _KEPT else self._used)
+            self._new = False
+
+
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The source files of a package, each read once. package: the folder of `fusekit`; default: this one's."""
+    """The source files of a package, each read once. package: the folder of `fusekit`; default: this one's. parsed:
+    what is known of texts already.
+    """
 
     package: Path = field(default_factory=lambda: Path(__file__).parents[1])
     _files: dict[str, _File] = field(default_factory=dict)
     _paths: dict[str, str] = field(default_factory=dict)
+    parsed: Parsed = field(default_factory=lambda: Parsed(private(compiler_cache())))
 
     def closure(self, roots: Iterable[str]) -> dict[str, str]:
         """Path relative to the package, with '/' -> digest, for every source file after the modules `roots`.
@@ -85,6 +123,7 @@ class Sources:
                 file = self._read(name, self.package / name)
                 digests[name] = file.digest
                 pending += file.imports
+        self.parsed.save()
         return dict(sorted(digests.items()))
 
     def changed(self, digests: Mapping[str, str]) -> list[str]:
@@ -116,12 +155,10 @@ class Sources:
         if name not in self._files:
             data = path.read_bytes()
             try:
-                tree = ast.parse(data, str(path))
+                digest, imports = self.parsed(name, data)
             except SyntaxError as error:
                 raise BuildError(f"{path}: {error}; fix it") from error
-            words, nodes = _what_counts(tree, name)
-            imports = _imports(nodes, name) if _followed(name) else []
-            self._files[name] = _File(path, _sha(data), _sha(" ".join(words).encode()), tuple(imports))
+            self._files[name] = _File(path, _sha(data), digest, imports)
         return self._files[name]
 
 

@@ -36,9 +36,12 @@ class Error(ctypes.Structure):
         return self.text.decode()
 
 
-def compile_shared(folder: Path, kernels: Sequence[Exported], prefix: str = "fusekit", language: str = "c11") -> Path:
+def compile_shared(
+    folder: Path, kernels: Sequence[Exported], prefix: str = "fusekit", language: str = "c11",
+    options: Sequence[str] = ("-O1",),
+) -> Path:  # fmt: skip
     """The shared object of an export; skips where there is no compiler."""
-    return build(folder, generate(kernels, prefix), prefix, language)
+    return build(folder, generate(kernels, prefix), prefix, language, options)
 
 
 def build(

@@ -116,7 +116,7 @@ def test_awkward_names_compile(tmp_path):
         )
     )
     for language in ("c11", "c++17"):
-        compile_shared(tmp_path, [Exported("odd/kernel-1@x", launch, CUBIN)], "odd", language)
+        compile_shared(tmp_path, [Exported("odd/kernel-1@x", launch, CUBIN)], "odd", language, ("-O0",))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_names_that_meet_in_c_compile(tmp_path, arguments, dims):
         parameters=tuple(PointerParameter(f"p{at}", name, 8 * at) for at, name in enumerate(arguments)),
     )  # fmt: skip
     for language in ("c11", "c++17"):
-        compile_shared(tmp_path, [Exported("a/b@c", launch, CUBIN)], "odd", language)
+        compile_shared(tmp_path, [Exported("a/b@c", launch, CUBIN)], "odd", language, ("-O0",))
 
 
 @pytest.mark.parametrize("prefix", ["", "9x", "a-b", "int", "_x", "fk", "namespace", "stdint", "cuda"])

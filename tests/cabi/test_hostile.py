@@ -45,7 +45,7 @@ def hostile(tmp_path_factory):
         pytest.skip(f"{compiler} is not installed")
     for name, text in generate_loader("demo").items():
         (folder / name).write_text(text)
-    command = [compiler, *standard, "-g", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{folder}", SOURCE, "-ldl", "-o"]
+    command = [compiler, *standard, "-g", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{folder}", SOURCE, "-ldl", "-o"]
     for options in (SANITIZERS, ()):
         done = subprocess.run([*command, folder / "hostile", *options], capture_output=True, text=True, check=False)
         if done.returncode == 0:

@@ -1,6 +1,7 @@
 """A command line in a process of its own, over a store of made-up entries."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,6 +42,8 @@ class Fusekit:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.environment = {"FUSEKIT_STORE": str(root), "PATH": "/usr/bin:/bin", "HOME": str(root.parent)}
+        # Shared with other tests: a build reads every file of the DSL once.
+        self.environment |= {name: os.environ[name] for name in ("XDG_CACHE_HOME",) if name in os.environ}
 
     def __call__(self, *arguments: str, code: int | None = 0, stdin: str = "", **environment: str) -> Result:
         run = subprocess.run(

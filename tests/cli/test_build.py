@@ -23,7 +23,7 @@ def test_build_and_build_again(fusekit):
     assert plan["cached"] == []
     assert not fusekit.root.exists()
 
-    first = fusekit("build", "quickstart/moe-fc2", "--json")
+    first = fusekit("build", "quickstart/moe-fc2", "--json", XDG_CACHE_HOME="")
     document = first.json
     (built,) = document["built"]
     assert set(built) == {"name", "arch", "key", "cubin_sha256", "bytes", "seconds", "proved_launches"}

@@ -241,7 +241,7 @@ def cluster(tmp_path_factory):
             "TMPDIR": str(home),
             "FUSEKIT_STORE": str(home / "its-own-store"),
             "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(HERE)])),
-        }
+        } | {name: os.environ[name] for name in ("XDG_CACHE_HOME",) if name in os.environ}
         with (home / "log").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", *arguments], env=environment, cwd=home, stdout=log, stderr=log

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fusekit.compiler.identity import roots_of
-from fusekit.compiler.sources import Sources, closure
+from fusekit.compiler.sources import Parsed, Sources, closure
 from fusekit.compiler.worker import alone
 from fusekit.plan.operations import OPERATIONS
 from fusekit.plan.quant import Quant
@@ -150,6 +150,24 @@ def test_how_a_source_is_written_down_is_no_input(copy, spec):
     assert Sources(copy).closure(roots_of(spec)) == before
     for name, text in kept.items():
         (copy / name).write_text(text)
+
+
+def test_what_was_parsed_is_kept_by_its_text(tmp_path, monkeypatch):
+    folder, (spec,) = tmp_path / "cache", find(["quickstart/linear"])
+    folder.mkdir()
+    before = Sources(parsed=Parsed(folder)).closure(roots_of(spec))
+    (kept,) = folder.iterdir()
+    rows = json.loads(kept.read_text())
+    assert len(rows) == len(before)
+    with monkeypatch.context() as patch:
+        patch.setattr(ast, "parse", None)  # fails when it is called
+        assert Sources(parsed=Parsed(folder)).closure(roots_of(spec)) == before
+    for damaged in ("", "[]", '{"a": 1}', json.dumps({name: [] for name in rows})):
+        kept.write_text(damaged)
+        assert Sources(parsed=Parsed(folder)).closure(roots_of(spec)) == before
+    known = Parsed(folder)
+    assert known("plan/x.py", b"SIZE = 4") == known("plan/x.py", b"SIZE = 4  # tiles")
+    assert known("plan/x.py", b"SIZE = 4") != known("plan/x.py", b"SIZE = 8")
 
 
 def reworded(text):

@@ -89,6 +89,7 @@ def test_a_build_that_is_stopped_leaves_nothing(temporary, tmp_path, number):
         "from fusekit_cli.main import main; sys.exit(main(['build', 'gpt-oss-20b', '--jobs', '1']))"
     )
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TMPDIR": str(temporary)}
+    environment |= {name: os.environ[name] for name in ("XDG_CACHE_HOME",) if name in os.environ}
     environment["FUSEKIT_STORE"] = str(tmp_path / "store")
     build = subprocess.Popen(
         [sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
