@@ -1,1 +1,1 @@
-"""The command line, one file a verb; installed as fusekit_cli."""
+"""The command line, one file a command; installed as fusekit_cli."""

@@ -1,4 +1,4 @@
-"""`fusekit.compile`: stands in for `cute.compile`, and looks in the store first."""
+"""`fusekit.compile`: a replacement of `cute.compile` that looks in the store first."""
 
 from __future__ import annotations
 
@@ -38,63 +38,78 @@ if TYPE_CHECKING:
     from fusekit.runtime.driver import Driver
     from fusekit.runtime.kernel import Kernel
 
-STEM = "compiled"  # begins the names of what is compiled here
+STEM = "compiled"  # first part of the names of these kernels
 
 
 def compile(function: Callable[..., Any], *args: Any, options: str = "", **kwargs: Any) -> Compiled:
-    """What `cute.compile(function, *args, **kwargs)` gives, out of the store where it is there; else it is compiled,
-    proved and published there.
-
-        compiled = fusekit.compile(scale, x, y, cutlass.Float32(1.0), stream)     # as cute.compile
-        compiled(x, y, 2.0, stream)                                             # as what that returns
-
-    function: a `cute.jit` function, method or object that another process can import: of a module, not of the script
-    that runs, and no closure. args, kwargs: fake tensors, tensors (of which the layout counts), numbers, streams, and
-    what is known at compile time: plain values, classes, enumerations, objects made of such. options: the DSL's option
-    string; `--gpu-arch`, `--opt-level`, `--ptxas-options`, `--enable-assertions` count, those that dump files do not.
+    """As `cute.compile`: take the kernel from the store, or compile, prove and publish it.
 
     The key is that of the same kernel in a spec file (see `fusekit.capture`), so a store that was filled by `fusekit
-    build --allow-extern` serves it. It is compiled in a separate process that sees no GPU. No permission is asked
-    for, since the caller's own code runs.
+    build --allow-extern` is used. Compilation runs in a subprocess without a GPU. The source needs no permission: the
+    caller runs their own code.
 
-    What a tensor is for cannot be seen from the call: each is `inout` in the store, and at a launch tensors may
-    overlap, as they may with `cute.compile`. Not supported: integers of more than 32 bits; the stream that
-    `--enable-tvm-ffi` takes from the framework (the call gives it); host functions that do more than launch; and what
-    the program changed in a module after importing it (a global, a class attribute, what was read of the environment):
-    the compile process imports it anew, and a value that the call reaches and that differs there is a BuildError.
-    Configuration comes from the environment (`FUSEKIT_STORE`).
+    Parameters
+    ----------
+    function : callable
+        A `cute.jit` function, method or object that another process can import: of a module, not of the running
+        script, and not a closure.
+    *args, **kwargs
+        As for `cute.compile`: fake tensors, tensors (only their layout counts), numbers, streams, and compile-time
+        values: plain values, classes, enumerations, objects made of them.
+    options : str, optional
+        Options of the DSL. `--gpu-arch`, `--opt-level`, `--ptxas-options` and `--enable-assertions` are part of the
+        key; those that dump files are not.
 
-    Raises BuildError for a call that cannot be written as a spec, compiled or proved; use `cute.compile` for it. Needs
-    no GPU before the first launch.
+    Returns
+    -------
+    Compiled
+        The kernel, called with the run-time arguments of `function`.
+
+    Raises
+    ------
+    BuildError
+        The call cannot be written as a spec, compiled or proved; use `cute.compile` then. Also if the program has
+        changed a value of a module (a global, a class attribute) that the call reads: the subprocess imports the
+        module again.
+
+    Notes
+    -----
+    The call does not tell the role of a tensor: each is `inout` in the store, and tensors may overlap at a launch, as
+    with `cute.compile`. Not supported: integers of more than 32 bits; the stream that `--enable-tvm-ffi` takes from the
+    framework (pass it in the call); host functions that do more than launch. The configuration is that of the
+    environment (`FUSEKIT_STORE`). No GPU is needed before the first launch.
+
+    Examples
+    --------
+        compiled = fusekit.compile(scale, x, y, cutlass.Float32(1.0), stream)  # as cute.compile
+        compiled(x, y, 2.0, stream)  # as its result
     """
     compile_options = effective_options(options)
-    jit_call = captured(function, args, kwargs, compile_options, arch_of(compile_options))
-    call = json.dumps([jit_call.source, jit_call.params], sort_keys=True).encode()
-    named = dataclasses.replace(jit_call, name=f"{jit_call.name[:40]}-{hashlib.sha256(call).hexdigest()[:12]}")
-    (spec,) = parse_text(
-        f"schema = 1\nsummary = {json.dumps(jit_call.source)}\n\n{named.toml()}", STEM, "fusekit.compile"
-    )
+    call = captured(function, args, kwargs, compile_options, arch_of(compile_options))
+    inputs = json.dumps([call.source, call.params], sort_keys=True).encode()
+    named = dataclasses.replace(call, name=f"{call.name[:40]}-{hashlib.sha256(inputs).hexdigest()[:12]}")
+    (spec,) = parse_text(f"schema = 1\nsummary = {json.dumps(call.source)}\n\n{named.toml()}", STEM, "fusekit.compile")
     config = Config.from_environment()
     store = Store.open(config)
-    identity = dataclasses.replace(_identity(), _foreign=Foreign())  # whose files may have been edited meanwhile
+    identity = dataclasses.replace(_identity(), _foreign=Foreign())  # its files may have been edited meanwhile
     report = build.execute(build.plan_build([spec], store, identity), store, jobs=1)
     for failed in report.failed:
         raise BuildError(failed.error, name=failed.name)
-    (entry,) = report.built + report.hits
-    record = record_of(entry.key, spec)  # the name may stand for the code of another checkout when it is launched
-    return Compiled(_library(config), record, _Parameters(jit_call.source, jit_call.params))
+    (kernel,) = report.built + report.hits
+    record = record_of(kernel.key, spec)  # by a launch, the name may point to code of another checkout
+    return Compiled(_library(config), record, _Parameters(call.source, call.params))
 
 
 class Compiled:
     """A kernel in the store, called with the positional arguments of its host function.
 
-    name, arch: what it is called in the store; `kernel` is the `fusekit.runtime` kernel, loaded at first use.
+    name, arch: its name in the store. kernel: the `fusekit.runtime` kernel, loaded at first use.
     """
 
-    def __init__(self, library: Library, found: NameRecord, parameters: _Parameters) -> None:
-        self.name = found.name
-        self.arch = found.arch
-        self._library, self._found = library, found
+    def __init__(self, library: Library, record: NameRecord, parameters: _Parameters) -> None:
+        self.name = record.name
+        self.arch = record.arch
+        self._library, self._record = library, record
         self._parameters = parameters
         self._kernel: Kernel | None = None
 
@@ -103,15 +118,15 @@ class Compiled:
 
     @property
     def kernel(self) -> Kernel:
-        """Raises NotBuiltError, DriverError as `Library.load` does."""
+        """The loaded kernel. Raises NotBuiltError, DriverError as `Library.load` does."""
         if self._kernel is None:
-            self._kernel = self._library.load_record(self._found)
+            self._kernel = self._library.load_record(self._record)
         return self._kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Launches. args, kwargs: the run-time arguments of the host function, without those that are known at compile
-        time (`Constexpr`): tensors of any framework or `from_dlpack`'s, numbers, and the stream where it takes one.
-        Raises ArgumentError for what does not fit, DriverError for a refused launch.
+        """Launch the kernel. args, kwargs: the run-time arguments of the host function, without compile-time ones
+        (`Constexpr`): tensors of any framework or of `from_dlpack`, numbers, and the stream if it takes one. Raises
+        ArgumentError for arguments that do not fit, DriverError for a refused launch.
         """
         stream, arguments = self.arguments(*args, **kwargs)
         self.kernel(stream=stream, **arguments)
@@ -122,8 +137,8 @@ class Compiled:
         stream, values = self._parameters.values(args, kwargs)
         names = {argument.name for argument in kernel.record.arguments}
         arguments = {}
-        for leaf, given in values:
-            name, value = argument_name(leaf.name), _plain(given, kernel)
+        for leaf, passed in values:
+            name, value = argument_name(leaf.name), _plain(passed, kernel)
             if name in names:
                 arguments[name] = value
             elif value != (compiled := _plain(leaf.fake, kernel)):
@@ -136,12 +151,12 @@ class Compiled:
 
 
 class _Parameters:
-    """How a call's values become the kernel's arguments: in the order of the host function's parameters, flattened."""
+    """Maps the values of a call to the kernel's arguments: the host function's parameters in order, flattened."""
 
     def __init__(self, source: str, params: Any) -> None:
         function, args, kwargs = fakes.read(source, params)
         whole = signature_of(function)
-        runtime = [each for each in whole.parameters.values() if not is_constant(each.annotation)]
+        runtime = [parameter for parameter in whole.parameters.values() if not is_constant(parameter.annotation)]
         self._leaves = leaves(function, args, kwargs)
         self._signature = whole.replace(parameters=runtime)
         bound = whole.bind(*args, **kwargs)
@@ -166,7 +181,7 @@ class _Parameters:
 
 
 def _pairs(name: str, template: Any, value: Any) -> Iterator[tuple[Leaf, Any]]:
-    """(run-time argument, its value), in the order of the trace. template: what it was traced with."""
+    """(run-time argument, its value), in the order of the trace. template: its value in the trace."""
     parts = members(template)
     if parts is None:
         if template is None and value is not None:
@@ -180,7 +195,7 @@ def _pairs(name: str, template: Any, value: Any) -> Iterator[tuple[Leaf, Any]]:
 
 
 def _plain(value: Any, kernel: Kernel) -> Any:
-    """A value of the DSL's own types as one that the runtime takes; any other as it is."""
+    """A value of a type of the DSL as one that the runtime takes; others unchanged."""
     from fusekit.compiler.leaves import RECORDED
     from fusekit.runtime.tensors import Slice
 
@@ -205,12 +220,12 @@ def _identity() -> Identity:
 
 @cache
 def _library(config: Config) -> Library:
-    # One for a store: kernels of one program share contexts and code.
+    # One for each store: the kernels of a program share contexts and code.
     return _overlapping(config)
 
 
 def _overlapping(store: Store | Config, driver: Driver | None = None) -> Library:
-    """A library whose kernels take any tensors, also ones that overlap: no role is known, so no output is."""
+    """A library whose kernels accept overlapping tensors: roles are not known, so none counts as an output."""
     from fusekit.abi import TensorArgument
     from fusekit.library import Library
 
@@ -218,8 +233,8 @@ def _overlapping(store: Store | Config, driver: Driver | None = None) -> Library
         def _read(self, found: NameRecord) -> tuple[LaunchRecord, bytes]:
             record, cubin = super()._read(found)
             arguments = tuple(
-                dataclasses.replace(each, role="input") if isinstance(each, TensorArgument) else each
-                for each in record.arguments
+                dataclasses.replace(argument, role="input") if isinstance(argument, TensorArgument) else argument
+                for argument in record.arguments
             )
             return dataclasses.replace(record, arguments=arguments), cubin
 

@@ -1,4 +1,4 @@
-"""A command line in a process of its own, over a store of made-up entries."""
+"""The command line as a subprocess, over a store of test entries."""
 
 import json
 import os

@@ -26,7 +26,7 @@ from tests.runtime.samples import CUBIN
 
 SPEC = """
 schema = 1
-summary = "made up"
+summary = "for tests"
 [[kernel]]
 name = "fc1"
 op = "grouped-gemm"
@@ -66,7 +66,7 @@ def record() -> LaunchRecord:
 
 
 def store_codes(spec: Any, arrays: dict[str, Any]) -> None:
-    """The results that the kernel stores as codes."""
+    """Store the outputs that the kernel quantizes."""
     means = meaning(spec)
     if means.quant.coded:
         kept = spec.canonical() | {"quant": spec.quant.canonical() + ("" if means.quant.keep else " keep=true")}
@@ -88,17 +88,17 @@ def installer(
 ) -> Callable[[str, LaunchRecord], Callable[..., FakeDriver]]:
     """Puts the kernel of a spec's text into a store; what it gives starts a GPU that computes it."""
 
-    def publish(text: str, made: LaunchRecord) -> Callable[..., FakeDriver]:
+    def publish(text: str, launch_record: LaunchRecord) -> Callable[..., FakeDriver]:
         (spec,) = parse_text(text, "made", "made.toml")
         store = Store.open(Config(store=tmp_path))
         fields = {"arch": "sm_90a"}
         digest = hashlib.sha256(CUBIN).hexdigest()
-        entry = Entry(key_of(fields), fields, digest, len(CUBIN), made.to_json(), {}, {}, {}, 1.0)
+        entry = Entry(key_of(fields), fields, digest, len(CUBIN), launch_record.to_json(), {}, {}, {}, 1.0)
         store.publish(entry, CUBIN)
         canonical = json.loads(json.dumps(spec.canonical()))
         store.publish_name(NameRecord(spec.full_name, "sm_90a", entry.key, canonical, {"cluster_margin": 0}))
         monkeypatch.setenv("FUSEKIT_STORE", str(tmp_path))
-        dtypes = {tensor.name: tensor.dtype for tensor in made.tensors}
+        dtypes = {tensor.name: tensor.dtype for tensor in launch_record.tensors}
 
         def start(harm: Harm, shapes: dict[str, tuple[int, ...]]) -> FakeDriver:
             """`harm` changes what was written; `shapes` stand in the order of the parameters."""
@@ -120,7 +120,7 @@ def installer(
                     arrays[name][:written] = encode(values[:written], dtypes[name])
                 harm(arrays)
 
-            fake = FakeDriver([(parameter.offset, parameter.size) for parameter in made.parameters])
+            fake = FakeDriver([(parameter.offset, parameter.size) for parameter in launch_record.parameters])
             fake.on_launch = compute
             monkeypatch.setattr("fusekit.runtime.driver._import_bindings", lambda: fake)
             return fake

@@ -54,8 +54,8 @@ def test_a_package_that_is_missing_is_named(fusekit):
     refused = fusekit("build", str(example), "--allow-extern", "--json", code=1)
     wanted = {f"attention/{name}@base" for name in ("forward", "forward-sink", "forward-paged", "backward-prepare")}
     wanted |= {f"attention/{name}@base" for name in ("backward", "round-queries", "round-keys")}
-    assert {each["name"] for each in refused.json["failed"]} == wanted
-    assert all("pip install 'flash-attn-4'" in each["error"] for each in refused.json["failed"])
+    assert {row["name"] for row in refused.json["failed"]} == wanted
+    assert all("pip install 'flash-attn-4'" in row["error"] for row in refused.json["failed"])
 
 
 def test_a_changed_module_is_a_miss_that_says_so(fusekit, spec):
@@ -92,17 +92,17 @@ def test_a_source_has_an_environment_from_nothing(fusekit, spec, monkeypatch):
 
 
 def test_a_spec_is_begun_by_tracing(fusekit, spec, tmp_path):
-    made = fusekit("new", "--from", "mykernels:twice", "--params", '{"columns": 96}').out
-    assert 'x = { role = "?", shape = ["D0", 96], doc = "" }' in made
+    written = fusekit("new", "--from", "mykernels:twice", "--params", '{"columns": 96}').out
+    assert 'x = { role = "?", shape = ["D0", 96], doc = "" }' in written
     fusekit("new", "--from", "mykernels:twice", "-o", "begun.toml")
     text = (tmp_path / "begun.toml").read_text()
     refused = fusekit("build", "begun.toml", "--allow-extern", code=2)
     assert 'arguments.x.role = "?": must be one of input, output, inout, workspace' in refused.err
     (tmp_path / "begun.toml").write_text(text.replace('role = "?"', 'role = "inout"'))
     assert fusekit("build", "begun.toml", "--allow-extern", "--json").json["built"][0]["name"] == "begun/twice@base"
-    said = fusekit("new", "--from", "mykernels:broken", code=1)
-    assert said.err.startswith("fusekit: source mykernels:broken raised RuntimeError: no luck (")
-    assert "mykernels.py, line " in said.err
+    failure = fusekit("new", "--from", "mykernels:broken", code=1)
+    assert failure.err.startswith("fusekit: source mykernels:broken raised RuntimeError: no luck (")
+    assert "mykernels.py, line " in failure.err
     spec.with_name("ending.py").write_text("import os\n\n\ndef ends():\n    os._exit(3)\n")
     assert "ended with 3, without an answer; a source" in fusekit("new", "--from", "ending:ends", code=1).err
     spec.write_text(SPEC.replace("mykernels:twice", "ending:ends"))
@@ -122,13 +122,13 @@ REFUSED = {
 
 
 def test_a_record_that_cannot_be_is_refused_by_the_keys_of_the_spec(fusekit, spec):
-    told = 'schema = 1\n[defaults]\nop = "extern"\narch = "sm_90a"\n'
+    text = 'schema = 1\n[defaults]\nop = "extern"\narch = "sm_90a"\n'
     for name, arguments in REFUSED.items():
         source = "twice" if "x = " in arguments else "filled"
-        told += f'[[kernel]]\nname = "{name}"\nsource = "mykernels:{source}"\n[kernel.arguments]\n{arguments}\n'
-    spec.write_text(told)
+        text += f'[[kernel]]\nname = "{name}"\nsource = "mykernels:{source}"\n[kernel.arguments]\n{arguments}\n'
+    spec.write_text(text)
     failed = fusekit("build", "own.toml", "--allow-extern", "--json", code=1).json["failed"]
-    assert {each["name"].partition("/")[2].partition("@")[0]: each["error"] for each in failed} == {
+    assert {row["name"].partition("/")[2].partition("@")[0]: row["error"] for row in failed} == {
         "renamed": "arguments: 'x' occurs twice; names are unique; say arguments.NAME.rename = \"TEXT\" of one",
         "scratch": "arguments.memory.bytes[2]: unknown variable 'Q'; known are N, sm_count",
         "zeroed": "arguments.memory.bytes: unknown variable 'N'; known are sm_count",

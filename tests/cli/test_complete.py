@@ -1,4 +1,4 @@
-"""Completion in a shell: verbs, options, names of packaged specs and of the store, globs, files."""
+"""Completion in a shell: commands, options, names of packaged specs and of the store, globs, files."""
 
 import os
 import shutil

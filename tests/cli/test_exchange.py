@@ -31,7 +31,7 @@ def other(fusekit, tmp_path):
 
 
 def stated_digest(path):
-    """Of the loader's directory: the last of what is in the bundle, before 1024 zeros."""
+    """The digest of the loader's directory: the end of the bundle, before 1024 zeros."""
     with tarfile.open(path) as file:
         return file.extractfile("loader.bin").read()[-32:].hex()
 
@@ -105,16 +105,16 @@ def test_pulling_what_is_damaged(fusekit, store, other, tmp_path):
 
 def test_keys(fusekit, tmp_path):
     pytest.importorskip("cryptography")
-    made = fusekit("key", "new", "keys/ours", "--comment", "the build farm", "--json").json
-    assert made["line"].startswith("ssh-ed25519 ")
-    assert made["line"].endswith(" the build farm")
+    key = fusekit("key", "new", "keys/ours", "--comment", "the build farm", "--json").json
+    assert key["line"].startswith("ssh-ed25519 ")
+    assert key["line"].endswith(" the build farm")
     assert stat.S_IMODE((tmp_path / "keys" / "ours").stat().st_mode) == 0o600
-    assert (tmp_path / "keys" / "ours.pub").read_text() == made["line"] + "\n"
+    assert (tmp_path / "keys" / "ours.pub").read_text() == key["line"] + "\n"
     for file in ("keys/ours", "keys/ours.pub"):
         assert fusekit("key", "show", file, "--json").json == [
-            {"id": made["id"], "comment": "the build farm", "line": made["line"]}
+            {"id": key["id"], "comment": "the build farm", "line": key["line"]}
         ]
-    assert fusekit("key", "show", "keys/ours").out == f"{made['id']}  {made['line']}\n"
+    assert fusekit("key", "show", "keys/ours").out == f"{key['id']}  {key['line']}\n"
     assert "is never overwritten" in fusekit("key", "new", "keys/ours", code=2).err
     assert "PRIVATE" not in fusekit("key", "show", "keys/ours").out
     assert "there is no key file" in fusekit("key", "show", "absent", code=2).err
@@ -272,7 +272,7 @@ def test_a_manifest_protects_against_what_is_older(fusekit, store, other, tmp_pa
     store.publish_name(NameRecord(NAMES[0], "sm_90a", entry.key, {}, {}))
     fusekit("push", "remote", "--sign", "ours")
     fusekit("export", "today.tar", "--sign", "ours")
-    listed = {each.record.name: Locked.of(store.find_entry(each.record.key)) for each in store.names()}
+    listed = {listed.record.name: Locked.of(store.find_entry(listed.record.key)) for listed in store.names()}
     manifest = Manifest("sm_90a", {"nvidia-cutlass-dsl": "4.8.1"}, listed)
     path = str(write_manifest(manifest, tmp_path, read_signing_key(tmp_path / "ours")))
 
@@ -298,7 +298,7 @@ def test_a_manifest_protects_against_what_is_older(fusekit, store, other, tmp_pa
 
 def test_verify_holds_a_store_against_a_manifest(fusekit, store, tmp_path):
     """A name that is gone, one that leads to an older kernel, and a launch record that is another one are seen."""
-    listed = {each.record.name: Locked.of(store.find_entry(each.record.key)) for each in store.names()}
+    listed = {listed.record.name: Locked.of(store.find_entry(listed.record.key)) for listed in store.names()}
     manifest = Manifest("sm_90a", {"nvidia-cutlass-dsl": "4.8.1"}, listed)
     path = str(write_manifest(manifest, tmp_path))
     fusekit("verify", "--check", path)
@@ -311,7 +311,7 @@ def test_verify_holds_a_store_against_a_manifest(fusekit, store, tmp_path):
     path = str(
         write_manifest(manifest.updated({NAMES[2]: replace(listed[NAMES[2]], launch_sha256="0" * 64)}), tmp_path)
     )
-    bad = [each["problem"] for each in fusekit("verify", "--check", path, "--json", code=1).json["bad"]]
+    bad = [row["problem"] for row in fusekit("verify", "--check", path, "--json", code=1).json["bad"]]
     assert ["one of them is older" in bad[0], "is not there" in bad[1], "has the launch record" in bad[2]] == [True] * 3
     assert len(bad) == 3
     assert fusekit("verify", "--json").json["bad"] == []

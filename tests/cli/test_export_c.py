@@ -1,4 +1,4 @@
-"""`fusekit export --lang c` over a store of made-up kernels."""
+"""`fusekit export --lang c` over a store of test kernels."""
 
 import pytest
 

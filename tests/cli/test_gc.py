@@ -1,4 +1,4 @@
-"""gc and copy over a made-up store."""
+"""gc and copy over a store of test entries."""
 
 import os
 import time
@@ -26,8 +26,8 @@ def aged(store):
 def test_gc_by_age(aged, fusekit):
     document = fusekit("gc", "--max-age", "36h", "--json").json
     assert (document["removed"], document["kept"], document["dry_run"]) == (2, 1, False)
-    assert document["freed_bytes"] == sum(each["bytes"] for each in document["evicted"])
-    assert [each["reason"] for each in document["evicted"]] == ["age", "age"]
+    assert document["freed_bytes"] == sum(row["bytes"] for row in document["evicted"])
+    assert [row["reason"] for row in document["evicted"]] == ["age", "age"]
     assert document["evicted"][0]["names"] == [f"{NAMES[2]}.sm_90a.json"]
     assert [row["name"] for row in fusekit("ls", "--json").json] == [NAMES[0]]
     assert fusekit("verify", "--full", "--json").json["bad"] == []

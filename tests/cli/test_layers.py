@@ -1,4 +1,4 @@
-"""A layer by its name, `file/layer`: every verb that takes a name takes it, and means all its kernels."""
+"""A layer by its name, `file/layer`: every command that takes a name takes it, for all its kernels."""
 
 import json
 import re
@@ -27,12 +27,12 @@ def plain(store, name, seed):
 
 @pytest.fixture
 def store(fusekit):
-    """A layer, a kernel that is none of it, and one whose name begins as the layer's."""
+    """A layer, a kernel that is not part of it, and one whose name begins as the layer's."""
     publish(fusekit.root, OPTIONS)
-    made = Store(fusekit.root)
-    plain(made, "model/fc1@one", 90)
-    plain(made, "model/moe-fc1@one", 91)
-    return made
+    store = Store(fusekit.root)
+    plain(store, "model/fc1@one", 90)
+    plain(store, "model/moe-fc1@one", 91)
+    return store
 
 
 def listed(fusekit, *arguments):
@@ -47,7 +47,7 @@ def test_a_layer_means_its_kernels(store):
     assert [listing.record.name for listing in store.names("model/moe-fc1")] == ["model/moe-fc1@one"]
     assert store.variants("model/moe", "sm_90a") == []
     assert store.names("model/mo") == []
-    plain(store, "model/moe@one", 92)  # what has the name itself is meant by it
+    plain(store, "model/moe@one", 92)  # an equal name comes first
     assert [listing.record.name for listing in store.names("model/moe")] == ["model/moe@one"]
 
 
@@ -63,18 +63,18 @@ def test_ls_says_of_which_layer_a_kernel_is(fusekit, store):
 
 def test_show_says_what_a_layer_is(fusekit, store):
     document = fusekit("show", "model/moe", "--json").json
-    made = program(OPTIONS)
+    plan = program(OPTIONS)
     assert (document["name"], document["kind"], document["missing"]) == ("model/moe", "moe", [])
     assert (document["options"]["hidden"], document["options"]["weight_dtype"]) == (OPTIONS.hidden, OPTIONS.dtype)
     assert [kernel["name"] for kernel in document["kernels"]] == [f"{part}@one" for part in PARTS]
     for which in ("forward", "inference", "backward"):
-        inputs, outputs = made.arguments(which)
-        told = document["passes"][which]
-        assert {each["name"]: tuple(each["shape"]) for each in told["inputs"]} == {
+        inputs, outputs = plan.arguments(which)
+        steps = document["passes"][which]
+        assert {tensor["name"]: tuple(tensor["shape"]) for tensor in steps["inputs"]} == {
             name: buffer.shape for name, buffer in inputs.items()
         }
-        assert [each["name"] for each in told["outputs"]] == list(outputs)
-        assert [step["kernel"] for step in told["steps"]] == [f"model/moe.{step.part}" for step in made.steps[which]]
+        assert [tensor["name"] for tensor in steps["outputs"]] == list(outputs)
+        assert [step["kernel"] for step in steps["steps"]] == [f"model/moe.{step.part}" for step in plan.steps[which]]
     sizes = Layer(Library(store), "model/moe").sizes(1024)
     assert document["memory"]["tokens"] == 1024
     assert document["memory"]["kept"] == sizes.kept
@@ -83,8 +83,8 @@ def test_show_says_what_a_layer_is(fusekit, store):
     }  # fmt: skip
     text = fusekit("show", "model/moe").out
     assert text.startswith(f"model/moe: a layer (moe) of {len(PARTS)} kernels for sm_90a\n")
-    for said in ("kept for the backward pass", "fc1-fwd", "[T, 24]", "memory for 1024 tokens"):
-        assert said in text
+    for line in ("kept for the backward pass", "fc1-fwd", "[T, 24]", "memory for 1024 tokens"):
+        assert line in text
     fusekit("rm", "model/moe.fc2")
     text = fusekit("show", "model/moe").out
     assert text.splitlines()[-1] == "not built: model/moe.fc2"
@@ -102,17 +102,17 @@ def test_show_says_what_a_recipe_quantises(fusekit, store):
     publish(fusekit.root, options(file="coded", recipe="fp8-block", hidden=144, intermediate=192, tokens=1024))
     document = fusekit("show", "coded/moe", "--json").json
     assert (document["options"]["recipe"], document["missing"]) == ("fp8-block", [])
-    told = document["passes"]["quantise"]
-    assert [each["name"] for each in told["inputs"]] == ["w1", "w2"]
-    assert {"name": "w2_ts", "dtype": "f32", "shape": [8, 2, 2], "added_to": False} in told["outputs"]
-    assert "w1" not in {each["name"] for each in document["passes"]["forward"]["inputs"]}
+    steps = document["passes"]["quantise"]
+    assert [tensor["name"] for tensor in steps["inputs"]] == ["w1", "w2"]
+    assert {"name": "w2_ts", "dtype": "f32", "shape": [8, 2, 2], "added_to": False} in steps["outputs"]
+    assert "w1" not in {tensor["name"] for tensor in document["passes"]["forward"]["inputs"]}
     assert document["memory"]["codes"] == Layer(Library(store), "coded/moe").sizes(1024).codes
     assert "quantise" not in document["memory"]["scratch"]
     text = fusekit("show", "coded/moe").out
-    for said in ("FP8 weights", "quantise-x-turned", "w1_q"):
-        assert said in text
-    told = options(file="own", recipe="fp8-block", weight_dtype="f32", hidden=144, intermediate=192, tokens=1024)
-    publish(fusekit.root, told)
+    for line in ("FP8 weights", "quantise-x-turned", "w1_q"):
+        assert line in text
+    keyed = options(file="own", recipe="fp8-block", weight_dtype="f32", hidden=144, intermediate=192, tokens=1024)
+    publish(fusekit.root, keyed)
     assert re.search(r"^  weight_dtype +f32$", fusekit("show", "own/moe").out, re.MULTILINE)
     assert "FP8 weights" not in fusekit("show", "model/moe").out
 
@@ -158,9 +158,9 @@ def test_a_layer_moves_between_stores(fusekit, store, tmp_path):
 def test_an_export_of_half_a_layer_says_what_is_missing(fusekit, store, language):
     assert "not built" not in fusekit("export", *language, "model/moe").err
     fusekit("rm", "model/moe.fc2", "model/moe.fc1-dgrad")
-    said = fusekit("export", *language, "model/moe").err
+    notes = fusekit("export", *language, "model/moe").err
     missing = [part for part in PARTS if part in ("model/moe.fc2", "model/moe.fc1-dgrad")]
-    assert f"model/moe is incomplete; not built: {', '.join(missing)}\n" in said
+    assert f"model/moe is incomplete; not built: {', '.join(missing)}\n" in notes
     assert "not built" not in fusekit("export", *language, "model/moe.fc2-dgrad", "model/fc1").err
 
 

@@ -37,8 +37,8 @@ def test_write_and_check(fusekit, tmp_path):
     document = json.loads(path.read_text())
     document["kernels"][NAME]["launch_sha256"] = "0" * 64
     path.write_text(json.dumps(document))
-    for verb in (("build", "--check", str(path)), ("lock", "quickstart/moe-fc2")):
-        (row,) = fusekit(*verb, "--json", code=1).json["changed"]
+    for command in (("build", "--check", str(path)), ("lock", "quickstart/moe-fc2")):
+        (row,) = fusekit(*command, "--json", code=1).json["changed"]
         assert (row["expected"], "the same cubin with another launch record" in row["reason"]) == ("0" * 64, True)
 
     # A difference is reported, kernel by kernel.

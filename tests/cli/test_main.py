@@ -26,18 +26,18 @@ def test_version(fusekit):
     assert fusekit("--version").out == f"fusekit {library.__version__}\n"
 
 
-def test_help_lists_every_verb(fusekit):
+def test_help_lists_every_command(fusekit):
     out = fusekit("--help").out
-    for verb, help_line in COMMANDS.items():
-        assert f"  {verb} " in out
+    for name, help_line in COMMANDS.items():
+        assert f"  {name} " in out
         assert help_line in out
 
 
-def test_every_verb_has_its_file_and_its_help():
+def test_every_command_has_its_file_and_its_help():
     context = click.Context(cli)
-    for verb in COMMANDS:
-        assert (FOLDER / f"{verb.replace('-', '_')}{'_' if iskeyword(verb) else ''}.py").is_file()
-        command = cli.get_command(context, verb)
+    for name in COMMANDS:
+        assert (FOLDER / f"{name.replace('-', '_')}{'_' if iskeyword(name) else ''}.py").is_file()
+        command = cli.get_command(context, name)
         assert command is not None
         assert command.help
         names = {option for parameter in command.params for option in parameter.opts}
@@ -47,7 +47,7 @@ def test_every_verb_has_its_file_and_its_help():
 @pytest.mark.parametrize(
     "arguments", [("--help",), ("--version",), ("ls",), ("show", "quickstart/linear"), ("verify",)]
 )
-def test_quick_verbs_import_nothing_heavy(store, fusekit, arguments):
+def test_quick_commands_import_nothing_heavy(store, fusekit, arguments):
     code = (
         "import sys\nfrom fusekit_cli.main import main\n"
         f"code = main({list(arguments)!r})\n"
@@ -70,7 +70,7 @@ def test_usage_errors(fusekit, arguments):
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_common_options_stand_before_or_after_the_verb(store, fusekit, where):
+def test_common_options_stand_before_or_after_the_command(store, fusekit, where):
     options = ["--json", "--store", str(fusekit.root)]
     line = [*options, "ls"] if where == "before" else ["ls", *options]
     assert len(fusekit(*line, FUSEKIT_STORE="/nonexistent").json) == 3
@@ -82,8 +82,8 @@ def test_quiet_and_verbose(store, fusekit, tmp_path):
     assert fusekit("show", "nothing/x", "-q", code=3).err.startswith("fusekit: 'nothing/x' is not in the store")
     assert fusekit("ls", "-q").out == fusekit("ls").out == fusekit("ls", "-v").out
     root = str(tmp_path / "site")
-    told = fusekit("ls", "-v", FUSEKIT_STORES=root, code=1).err.splitlines()  # the root is not there
-    assert told[:2] == [f"store: {fusekit.root}", f"read-only root: {root}"]
+    lines = fusekit("ls", "-v", FUSEKIT_STORES=root, code=1).err.splitlines()  # the root is not there
+    assert lines[:2] == [f"store: {fusekit.root}", f"read-only root: {root}"]
     assert fusekit("-q", "ls", "-v").err  # the last one counts
     assert not fusekit("-v", "ls", "nothing", "-q").err
 

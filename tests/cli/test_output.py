@@ -33,9 +33,9 @@ def drawn(monkeypatch, tmp_path, color=True, columns=80):
 
 
 def session(tmp_path, color):
-    made = Session()
-    made.__dict__["config"] = Config(store=tmp_path, color=color)
-    return made
+    session = Session()
+    session.__dict__["config"] = Config(store=tmp_path, color=color)
+    return session
 
 
 @pytest.mark.parametrize("color", [True, False])

@@ -16,13 +16,13 @@ class Terminal(io.StringIO):
 
 
 def shown(monkeypatch, tmp_path, stderr, moves_bytes=False, **options):
-    made = Session(**options)
-    made.__dict__["config"] = Config(store=tmp_path, color=False)
+    session = Session(**options)
+    session.__dict__["config"] = Config(store=tmp_path, color=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", stderr)
-        with progress(made, "compiling", moves_bytes=moves_bytes) as update:
+        with progress(session, "compiling", moves_bytes=moves_bytes) as update:
             update(0, 2, "", 0)
             update(1, 2, "a/\x1b[31mb", 10)
             update(2, 2, "c/d", 20)

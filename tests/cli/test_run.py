@@ -116,9 +116,9 @@ def spare_code(outputs: dict[str, Any]) -> None:
 def test_results_as_codes(install: Any, capsys: Any, keep: bool, harm: Harm, messages: tuple[str, ...]) -> None:
     text = CODED.format(keep=str(keep).lower())
     (spec,) = parse_text(text, "made", "made.toml")
-    made = signature(spec)
-    tensors = tuple(argument for argument in made.arguments if isinstance(argument, TensorArgument))
-    whole = pointers(tensors, *made.dims, skip_if_zero=("M",))
+    kernel = signature(spec)
+    tensors = tuple(argument for argument in kernel.arguments if isinstance(argument, TensorArgument))
+    whole = pointers(tensors, *kernel.dims, skip_if_zero=("M",))
     install(text, whole)(harm, {name: CODED_SHAPES[name] for name in (tensor.name for tensor in tensors)})
     code, document = run(capsys, "made/fc1", "--check")
     if not messages:

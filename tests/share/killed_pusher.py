@@ -105,15 +105,15 @@ def main() -> None:
             push(older, select(older), Remote(url))
         whole = pushed(store, url, last, where)
         try:
-            found = survey(Remote(url), trust, cubins=True)
-            assert found.failed == (), found.failed
-            assert not last % 2 or len(found.records) == len(NAMES)
+            content = survey(Remote(url), trust, cubins=True)
+            assert content.failed == (), content.failed
+            assert not last % 2 or len(content.records) == len(NAMES)
         except NotBuiltError:
             assert not last % 2  # nothing has a name yet
         push(store, select(store), Remote(url) if where == "here" else elsewhere(Remote(url)))
-        found = survey(Remote(url), trust, cubins=True)
-        assert found.failed == ()
-        assert {each.key for each in found.records} == {each.record.key for each in store.names()}
+        content = survey(Remote(url), trust, cubins=True)
+        assert content.failed == ()
+        assert {record.key for record in content.records} == {listed.record.key for listed in store.names()}
         if where == "here":  # the folder is a store, whose collection clears away what killed pushes left
             Store(Path(url)).collect()
             assert not list(Path(url).rglob("*.tmp"))

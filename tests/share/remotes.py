@@ -71,17 +71,17 @@ class UnsteadyDisk(Disk):
 
 
 def remote(url, fails=lambda operation, path: None):
-    made = Remote(url, pause=0.001)
-    made._fs = Unsteady(made._fs, fails)
-    if made._publisher is not None:
-        made._publisher.disk = UnsteadyDisk(made._fs)
-    return made
+    opened = Remote(url, pause=0.001)
+    opened._fs = Unsteady(opened._fs, fails)
+    if opened._publisher is not None:
+        opened._publisher.disk = UnsteadyDisk(opened._fs)
+    return opened
 
 
-def elsewhere(made):
-    """`made`, the remote of a folder, written through fsspec alone: as one on a file system of another machine."""
-    made._publisher = None
-    return made
+def elsewhere(opened):
+    """`opened`, the remote of a folder, written through fsspec alone, as on a file system of another machine."""
+    opened._publisher = None
+    return opened
 
 
 def damage(url, path, change):

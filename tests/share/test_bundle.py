@@ -89,7 +89,7 @@ def test_a_damaged_store_is_not_exported(store, tmp_path):
     with pytest.raises(IntegrityError, match="has no digest"):
         select(store)
     assert path.read_bytes() == b"what was there"
-    assert {each.name for each in tmp_path.iterdir()} == {"store", "kernels.tar"}
+    assert {path.name for path in tmp_path.iterdir()} == {"store", "kernels.tar"}
 
 
 def test_a_file_that_cannot_be_written(store, tmp_path):
@@ -148,7 +148,7 @@ def test_an_import_that_is_killed_is_finished_by_the_next(bundle, tmp_path, monk
     assert files(tmp_path / "seeded") == files(tmp_path / "store")
 
 
-def test_an_import_mends_what_is_damaged(bundle, tmp_path):
+def test_an_import_repairs_what_is_damaged(bundle, tmp_path):
     target = Store(tmp_path / "seeded")
     import_bundle(target, bundle)
     for path in (
@@ -177,18 +177,18 @@ def test_what_is_there_under_a_key_stands(store, bundle, tmp_path):
 def test_what_the_loader_reads_comes_last_and_stays_in_the_file(tmp_path):
     """Every import checks it, and takes nothing of it."""
     store = fill(Store(tmp_path / "store"))
-    told, content = {}, []
+    offsets, content = {}, []
 
     def loader(before):
-        told.update(before)
+        offsets.update(before)
         content.append(member(select(store), before)[0])
-        return content[0], "told"
+        return content[0], "digest"
 
     done = export_bundle(store, select(store), tmp_path / "kernels.tar", loader)
-    assert done.digest == "told"
+    assert done.digest == "digest"
     data = (tmp_path / "kernels.tar").read_bytes()
     place = data.index(content[0])
-    for cubin, before in told.items():
+    for cubin, before in offsets.items():
         entry = next(entry for entry, _ in select(store).entries if entry.cubin_sha256 == cubin)
         assert data[place - before :].startswith(store.read_cubin(entry))
     export_bundle(store, select(store), tmp_path / "plain.tar")

@@ -66,7 +66,7 @@ def test_members_that_do_not_belong(bundle, tmp_path, member, match, place):
     put(members, bundle)
     refused(bundle, tmp_path / "seeded", "has .* bytes, and by its index")  # before anything else is looked at
     # The same size as before: the member takes the place of another one.
-    original = [each for each in members if each is not member]
+    original = [other for other in members if other is not member]
     index = 1 if place is None else place
     content = member if isinstance(member, bytes) else put([member], tmp_path / "one", b"").read_bytes()
     name, data = original[index]
@@ -77,7 +77,7 @@ def test_members_that_do_not_belong(bundle, tmp_path, member, match, place):
 
 def test_a_member_twice(bundle, tmp_path):
     first, *rest = parts(bundle)
-    blobs = [each for each in rest if each[0].startswith("blobs")]
+    blobs = [other for other in rest if other[0].startswith("blobs")]
     sizes = {len(data) for _, data in blobs}
     assert len(sizes) == 1  # so the file keeps its size
     rest[1] = rest[0]

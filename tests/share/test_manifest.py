@@ -70,7 +70,7 @@ def test_what_several_write_at_once_is_all_there(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         (path,) = set(pool.map(write, range(40)))
     assert len(read_manifest(path).kernels) == 40
-    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    assert [path.name for path in path.parent.iterdir()] == [path.name]
 
 
 def test_a_folder_that_cannot_be_written_is_said_to_be_none_of_a_store(manifest, tmp_path):
@@ -82,13 +82,13 @@ def test_a_folder_that_cannot_be_written_is_said_to_be_none_of_a_store(manifest,
 
 def test_what_a_difference_is_called(manifest):
     built = {NAME: locked(cubin="f"), "quickstart/fc1@a": locked("e", "d"), "quickstart/new@a": locked()}
-    found = manifest.compare(built, [*built, "quickstart/none@a"])
-    assert found.same == ("quickstart/fc1@a",)  # other sources, same bytes
-    (changed,) = found.changed
+    comparison = manifest.compare(built, [*built, "quickstart/none@a"])
+    assert comparison.same == ("quickstart/fc1@a",)  # other sources, same bytes
+    (changed,) = comparison.changed
     assert (changed.name, changed.expected, changed.built) == (NAME, "b" * 64, "f" * 64)
     assert "not reproducible" in changed.why
-    assert [name for name, _ in found.missing] == ["quickstart/new@a", "quickstart/none@a"]
-    assert not found.ok
+    assert [name for name, _ in comparison.missing] == ["quickstart/new@a", "quickstart/none@a"]
+    assert not comparison.ok
     other = manifest.compare({NAME: locked("e", "f")}, [NAME]).changed[0]
     assert "have changed since the manifest was written" in other.why
     launch = manifest.compare({NAME: locked(launch="2")}, [NAME]).changed[0]
@@ -115,8 +115,8 @@ def test_a_launch_record_is_pinned(store):
     with pytest.raises(IntegrityError, match=f"launch record {other.launch_sha256}, which the manifest does not list"):
         inspect.entry(other, None)
     assert not list(differences(manifest, lambda name: (record, entry)))
-    for found, what in (((record, other), "has the launch record"), ((record, None), "no entry"), (None, "not there")):
-        ((name, key, why),) = differences(manifest, lambda name, found=found: found)
+    for kernel, what in (((record, other), "has the launch record"), ((record, None), "no entry"), (None, "not there")):
+        ((name, key, why),) = differences(manifest, lambda name, kernel=kernel: kernel)
         assert (name, key) == (record.name, entry.key)
         assert what in why
 
@@ -190,7 +190,7 @@ def test_a_signed_one(manifest, tmp_path, monkeypatch):
     folder = tmp_path / "manifests"
     folder.mkdir()
     path = write_manifest(manifest, folder, ours)
-    assert {each.name for each in folder.iterdir()} == {path.name, f"{path.name}.{ours.public.id}.sig"}
+    assert {path.name for path in folder.iterdir()} == {path.name, f"{path.name}.{ours.public.id}.sig"}
     assert read_manifest(path, trust) == read_manifest(path) == manifest
 
     path.write_bytes(path.read_bytes().replace(b"4.8.1", b"4.8.2"))
@@ -201,7 +201,7 @@ def test_a_signed_one(manifest, tmp_path, monkeypatch):
     with pytest.raises(SignatureError, match=r"is not signed.*fusekit lock --write --sign KEY"):
         read_manifest(path, trust)
     write_manifest(manifest, folder)
-    assert {each.name for each in folder.iterdir()} == {path.name}
+    assert {path.name for path in folder.iterdir()} == {path.name}
     monkeypatch.setattr(json, "loads", lambda _: pytest.fail("parsed"))
     with pytest.raises(SignatureError, match="is not signed"):
         read_manifest(path, trust)
@@ -213,9 +213,9 @@ def test_files_of_others_beside_it_stay(manifest, tmp_path):
         (tmp_path / other).write_text("mine")
     (tmp_path / f"{name}.{'b' * 16}.sig").mkdir()
     (tmp_path / f"{name}.{'c' * 16}.sig").write_bytes(bytes(64))
-    before = {each.name for each in tmp_path.iterdir()}
+    before = {path.name for path in tmp_path.iterdir()}
     write_manifest(manifest, tmp_path)
-    assert {each.name for each in tmp_path.iterdir()} == before - {f"{name}.{'c' * 16}.sig"} | {name}
+    assert {path.name for path in tmp_path.iterdir()} == before - {f"{name}.{'c' * 16}.sig"} | {name}
 
 
 def test_a_manifest_that_cannot_be_written_keeps_its_signature(manifest, tmp_path):

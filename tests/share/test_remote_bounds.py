@@ -63,14 +63,14 @@ class Hostile:
 
 @pytest.fixture
 def serve():
-    made = []
+    servers = []
 
     def start(answer):
-        made.append(Hostile(answer))
-        return made[-1]
+        servers.append(Hostile(answer))
+        return servers[-1]
 
     yield start
-    for hostile in made:
+    for hostile in servers:
         hostile.server.shutdown()
         hostile.server.server_close()
 

@@ -122,7 +122,7 @@ def test_a_signature_that_is_not_the_one(url, keys, what, attack):
     damage(url, f"signatures/{digest[:2]}/{digest}.{read_signing_key(keys / 'ours').public.id}", ATTACKS[attack])
     report = pull(trusting(keys), Remote(url))
     assert [name for name, _ in report.failed] == [NAMES[0]]
-    assert sorted(found.record.name for found in trusting(keys).names()) == sorted(NAMES[1:])
+    assert sorted(listed.record.name for listed in trusting(keys).names()) == sorted(NAMES[1:])
 
 
 def test_a_signature_of_another_document_or_kind(url, keys):

@@ -50,17 +50,17 @@ def test_a_listing_that_breaks_off_is_no_short_listing(store, tmp_path, monkeypa
     """fsspec's own walk leaves out a folder that it cannot list."""
     url = str(tmp_path / "remote")
     push(store, select(store), Remote(url))
-    made = Remote(url, pause=0.001)
-    real = made._fs.ls
+    opened = Remote(url, pause=0.001)
+    real = opened._fs.ls
 
     def ls(path, **options):
         if path.endswith("names/other"):
             raise ConnectionResetError("gone")
         return real(path, **options)
 
-    monkeypatch.setattr(made._fs, "ls", ls)
+    monkeypatch.setattr(opened._fs, "ls", ls)
     with pytest.raises(StoreError, match=r"cannot list .*/names, 5 times: ConnectionResetError"):
-        pull(Store(tmp_path / "seeded"), made)
+        pull(Store(tmp_path / "seeded"), opened)
 
 
 def test_a_connection_that_stays_away(store, url):
@@ -145,11 +145,11 @@ def test_what_is_damaged_is_refused_and_the_rest_comes(store, url, tmp_path, whi
     gone = which == "name" and change(b"x" * 10) is None
     assert [name for name, _ in report.failed] == ([] if gone else [NAMES[0]])
     assert report.entries == 2
-    assert sorted(found.record.name for found in target.names()) == sorted(NAMES[1:])
+    assert sorted(listed.record.name for listed in target.names()) == sorted(NAMES[1:])
     assert not target.verify(full=True).bad
-    # Pushing again mends it, and only it: with --full also where the sizes fit.
-    mended = push(store, select(store), Remote(url), full=True)
-    assert (mended.entries, mended.names) == ((0, 1) if which == "name" else (1, 0))
+    # Pushing again repairs it, and only it: with --full also if the sizes fit.
+    repaired = push(store, select(store), Remote(url), full=True)
+    assert (repaired.entries, repaired.names) == ((0, 1) if which == "name" else (1, 0))
     assert pull(target, Remote(url)).failed == []
     assert files(tmp_path / "seeded") == files(tmp_path / "store")
 
@@ -182,7 +182,7 @@ def test_documents_in_each_others_place(store, url, tmp_path):
 
 def test_an_enormous_answer_is_not_read(store, url, monkeypatch):
     push(store, select(store), Remote(url))
-    made = Remote(url)
+    opened = Remote(url)
 
     class Endless:
         taken = 0
@@ -197,9 +197,9 @@ def test_an_enormous_answer_is_not_read(store, url, monkeypatch):
             Endless.taken += 1
             return b"x" * min(count, 1 << 16)
 
-    monkeypatch.setattr(made._fs, "open", lambda path, mode: Endless())
+    monkeypatch.setattr(opened._fs, "open", lambda path, mode: Endless())
     with pytest.raises(IntegrityError, match="more than 1048576 bytes; it may have at most 1048576"):
-        made.read(paths_of(0, NAMES[0])["entry"], limit=1 << 20)
+        opened.read(paths_of(0, NAMES[0])["entry"], limit=1 << 20)
     assert Endless.taken == 17
 
 

@@ -179,19 +179,19 @@ def test_what_lies_in_a_bundle_or_a_remote(store, bundle, url):
     records, entries = read_bundle(bundle)
     assert {record.name for record in records} >= set(NAMES)
     push(store, select(store), Remote(url))
-    found = survey(Remote(url), cubins=True)
-    assert (list(found.records), dict(found.entries), found.cubins) == (records, entries, 3)
+    content = survey(Remote(url), cubins=True)
+    assert (list(content.records), dict(content.entries), content.cubins) == (records, entries, 3)
     assert survey(Remote(url), patterns=["other"]).entries == {}
     entry, _ = build_entry(0)
     damage(url, f"blobs/sha256/{entry.cubin_sha256[:2]}/{entry.cubin_sha256}", lambda data: data[:-1] + b"!")
     assert survey(Remote(url), entries=True).failed == ()
     assert survey(Remote(url), entries=True, cubins=False).failed == ()  # it has its size
-    with_it = {key for key, each in entries.items() if each.cubin_sha256 == entry.cubin_sha256}
+    with_it = {key for key, other in entries.items() if other.cubin_sha256 == entry.cubin_sha256}
     assert {key for _, key, _ in survey(Remote(url), cubins=True).failed} == with_it
     damage(url, f"blobs/sha256/{entry.cubin_sha256[:2]}/{entry.cubin_sha256}", lambda data: data[:-1])
-    found = survey(Remote(url), cubins=False)
-    assert {key for _, key, _ in found.failed} == with_it
-    assert found.cubins == 2
+    content = survey(Remote(url), cubins=False)
+    assert {key for _, key, _ in content.failed} == with_it
+    assert content.cubins == 2
 
 
 def test_a_missing_cubin_is_found_where_none_is_read_and_where_none_is_listed(store, url, monkeypatch):
@@ -199,11 +199,11 @@ def test_a_missing_cubin_is_found_where_none_is_read_and_where_none_is_listed(st
     entry, _ = build_entry(0)
     listed, silent = remote(url), remote(url)
     monkeypatch.setattr(silent, "sizes", lambda folder: {} if folder == "blobs" else Remote.sizes(silent, folder))
-    assert [survey(each, cubins=False).failed for each in (listed, silent)] == [(), ()]
+    assert [survey(server, cubins=False).failed for server in (listed, silent)] == [(), ()]
     assert (listed._fs.count("open", "/blobs/"), silent._fs.count("open", "/blobs/") > 0) == (0, True)
     damage(url, f"blobs/sha256/{entry.cubin_sha256[:2]}/{entry.cubin_sha256}", lambda data: None)
-    for each in (listed, silent):
-        (why,) = {why for _, _, why in survey(each, cubins=False).failed}
+    for server in (listed, silent):
+        (why,) = {why for _, _, why in survey(server, cubins=False).failed}
         assert f"{entry.cubin_sha256} is missing; " in why
 
 

@@ -105,7 +105,7 @@ def lock(store, _):
             pass
 
 
-VERBS = {
+COMMANDS = {
     "gc": lambda store, _: store.collect(max_bytes=0),
     "gc without a policy": lambda store, _: store.collect(),
     "gc --dry-run": lambda store, _: store.collect(max_bytes=0, dry_run=True),
@@ -125,10 +125,10 @@ VERBS = {
 WRITERS = ("gc", "rm", "build", "publish", "import", "pull", "copy", "lock", "sign", "tune")
 
 
-def attempt(verb, store, aside):
-    """Whatever `verb` does, it raises nothing but what a user is told; what it returned, or the error."""
+def attempt(command, store, aside):
+    """Whatever `command` does, it raises nothing but what a user is told; what it returned, or the error."""
     try:
-        return VERBS[verb](store, aside)
+        return COMMANDS[command](store, aside)
     except FusekitError as error:
         return error
 

@@ -31,9 +31,9 @@ def fill(root, count=4, *, idle=100.0, cubin=b"x" * 1000):
 
 
 def use(store, entry, ago):
-    own = store.roots[0]
-    age(own.entry_path(entry.key), ago)
-    age(own.blob_path(entry.cubin_sha256), ago)
+    root = store.roots[0]
+    age(root.entry_path(entry.key), ago)
+    age(root.blob_path(entry.cubin_sha256), ago)
     mark = mark_path(store.root, entry.key)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.touch()

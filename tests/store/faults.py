@@ -57,10 +57,10 @@ class Harness:
         shutil.rmtree(self.work, ignore_errors=True)
         (self.work / "o").mkdir(parents=True)
         there, arguments, _ = COMMANDS[command]
-        for each in there:
-            shutil.copytree(self.folder / each, self.work / each)
+        for name in there:
+            shutil.copytree(self.folder / name, self.work / name)
         os.environ["FUSEKIT_STORES"] = str(self.folder / "s") if command == "copy" else ""
-        return [each.format(self.folder) for each in arguments]
+        return [name.format(self.folder) for name in arguments]
 
     def run(self, arguments: list[str], nth: int | None = None, code: int = 0) -> dict[str, object]:
         """What `arguments` do in a process of their own. nth: the call that fails; 0: count them."""
@@ -103,12 +103,12 @@ class Harness:
             if path.is_file() and path.suffix != ".tmp" and path.relative_to(root).parts[0] not in PRIVATE
         }
 
-    def failures(self, command: str, turn: int, each: int):
+    def failures(self, command: str, turn: int, count: int):
         arguments = self.begin(command)
         good = self.run(arguments, 0)
         expected, calls = self.tree(command), int(str(good["calls"]))
         assert good["code"] == 0, good
-        numbers = range(1, calls + 1) if not each else [1 + (2 * k + 1) * calls // (2 * each) for k in range(each)]
+        numbers = range(1, calls + 1) if not count else [1 + (2 * k + 1) * calls // (2 * count) for k in range(count)]
         for place, number in enumerate(numbers):
             code = CODES[(place + turn) % len(CODES)]
             self.begin(command)
@@ -122,9 +122,9 @@ class Harness:
             yield f"ended with {answer['code']}: {text[-300:]}"
         if answer["code"] == 0 and tree != expected and command != "key new":
             yield f"success, and not what it makes: {sorted(tree.items() ^ expected.items())[:4]}"
-        if answer["code"] not in (0, 3) and not any(each in text for each in (str(self.work), "n/k", "o/k.tar")):
+        if answer["code"] not in (0, 3) and not any(name in text for name in (str(self.work), "n/k", "o/k.tar")):
             yield f"its message names no path: {text[-300:]}"
-        stores = [each for each in ("s", "p", "orphans") if next((self.work / each).glob("*"), None)]
+        stores = [name for name in ("s", "p", "orphans") if next((self.work / name).glob("*"), None)]
         yield from self.bad(stores)
         if answer["code"] == 0 and command == "key new":
             return

@@ -44,18 +44,18 @@ def main(root: Path, count: int, seed: int, locks: str) -> None:
                 time.sleep(0.002)
                 return entry, cubin
 
-            found = ensure(build_entry(number)[0].key, make)
-            if found is None:
+            result = ensure(build_entry(number)[0].key, make)
+            if result is None:
                 order.append(number)
                 time.sleep(0.002)
                 continue
-            entry, _ = found
+            entry, _ = result
             store.publish_name(build_record(entry, f"race/kernel@{number}"), entry)
             assert store.load(entry.key) is not None
 
 
 class LocalLocks(Store):
-    """A store whose locks are this process' own."""
+    """A store whose locks are private to this process."""
 
     def __init__(self, root: Path, private: Path) -> None:
         super().__init__(root)

@@ -29,14 +29,14 @@ class Folder:
 
 
 class PowerDisk(Disk):
-    """Does what `Disk` does, and keeps the books on what would survive. `moments` counts the points at which the
+    """A `Disk` that records what would survive. `moments` counts the points at which the
     power may go; at number `stop` it goes.
     """
 
     def __init__(self, root: Path, stop: int | None = None) -> None:
         self.root, self.stop, self.moments = root, stop, 0
         self.folders: dict[Path, Folder] = {root: Folder()}
-        self.made: dict[Path, bool] = {root: True}  # directory -> whether its name is safe
+        self.directories: dict[Path, bool] = {root: True}  # directory -> whether its name is safe
 
     def moment(self) -> None:
         if self.moments == self.stop:
@@ -45,11 +45,11 @@ class PowerDisk(Disk):
 
     def make_directory(self, path: Path, at: int | None = None) -> bool:
         self.moment()
-        made = super().make_directory(path, at)
-        if made and path.is_relative_to(self.root):
+        created = super().make_directory(path, at)
+        if created and path.is_relative_to(self.root):
             self.folders.setdefault(path, Folder())
-            self.made.setdefault(path, False)
-        return made
+            self.directories.setdefault(path, False)
+        return created
 
     def write(self, path: Path, data: bytes, at: int | None = None) -> None:
         self.moment()
@@ -73,9 +73,9 @@ class PowerDisk(Disk):
 
     def remove(self, path: Path, at: int | None = None) -> None:
         self.moment()
-        there = path.exists()
+        existed = path.exists()
         super().remove(path, at)
-        if there:
+        if existed:
             self._change(path.parent, {path.name: None})
 
     def sync(self, path: Path, descriptor: int | None = None) -> None:
@@ -84,9 +84,9 @@ class PowerDisk(Disk):
         if path in self.folders:
             folder = self.folders[path]
             folder.safe, folder.pending = dict(folder.names), []
-            for child in self.made:
+            for child in self.directories:
                 if child.parent == path:
-                    self.made[child] = True
+                    self.directories[child] = True
         elif path.parent in self.folders:
             inode = self.folders[path.parent].names[path.name]
             inode.synced = inode.data
@@ -94,11 +94,11 @@ class PowerDisk(Disk):
     def after(self, target: Path, rng: random.Random | None) -> None:
         """Write what one loss of power may leave below `target`; without `rng` the least that it must leave."""
         for path, folder in self.folders.items():
-            parents = [parent for parent in (path, *path.parents) if parent in self.made]
-            if not all(self.made[parent] or (rng is not None and rng.random() < 0.5) for parent in parents):
+            parents = [parent for parent in (path, *path.parents) if parent in self.directories]
+            if not all(self.directories[parent] or (rng is not None and rng.random() < 0.5) for parent in parents):
                 continue
-            there = target / path.relative_to(self.root)
-            there.mkdir(parents=True, exist_ok=True)
+            folder_after = target / path.relative_to(self.root)
+            folder_after.mkdir(parents=True, exist_ok=True)
             names = dict(folder.safe)
             for change in folder.pending:
                 if rng is None or rng.random() < 0.5:
@@ -113,7 +113,7 @@ class PowerDisk(Disk):
                 data = inode.synced
                 if data is None:
                     data = inode.data[: rng.randrange(len(inode.data) + 1)] if rng and inode.data else b""
-                (there / name).write_bytes(data)
+                (folder_after / name).write_bytes(data)
 
     def _change(self, path: Path, change: dict[str, Inode | None]) -> None:
         folder = self.folders[path]

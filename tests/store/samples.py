@@ -1,4 +1,4 @@
-"""Made-up entries and names: the store does not know what a kernel is."""
+"""Entries and names for tests: the store does not know what a kernel is."""
 
 import json
 from pathlib import Path

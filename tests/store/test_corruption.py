@@ -31,11 +31,11 @@ def store(tmp_path):
 
 
 def files(store):
-    (entry, _), own = build_entry(), store.roots[0]
+    (entry, _), root = build_entry(), store.roots[0]
     return {
-        "blob": own.blob_path(entry.cubin_sha256),
-        "entry": own.entry_path(entry.key),
-        "name": own.name_path(NAME, "sm_90a"),
+        "blob": root.blob_path(entry.cubin_sha256),
+        "entry": root.entry_path(entry.key),
+        "name": root.name_path(NAME, "sm_90a"),
     }
 
 
@@ -103,12 +103,12 @@ DAMAGES = [flip, cut, empty, append, zeros, over_long, swap, link, link_to_the_s
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("kind", ["blob", "entry", "name"])
 def test_damage_is_refused(store, kind, damage):
-    own = store.roots[0]
+    root = store.roots[0]
     other_entry, _ = build_entry(1)
     others = {
-        "blob": own.blob_path(other_entry.cubin_sha256),
-        "entry": own.entry_path(other_entry.key),
-        "name": own.name_path("quickstart/fc2@128x160-c2x1", "sm_90a"),
+        "blob": root.blob_path(other_entry.cubin_sha256),
+        "entry": root.entry_path(other_entry.key),
+        "name": root.name_path("quickstart/fc2@128x160-c2x1", "sm_90a"),
     }
     path = files(store)[kind]
     for target in (path, others[kind]):
@@ -169,11 +169,11 @@ def test_swapped_launch_records(store, tmp_path):
     paths = [store.roots[0].entry_path(build_entry(seed)[0].key) for seed in range(2)]
     documents = [unseal(path.read_bytes(), path) for path in paths]
     records = [canonical_json(document["launch"]).encode() for document in documents]
-    for path, own, other in zip(paths, records, reversed(records), strict=True):
+    for path, record, other in zip(paths, records, reversed(records), strict=True):
         path.chmod(0o644)
         data = path.read_bytes()
-        assert data.count(own) == 1
-        path.write_bytes(data.replace(own, other))
+        assert data.count(record) == 1
+        path.write_bytes(data.replace(record, other))
     for seed in range(2):
         with pytest.raises(IntegrityError, match="does not have the digest"):
             store.load(build_entry(seed)[0].key)
@@ -188,9 +188,9 @@ def test_swapped_launch_records(store, tmp_path):
 
 def test_an_entry_under_another_key(store):
     (entry, _), (other, _) = build_entry(0), build_entry(1)
-    own = store.roots[0]
-    shutil.copy(own.entry_path(other.key), own.entry_path(entry.key).with_suffix(".new"))
-    own.entry_path(entry.key).with_suffix(".new").replace(own.entry_path(entry.key))
+    root = store.roots[0]
+    shutil.copy(root.entry_path(other.key), root.entry_path(entry.key).with_suffix(".new"))
+    root.entry_path(entry.key).with_suffix(".new").replace(root.entry_path(entry.key))
     with pytest.raises(IntegrityError, match=f"is the entry of key {other.key}"):
         store.find_entry(entry.key)
 

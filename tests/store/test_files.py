@@ -170,11 +170,11 @@ def test_the_order_that_survives_a_power_loss(tmp_path, make_entry, make_record)
         assert steps[named + 1] == ("sync", top)
         durable.append((named, named + 1))
     assert durable == sorted(durable)
-    # The marker comes first: what has entries and no marker was no store of ours when somebody looked.
+    # The marker comes first: a folder with entries and without a marker is not a store yet.
     assert [top for action, top in disk.steps if action == "name"] == [MARKER, "blobs", "entries", "names"]
-    for made, step in enumerate(disk.steps):
+    for number, step in enumerate(disk.steps):
         if step[0] == "make":
-            assert disk.steps[made + 1][0] == "sync"
+            assert disk.steps[number + 1][0] == "sync"
 
 
 def test_a_cubin_somebody_else_left_is_synced_before_an_entry_names_it(tmp_path, make_entry):

@@ -27,8 +27,8 @@ def test_without_a_policy_nothing_goes(tmp_path):
 def test_the_least_recently_used_go_first(tmp_path):
     store, entries = fill(tmp_path)
     report = store.collect(max_age=250)
-    assert [each.key for each in report.evicted] == [entry.key for entry in entries[:2]]
-    assert [each.reason for each in report.evicted] == ["age", "age"]
+    assert [kernel.key for kernel in report.evicted] == [entry.key for entry in entries[:2]]
+    assert [kernel.reason for kernel in report.evicted] == ["age", "age"]
     assert report.evicted[0].names == ("f/k0@v.sm_90a.json",)
     assert held(store) == ["k2@v", "k3@v"]
     kept = report.kept_bytes
@@ -43,7 +43,7 @@ def test_no_more_goes_than_has_to(tmp_path, dry_run):
     store, entries = fill(tmp_path, 8, cubin=b"x" * 100_000)  # as of real kernels, most of the bytes are of cubins
     total = store.collect(dry_run=True).kept_bytes
     report = store.collect(max_bytes=total * 5 // 8, dry_run=dry_run)
-    assert [each.key for each in report.evicted] == [entry.key for entry in entries[:3]]
+    assert [kernel.key for kernel in report.evicted] == [entry.key for entry in entries[:3]]
     assert (report.removed, report.kept) == (3, 5)
     assert report.kept_bytes == total - report.freed_bytes <= total * 5 // 8
     assert len(held(store)) == (8 if dry_run else 5)
@@ -102,11 +102,11 @@ def test_a_dry_run_says_the_same_and_changes_nothing(tmp_path):
     left.write_bytes(b"1")
     age(left, 2 * DAY)
     before = everything(tmp_path)
-    said = store.collect(max_age=250, dry_run=True)
+    planned = store.collect(max_age=250, dry_run=True)
     assert everything(tmp_path) == before
     done = store.collect(max_age=250)
-    assert [each.key for each in said.evicted] == [each.key for each in done.evicted]
-    assert (said.removed, said.kept, said.freed_bytes, said.temporaries) == (
+    assert [kernel.key for kernel in planned.evicted] == [kernel.key for kernel in done.evicted]
+    assert (planned.removed, planned.kept, planned.freed_bytes, planned.temporaries) == (
         done.removed,
         done.kept,
         done.freed_bytes,
@@ -228,9 +228,9 @@ def test_signatures_go_with_what_they_sign(tmp_path):
         age(path, ago)
         return path
 
-    own = store.roots[0]
+    root = store.roots[0]
     signed = [
-        [sign(path.read_bytes(), 3 * DAY) for path in (own.entry_path(entry.key), own.name_path(name, "sm_90a"))]
+        [sign(path.read_bytes(), 3 * DAY) for path in (root.entry_path(entry.key), root.name_path(name, "sm_90a"))]
         for entry, name in zip(entries, ("f/k0@v", "f/k1@v"), strict=True)
     ]
     young, old = sign(b"about to be published", 0), sign(b"replaced long ago", DAY)
@@ -378,9 +378,9 @@ def test_removal_leaves_what_an_unreadable_name_may_stand_for(tmp_path, unreadab
     time.sleep(0.1)
     other = store.roots[0].name_path("g/other@v", "sm_90a")
     unreadable(other)
-    said = store.discard([("f/k0@v", "sm_90a")], dry_run=True)
+    planned = store.discard([("f/k0@v", "sm_90a")], dry_run=True)
     done = store.discard([("f/k0@v", "sm_90a")])
-    assert (said.names, said.may_be_needed, said.unread) == (done.names, done.may_be_needed, done.unread)
+    assert (planned.names, planned.may_be_needed, planned.unread) == (done.names, done.may_be_needed, done.unread)
     assert (done.names, done.may_be_needed, done.entries) == ([("f/k0@v", "sm_90a")], [entries[0].key], 0)
     assert done.unread == [str(other)]
     assert store.load(entries[0].key) is not None
@@ -433,10 +433,10 @@ def test_a_dry_run_goes_by_the_clock_of_the_file_system(tmp_path, monkeypatch, d
     monkeypatch.setattr(time, "time", lambda: real() + days * DAY)
     monkeypatch.setattr(time, "time_ns", lambda: real_ns() + int(days * DAY) * 10**9)
     before = everything(tmp_path)
-    said = store.collect(max_age=5 * DAY, dry_run=True)
+    planned = store.collect(max_age=5 * DAY, dry_run=True)
     assert everything(tmp_path) == before
     done = store.collect(max_age=5 * DAY)
-    assert [each.key for each in said.evicted] == [each.key for each in done.evicted]
+    assert [kernel.key for kernel in planned.evicted] == [kernel.key for kernel in done.evicted]
     assert done.removed == 2
 
 

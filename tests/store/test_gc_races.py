@@ -39,15 +39,15 @@ def test_who_marks_an_entry_and_finds_it_keeps_it(tmp_path, top, before):
     """A reader comes at each point of an eviction; whatever he finds stays, with all that belongs to it."""
     store, entries = fill(tmp_path)
     disk = Meddler(top, before)
-    found = []
-    disk.meddle = lambda: found.append(Store(tmp_path).load(entries[0].key))
+    loads = []
+    disk.meddle = lambda: loads.append(Store(tmp_path).load(entries[0].key))
     report = Store(tmp_path, disk=disk).collect(max_age=350)
-    assert len(found) == 1
-    if found[0] is not None:
+    assert len(loads) == 1
+    if loads[0] is not None:
         assert (report.removed, report.in_use) == (0, 1)
         assert held(store) == ["k0@v", "k1@v", "k2@v", "k3@v"]
-        assert store.load(entries[0].key) == found[0]
-    assert found[0] is not None or (top, before) == ("entries", False)
+        assert store.load(entries[0].key) == loads[0]
+    assert loads[0] is not None or (top, before) == ("entries", False)
     assert not [name for name in everything(tmp_path) if name.endswith(".tmp")]
 
 
@@ -63,8 +63,8 @@ def test_a_mark_that_comes_at_the_last_moment_where_there_was_none_holds(tmp_pat
     assert held(store) == ["k0@v", "k1@v", "k2@v", "k3@v"]
 
 
-@pytest.mark.parametrize("verb", ["pull", "import", "copy"])
-def test_what_comes_in_stays_until_all_of_it_is_there(tmp_path, aside, verb, monkeypatch):
+@pytest.mark.parametrize("command", ["pull", "import", "copy"])
+def test_what_comes_in_stays_until_all_of_it_is_there(tmp_path, aside, command, monkeypatch):
     """A collection that wants everything gone comes before each name, and long enough after its entry."""
     store, publish_name, in_use = Store(tmp_path / "store"), Store.publish_name, []
 
@@ -75,12 +75,12 @@ def test_what_comes_in_stays_until_all_of_it_is_there(tmp_path, aside, verb, mon
 
     monkeypatch.setattr(Store, "publish_name", publish)
     monkeypatch.setenv("FUSEKIT_STORES", str(aside / "other"))
-    source = {"pull": [str(aside / "remote")], "import": [str(aside / "bundle.tar")], "copy": []}[verb]
-    assert main(["--store", str(store.root), verb, *source]) == 0
+    source = {"pull": [str(aside / "remote")], "import": [str(aside / "bundle.tar")], "copy": []}[command]
+    assert main(["--store", str(store.root), command, *source]) == 0
     names = Store(aside / "other").names()
     assert len(in_use) == len(names) > 1
     assert min(in_use) >= 1
-    assert [each.record for each in store.names()] == [each.record for each in names]
+    assert [listed.record for listed in store.names()] == [listed.record for listed in names]
     assert not store.verify(full=True).bad
     assert not list((store.root / "leases").iterdir())
 

@@ -18,7 +18,7 @@ from fusekit.store.folders import Folders
 from fusekit.store.layout import MARKER
 from fusekit.store.publishing import Publisher
 from fusekit.store.signature import generate
-from tests.store.attacks import VERBS, attempt, folders_of, state, victim_of, whole_store
+from tests.store.attacks import COMMANDS, attempt, folders_of, state, victim_of, whole_store
 from tests.store.collecting import DAY, age, everything, held
 from tests.store.samples import build_entry, build_record
 
@@ -39,7 +39,7 @@ def fast(monkeypatch):
 def plant(root, folder, victim):
     """Put a link to a likeness of `folder` in its place; the path of the link."""
     if folder == "signatures/{2}":
-        folder = next(each for each in folders_of(root) if each.startswith("signatures/"))
+        folder = next(folder for folder in folders_of(root) if folder.startswith("signatures/"))
     victim_of(root / folder, victim)
     shutil.rmtree(root / folder)
     (root / folder).symlink_to(victim, target_is_directory=True)
@@ -52,20 +52,20 @@ def test_the_list_of_folders_is_whole(tmp_path):
     assert kinds == {(folder.partition("/")[0], folder.count("/")) for folder in FOLDERS}
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_a_link_in_the_place_of_a_folder(tmp_path, aside, folder, verb):
+def test_a_link_in_the_place_of_a_folder(tmp_path, aside, folder, command):
     store, victim = whole_store(tmp_path / "store"), tmp_path / "victim"
     link = plant(store.root, folder, victim)
     before, rest = state(victim), everything(store.root)
-    result = attempt(verb, Store(store.root), aside)
+    result = attempt(command, Store(store.root), aside)
     assert state(victim) == before
     assert link.is_symlink()
-    if verb.startswith("gc"):
+    if command.startswith("gc"):
         assert not isinstance(result, Exception)
         assert str(link) in result.strays
         assert any(str(link) in note for note in result.notes)
-    if verb == "verify":
+    if command == "verify":
         assert str(link) in {str(problem.path) for problem in result.bad}
         assert everything(store.root) == rest
     if isinstance(result, Exception):
@@ -76,8 +76,8 @@ def test_a_link_as_the_whole_store_is_the_users_choice(tmp_path, aside):
     whole_store(tmp_path / "there")
     (tmp_path / "store").symlink_to(tmp_path / "there")
     store = Store(tmp_path / "store")
-    for verb in VERBS:
-        assert not isinstance(attempt(verb, store, aside), Exception), verb
+    for command in COMMANDS:
+        assert not isinstance(attempt(command, store, aside), Exception), command
 
 
 @pytest.mark.parametrize("folder", ["entries", f"entries/{TWO}", "names", "names/f"])
@@ -96,8 +96,8 @@ def names_in(root):
 
 
 @pytest.mark.parametrize("kind", ["link", "hard link", "dangling link"])
-@pytest.mark.parametrize("verb", VERBS)
-def test_links_at_every_file_name(tmp_path, aside, verb, kind):
+@pytest.mark.parametrize("command", COMMANDS)
+def test_links_at_every_file_name(tmp_path, aside, command, kind):
     """All of a store's files are links: their targets stay as they are, whatever is written at those names."""
     store, victim = whole_store(tmp_path / "store"), tmp_path / "victim"
     victim.mkdir()
@@ -114,7 +114,7 @@ def test_links_at_every_file_name(tmp_path, aside, verb, kind):
         else:
             path.symlink_to(target)
     before = state(victim)
-    attempt(verb, Store(store.root), aside)
+    attempt(command, Store(store.root), aside)
     assert {name: seen for name, seen in state(victim).items() if name != "."} == {
         name: seen for name, seen in before.items() if name != "."
     }
@@ -143,16 +143,16 @@ class Swapper:
         return call
 
 
-@pytest.mark.parametrize("verb", ["gc", "rm", "build", "load"])
+@pytest.mark.parametrize("command", ["gc", "rm", "build", "load"])
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_a_folder_that_becomes_a_link_at_any_moment(tmp_path, aside, folder, verb, soak):
-    step, reached = 1 if soak else 4 if verb == "load" else 19, 0
+def test_a_folder_that_becomes_a_link_at_any_moment(tmp_path, aside, folder, command, soak):
+    step, reached = 1 if soak else 4 if command == "load" else 19, 0
     for at in range(1, 3000, step):
         root = tmp_path / str(at)
         whole_store(root)
         victim = tmp_path / f"victim-{at}"
         real = root / (
-            next(each for each in folders_of(root) if each.startswith("signatures/"))
+            next(folder for folder in folders_of(root) if folder.startswith("signatures/"))
             if folder == "signatures/{2}"
             else folder
         )
@@ -160,7 +160,7 @@ def test_a_folder_that_becomes_a_link_at_any_moment(tmp_path, aside, folder, ver
         before = state(victim)
         with pytest.MonkeyPatch.context() as patch:
             swapper = Swapper(patch, real, victim, at)
-            attempt(verb, Store(root), aside)
+            attempt(command, Store(root), aside)
         assert state(victim) == before, at
         shutil.rmtree(root)
         shutil.rmtree(victim)
@@ -294,7 +294,7 @@ class TestFilesThatAPersonNames:
         path.symlink_to(victim)
         assert _write(path.parent, {"kernels.c": "int x;\n"}) == [str(path)]
         assert (path.is_symlink(), path.read_text()) == (False, "int x;\n")
-        assert [each.name for each in path.parent.iterdir()] == ["kernels.c"]
+        assert [path.name for path in path.parent.iterdir()] == ["kernels.c"]
 
     @pytest.mark.parametrize("name", ["key", "key.pub"])
     def test_a_key(self, victim, tmp_path, name):
@@ -336,7 +336,9 @@ def test_what_a_link_hides_is_said_by_whoever_asks_for_it(tmp_path):
         store.variants("f/k0", "sm_90a")
 
 
-PUSHED = [each for each in FOLDERS if each.split("/")[0] in ("blobs", "entries", "names") or each == "signatures"]
+PUSHED = [
+    folder for folder in FOLDERS if folder.split("/")[0] in ("blobs", "entries", "names") or folder == "signatures"
+]
 
 
 @pytest.mark.parametrize("folder", PUSHED)

@@ -12,7 +12,7 @@ from fusekit.share.selection import select
 from fusekit.store import Store
 from fusekit.store.layout import MARKER
 from fusekit.store.marker import DATA, FORMAT, absence
-from tests.store.attacks import RANDOM, VERBS, WRITERS, attempt, gone_owner, state, whole_store
+from tests.store.attacks import COMMANDS, RANDOM, WRITERS, attempt, gone_owner, state, whole_store
 from tests.store.collecting import DAY, age, everything
 from tests.store.samples import build_entry
 
@@ -42,13 +42,13 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("verb", WRITERS)
+@pytest.mark.parametrize("command", WRITERS)
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_a_folder_that_is_something_else(tmp_path, aside, kind, verb):
+def test_a_folder_that_is_something_else(tmp_path, aside, kind, command):
     root = tmp_path / "project"
     make(root, FOREIGN[kind])
     before = state(root)
-    error = attempt(verb, Store(root), aside)
+    error = attempt(command, Store(root), aside)
     assert isinstance(error, NoStoreError)
     assert state(root) == before
     assert error.exit_code == 2
@@ -67,9 +67,9 @@ def test_a_folder_that_is_something_else(tmp_path, aside, kind, verb):
     assert {path for path in FOREIGN[kind] if not (root / path).exists()} == set(report.files)
 
 
-@pytest.mark.parametrize("verb", WRITERS)
+@pytest.mark.parametrize("command", WRITERS)
 @pytest.mark.parametrize("there", ["nothing", "an empty folder", "a new file system", "a temporary of a marker"])
-def test_a_new_store_is_marked_first(tmp_path, aside, there, verb):
+def test_a_new_store_is_marked_first(tmp_path, aside, there, command):
     root = tmp_path / "store"
     if there != "nothing":
         root.mkdir()
@@ -77,9 +77,9 @@ def test_a_new_store_is_marked_first(tmp_path, aside, there, verb):
         (root / "lost+found").mkdir(0o700)
     elif there == "a temporary of a marker":
         (root / f".{MARKER}.{gone_owner()}.tmp").write_bytes(DATA[:3])
-    result = attempt(verb, Store(root), aside)
+    result = attempt(command, Store(root), aside)
     assert not isinstance(result, NoStoreError)
-    if verb not in ("gc", "rm") or there.startswith("a temporary"):
+    if command not in ("gc", "rm") or there.startswith("a temporary"):
         assert (root / MARKER).read_bytes() == DATA
         assert absence(root) is None
 
@@ -103,16 +103,16 @@ def older(root, kind):
     return store
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("kind", ["whole", "empty", "locks only", "with strangers' files", "damaged"])
-def test_an_older_store_is_known_by_what_it_holds(tmp_path, aside, kind, verb):
+def test_an_older_store_is_known_by_what_it_holds(tmp_path, aside, kind, command):
     root = tmp_path / "store"
     older(root, kind)
     assert absence(root) is None
-    result = attempt(verb, Store(root), aside)
+    result = attempt(command, Store(root), aside)
     assert not isinstance(result, NoStoreError)
-    if verb not in ("import", "pull", "copy"):  # those may find all of it there
-        assert (root / MARKER).exists() == (verb in WRITERS or verb == "gc without a policy")
+    if command not in ("import", "pull", "copy"):  # those may find all of it there
+        assert (root / MARKER).exists() == (command in WRITERS or command == "gc without a policy")
     if kind == "with strangers' files":
         assert (root / "notes.txt").exists()
         assert (root / "locks" / "terraform.tfstate").exists()
@@ -129,13 +129,13 @@ def test_an_older_store_on_a_read_only_mount(unprivileged):
         assert not store.verify(full=True).bad
 
 
-@pytest.mark.parametrize("verb", WRITERS)
-def test_a_store_of_a_later_format(tmp_path, aside, verb):
+@pytest.mark.parametrize("command", WRITERS)
+def test_a_store_of_a_later_format(tmp_path, aside, command):
     store = whole_store(tmp_path / "store")
     (store.root / MARKER).chmod(0o644)
     (store.root / MARKER).write_text(f'{{"fusekit_store":{FORMAT + 1},"more":[]}}\n')
     before = state(store.root)
-    error = attempt(verb, Store(store.root), aside)
+    error = attempt(command, Store(store.root), aside)
     assert isinstance(error, NoStoreError)
     assert f"is a store of format {FORMAT + 1}" in str(error)
     assert "update fusekit" in str(error)
@@ -174,9 +174,9 @@ def test_a_marker_that_is_none(tmp_path, aside, kind):
     else:
         path.write_text({"text": "precious", "other JSON": '{"fusekit_store":true}', "empty": ""}[kind])
     before = everything(store.root)
-    for verb in ("gc", "publish", "lock", "tune"):
-        error = attempt(verb, Store(store.root), aside)
-        assert isinstance(error, IntegrityError), verb
+    for command in ("gc", "publish", "lock", "tune"):
+        error = attempt(command, Store(store.root), aside)
+        assert isinstance(error, IntegrityError), command
         assert str(path) in str(error)
     assert everything(store.root) == before
     assert Store(store.root).load(build_entry()[0].key) == build_entry()
@@ -188,10 +188,10 @@ def test_a_marker_that_is_none(tmp_path, aside, kind):
 def test_what_a_dry_run_says_is_what_goes(tmp_path):
     """File by file, for a store with everything in it: in use, held, damaged, left behind, strange."""
     store = whole_store(tmp_path, 6)
-    own = store.roots[0]
+    root = store.roots[0]
     keys = [build_entry(seed)[0].key for seed in range(6)]
     for number, key in enumerate(keys):
-        for path in (own.entry_path(key), tmp_path / "used" / key[:2] / key):
+        for path in (root.entry_path(key), tmp_path / "used" / key[:2] / key):
             age(path, (number + 1) * 100)
     make(tmp_path, [
         f"used/{HEX[:2]}/{HEX}",  # a mark of nothing
@@ -208,17 +208,21 @@ def test_what_a_dry_run_says_is_what_goes(tmp_path):
         store.load(keys[3])
         options = {"max_age": 250}
         before = everything(tmp_path)
-        said = store.collect(dry_run=True, **options)
+        planned = store.collect(dry_run=True, **options)
         assert everything(tmp_path) == before
         done = store.collect(**options)
         after = everything(tmp_path)
-    assert sorted(said.files) == sorted(done.files) == sorted(set(before) - set(after))
+    assert sorted(planned.files) == sorted(done.files) == sorted(set(before) - set(after))
     for label in ("removed", "kept", "freed_bytes", "kept_bytes", "orphans", "temporaries", "locks", "signatures",
                   "marks", "leases", "strays", "notes", "evicted"):  # fmt: skip
-        found = getattr(said, label), getattr(done, label)
-        assert found[0] == found[1] or label == "evicted"
-        assert found[1] or label == "in_use", label
-    assert [each.key for each in said.evicted] == [each.key for each in done.evicted] == [keys[5], keys[4], keys[2]]
+        expected, actual = getattr(planned, label), getattr(done, label)
+        assert expected == actual or label == "evicted"
+        assert actual or label == "in_use", label
+    assert (
+        [kernel.key for kernel in planned.evicted]
+        == [kernel.key for kernel in done.evicted]
+        == [keys[5], keys[4], keys[2]]
+    )
     assert f"locks/{keys[5]}.lock" not in done.files
     strays = {path.removeprefix(f"{tmp_path}/") for path in done.strays}
     assert strays == {

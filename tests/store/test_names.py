@@ -72,7 +72,7 @@ def store(tmp_path, make_entry, make_record):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "found"),
+    ("pattern", "names"),
     [
         ("a", ["a/fc1@128x64", "a/fc1@64x64", "a/fc2@64x64"]),
         ("a/fc1", ["a/fc1@128x64", "a/fc1@64x64"]),
@@ -82,8 +82,8 @@ def store(tmp_path, make_entry, make_record):
         *((pattern, []) for pattern in ("b", "a/fc3", "", "/", "..", "../a", "a/../a", "x\0y")),
     ],
 )
-def test_listing(store, pattern, found):
-    assert [listed.record.name for listed in store.names(pattern)] == found
+def test_listing(store, pattern, names):
+    assert [listed.record.name for listed in store.names(pattern)] == names
 
 
 def test_listing_by_architecture(store):

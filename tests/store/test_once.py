@@ -67,20 +67,20 @@ def test_without_locks_there_is_more_work_and_one_truth(tmp_path, soak, figure, 
 
 
 def test_threads_of_one_process(tmp_path):
-    store, made = Store(tmp_path), Counter()
+    store, built = Store(tmp_path), Counter()
 
     def build(_):
         for number in range(8):
             entry, cubin = build_entry(number)
 
             def make(entry=entry, cubin=cubin):
-                made[entry.key] += 1
+                built[entry.key] += 1
                 return entry, cubin
 
             assert store.ensure(entry.key, make)[0] == entry
 
     at_once(8, build)
-    assert made == {build_entry(number)[0].key: 1 for number in range(8)}
+    assert built == {build_entry(number)[0].key: 1 for number in range(8)}
     assert not store.verify(full=True).bad
 
 

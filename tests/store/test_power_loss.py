@@ -99,13 +99,13 @@ def test_a_cubin_that_somebody_else_left_unsynced(tmp_path):
         entry, cubin = build_entry(0)
         disk = PowerDisk(root)
         Store(root, disk=disk).publish(entry, cubin)
-        own = Store(root).roots[0]
+        layout = Store(root).roots[0]
         # The entry is gone, the cubin's name is there and is not safe.
-        disk.remove(own.entry_path(entry.key))
-        disk.sync(own.entry_path(entry.key).parent)
-        disk.folders[own.blob_path(entry.cubin_sha256).parent].safe.clear()
-        disk.folders[own.blob_path(entry.cubin_sha256).parent].pending = [
-            dict(disk.folders[own.blob_path(entry.cubin_sha256).parent].names)
+        disk.remove(layout.entry_path(entry.key))
+        disk.sync(layout.entry_path(entry.key).parent)
+        disk.folders[layout.blob_path(entry.cubin_sha256).parent].safe.clear()
+        disk.folders[layout.blob_path(entry.cubin_sha256).parent].pending = [
+            dict(disk.folders[layout.blob_path(entry.cubin_sha256).parent].names)
         ]
         disk.stop = disk.moments + stop
         done = False
@@ -133,10 +133,10 @@ def test_collecting(tmp_path, soak):
         store = Store(root, disk=disk)
         for seed in range(4):
             publish(store, seed)
-        own = store.roots[0]
+        layout = store.roots[0]
         for seed in range(3):
             stamp = time.time() - 100
-            os.utime(own.entry_path(build_entry(seed)[0].key), (stamp, stamp))
+            os.utime(layout.entry_path(build_entry(seed)[0].key), (stamp, stamp))
             (root / "used").joinpath(build_entry(seed)[0].key[:2], build_entry(seed)[0].key).unlink()
         disk.stop = disk.moments + stop
         done = False
@@ -170,7 +170,7 @@ def test_the_model_finds_what_is_wrong(tmp_path, fault):
             if not (fault == "its directory is not synced" and "blobs" in path.parts):
                 super().sync(path, at)
 
-    found = False
+    damaged = False
     for stop in range(60):
         root = tmp_path / "store"
         root.mkdir()
@@ -183,6 +183,6 @@ def test_the_model_finds_what_is_wrong(tmp_path, fault):
             store.publish(entry, cubin)
         except KeyboardInterrupt:
             pass
-        found = found or any(left.verify(full=True).bad for left in states(disk, tmp_path / "left", 6))
+        damaged = damaged or any(left.verify(full=True).bad for left in states(disk, tmp_path / "left", 6))
         shutil.rmtree(root)
-    assert found
+    assert damaged

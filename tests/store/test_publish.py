@@ -136,16 +136,16 @@ def test_processes_that_race_agree(tmp_path):
 
 def test_threads_that_race_agree(tmp_path, make_entry):
     store = Store(tmp_path)
-    made = [make_entry(seconds=float(number)) for number in range(8)]
-    stood = at_once(8, lambda number: store.publish(*made[number]).seconds)
-    assert len(set(stood)) == 1
+    entries = [make_entry(seconds=float(number)) for number in range(8)]
+    kept = at_once(8, lambda number: store.publish(*entries[number]).seconds)
+    assert len(set(kept)) == 1
 
 
 def test_a_builder_repairs(tmp_path, make_entry):
     store = Store(tmp_path)
     entry, cubin = make_entry()
-    own = store.roots[0]
-    for path in (own.blob_path(entry.cubin_sha256), own.entry_path(entry.key)):
+    root = store.roots[0]
+    for path in (root.blob_path(entry.cubin_sha256), root.entry_path(entry.key)):
         for damage in ("cut", "link", "missing"):
             store.publish(entry, cubin)
             path.unlink()

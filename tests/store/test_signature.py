@@ -306,7 +306,7 @@ def test_tampering_with_a_signed_store(keys):
     other, cubin = build_entry(1)
     fill(Store(keys / "elsewhere"), seed=1)
     store, plain = trusting(keys), Store(keys / "store")
-    own = plain.roots[0]
+    root = plain.roots[0]
 
     def replace(path, data):
         path.chmod(0o644)
@@ -314,7 +314,7 @@ def test_tampering_with_a_signed_store(keys):
 
     # The name is led to another kernel, whose entry and cubin are planted, all with right digests.
     plain.publish(other, cubin, {})
-    replace(own.name_path(record.name, record.arch), build_record(other).to_bytes())
+    replace(root.name_path(record.name, record.arch), build_record(other).to_bytes())
     assert plain.find_name(record.name, record.arch).key == other.key
     with pytest.raises(SignatureError):
         store.find_name(record.name, record.arch)
@@ -323,14 +323,14 @@ def test_tampering_with_a_signed_store(keys):
 
     # The entry is changed, with a right digest.
     forged = dataclasses.replace(entry, launch={**entry.launch, "dynamic_shared": 0})
-    replace(own.entry_path(entry.key), forged.to_bytes())
+    replace(root.entry_path(entry.key), forged.to_bytes())
     assert plain.find_entry(entry.key) == forged
     with pytest.raises(SignatureError):
         store.load(entry.key)
 
     # The genuine signature is put beside the forged entry.
-    genuine = own.signature_path(documents.sha256(entry.to_bytes()), read_signing_key(keys / "ours").public.id)
-    target = own.signature_path(documents.sha256(forged.to_bytes()), genuine.name.rpartition(".")[2])
+    genuine = root.signature_path(documents.sha256(entry.to_bytes()), read_signing_key(keys / "ours").public.id)
+    target = root.signature_path(documents.sha256(forged.to_bytes()), genuine.name.rpartition(".")[2])
     target.parent.mkdir(exist_ok=True)
     shutil.copy(genuine, target)
     with pytest.raises(SignatureError, match="changed after they were signed"):

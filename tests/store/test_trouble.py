@@ -121,16 +121,16 @@ def test_a_store_that_may_only_be_read(unprivileged, unwritable):
 @pytest.fixture
 def identity():
     """For a test that gives up its rights after this: making keys imports much of the standard library."""
-    found = Identity()
-    found.key_fields(SPEC)
-    return found
+    identity = Identity()
+    identity.key_fields(SPEC)
+    return identity
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "problem"),
     [(lambda path: path.parent.chmod(0), "Permission denied"), (cut, "bytes"), (os.unlink, "is in no root")],
 )
-def test_a_lock_says_what_is_wrong_with_a_kernel(identity, unprivileged, spoil, said):
+def test_a_lock_says_what_is_wrong_with_a_kernel(identity, unprivileged, spoil, problem):
     root = unprivileged / "store"
     entry = fill(root)
     locked, wrong = locked_in(Store(root), [SPEC], identity)
@@ -140,12 +140,12 @@ def test_a_lock_says_what_is_wrong_with_a_kernel(identity, unprivileged, spoil, 
     built, wrong = locked_in(Store(root), [SPEC], identity)
     ((name, why),) = manifest.compare(built, [SPEC.full_name], wrong).missing
     assert (built, name) == ({}, SPEC.full_name)
-    assert said in why
+    assert problem in why
     assert entry.cubin_sha256 in why
 
 
 class TestAFolderThatNobodyMayEnter:
-    """What cannot even be looked at is neither empty nor a defect: the path and the remedy are said."""
+    """What cannot even be looked at is neither empty nor a defect: the error has the path and the remedy."""
 
     @pytest.fixture
     def closed(self, unprivileged):
@@ -162,7 +162,7 @@ class TestAFolderThatNobodyMayEnter:
         folder = closed.root.parent if part == ".." else closed.root / part
         folder.mkdir(exist_ok=True)
         folder.chmod(0)
-        said = 0
+        refused = 0
         for step in (
             closed.collect,
             lambda: closed.collect(max_bytes=0, dry_run=True),
@@ -176,23 +176,23 @@ class TestAFolderThatNobodyMayEnter:
                 step()
             except StoreError as error:
                 assert "Permission denied; grant access to it" in str(error)
-                said += 1
+                refused += 1
         # Without marks, leases and locks only collection cannot do its work.
         expected = {"..": 7, "leases": 2, "used": 2, "locks": 2}
-        assert said == expected[part] if part in expected else said >= 3
+        assert refused == expected[part] if part in expected else refused >= 3
         folder.chmod(0o700)
         assert closed.load(entry.key) == (entry, cubin)
         assert not closed.verify(full=True).bad
 
     def test_what_is_wrong_with_it_does_not_hide_the_others(self, closed):
-        own = Store(closed.root.parent.parent / "own", [closed.root])
-        own.publish(*build_entry(1))
+        upper = Store(closed.root.parent.parent / "own", [closed.root])
+        upper.publish(*build_entry(1))
         closed.root.parent.chmod(0)
-        report = own.verify(full=True)
+        report = upper.verify(full=True)
         assert report.entries == 1
         assert {problem.root for problem in report.bad} == {closed.root}
         assert all("Permission denied" in problem.problem for problem in report.bad)
-        assert own.load(build_entry(1)[0].key) == build_entry(1)
+        assert upper.load(build_entry(1)[0].key) == build_entry(1)
 
     def test_commands_say_so(self, closed, capsys, monkeypatch):
         monkeypatch.setenv("NO_COLOR", "1")
@@ -380,11 +380,11 @@ class TestSettled:
     @pytest.mark.parametrize("damage", ["cut", "flip", "missing", "link", "directory"])
     def test_damage_is_looked_at_closely(self, store, kind, damage):
         entry, _ = build_entry()
-        own, record = store.roots[0], build_record(entry)
+        root, record = store.roots[0], build_record(entry)
         path = {
-            "blob": own.blob_path(entry.cubin_sha256),
-            "entry": own.entry_path(entry.key),
-            "name": own.name_path(record.name, record.arch),
+            "blob": root.blob_path(entry.cubin_sha256),
+            "entry": root.entry_path(entry.key),
+            "name": root.name_path(record.name, record.arch),
         }[kind]
         path.chmod(0o644)
         data = path.read_bytes()
@@ -403,7 +403,7 @@ class TestSettled:
             with pytest.raises(IntegrityError):
                 store.load(entry.key)
 
-    def test_a_mended_entry_is_looked_at_closely_once(self, store):
+    def test_a_repaired_entry_is_read_once(self, store):
         entry, cubin = build_entry()
         path = store.roots[0].entry_path(entry.key)
         path.write_bytes(path.read_bytes()[:-2] + b"!\n")

@@ -29,18 +29,18 @@ def build(store: Store, count: int, rng: random.Random, did: Counter) -> None:
         for number in rng.sample(range(count), max(1, count // 4)):
             # Neighbours share a cubin: what one needs another may be about to lose.
             entry, cubin = build_entry(number, cubin=b"\x7fELF %d" % (number // 2) * 50)
-            there, made = store.ensure(entry.key, lambda entry=entry, cubin=cubin: (entry, cubin))
-            store.publish_name(build_record(there, f"race/kernel@{number}"), there)
-            did["built" if made else "found"] += 1
+            current, built = store.ensure(entry.key, lambda entry=entry, cubin=cubin: (entry, cubin))
+            store.publish_name(build_record(current, f"race/kernel@{number}"), current)
+            did["built" if built else "cached"] += 1
             # Under the lease it stays, whoever collects.
-            assert store.load(there.key) == (entry, cubin), f"{there.key} was collected while it was in use"
+            assert store.load(current.key) == (entry, cubin), f"{current.key} was collected while it was in use"
             assert store.find_name(f"race/kernel@{number}", "sm_90a") is not None
 
 
 def read(store: Store, count: int, rng: random.Random, did: Counter) -> None:
     for listed in rng.sample(names := list(store.names()), len(names) // 2):
-        found = store.load(listed.record.key)  # wrong bytes and half entries raise
-        did["loaded" if found is not None else "missed"] += 1
+        kernel = store.load(listed.record.key)  # wrong bytes and half entries raise
+        did["loaded" if kernel is not None else "missed"] += 1
 
 
 def collect(store: Store, count: int, rng: random.Random, did: Counter) -> None:

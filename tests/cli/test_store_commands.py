@@ -1,4 +1,4 @@
-"""ls, show, verify over a made-up store."""
+"""ls, show, verify over a store of test entries."""
 
 import json
 import subprocess
@@ -92,8 +92,10 @@ def test_show(store, fusekit):
 def test_show_says_what_the_arguments_are(fusekit):
     text = 'schema = 1\n[[kernel]]\nname = "fc1"\nop = "grouped-gemm"\narch = "sm_90a"\ntile = [128, 128]\n'
     (spec,) = parse_text(text + 'activation = { kind = "swiglu" }\nb_major = "n"\n', "model")
-    made = signature(spec)
-    launch = LaunchRecord(made.arch, made.arguments, made.dims, (), (1, 1, 1), (384, 1, 1), symbol="kernel").to_json()
+    kernel = signature(spec)
+    launch = LaunchRecord(
+        kernel.arch, kernel.arguments, kernel.dims, (), (1, 1, 1), (384, 1, 1), symbol="kernel"
+    ).to_json()
     entry, cubin = build_entry()
     store = Store(fusekit.root)
     store.publish(replace(entry, launch=launch), cubin)
@@ -187,8 +189,8 @@ def test_verify_of_no_store(fusekit):
     result = fusekit("verify", "--full", "--json", code=3)
     assert (result.json["checked"], result.json["absent"]) == (0, [str(fusekit.root)])
     assert f"there is no folder {fusekit.root}: there is no store to check; `fusekit build` makes a store" in result.err
-    said = fusekit("verify", "--full", code=3).out
-    assert said == "nothing was checked: there is no store\n"
+    message = fusekit("verify", "--full", code=3).out
+    assert message == "nothing was checked: there is no store\n"
     assert "3 if there is no store" in fusekit("verify", "--help").out
 
 
@@ -204,11 +206,11 @@ def test_a_root_that_is_not_mounted(store, fusekit, tmp_path, kind):
     assert (result.json["checked"], result.json["absent"]) == (6, [str(root)])
     assert "none bad" in fusekit("verify", code=3, **roots).out
     for arguments in (["show", "quickstart/none"], ["run", "quickstart/none"], ["export", "b.tar", "quickstart/none"]):
-        said = fusekit(*arguments, code=3, **roots).err
-        assert "build it from its spec file: fusekit build quickstart" in said
-        assert kind in said
-        assert f"{root}" in said
-        assert "check FUSEKIT_STORES, and that its file systems are mounted" in said
+        message = fusekit(*arguments, code=3, **roots).err
+        assert "build it from its spec file: fusekit build quickstart" in message
+        assert kind in message
+        assert f"{root}" in message
+        assert "check FUSEKIT_STORES, and that its file systems are mounted" in message
     listed = fusekit("ls", "--json", code=1, **roots)
     assert (len(listed.json), f"{root}" in listed.err) == (3, True)
     # The user's own folder need not be there where a root is; one that is named has to be.
@@ -239,8 +241,8 @@ def test_a_folder_that_is_no_store_is_refused(store, fusekit, tmp_path):
         result = fusekit(*arguments, "--store", str(project), code=2, FUSEKIT_STORES=str(fusekit.root))
         assert f"{project} is no store of fusekit, and not empty" in result.err
         assert result.err.count("\n") <= 2
-    said = fusekit("verify", "--store", str(project), code=3).err
-    assert f"{project} is no store of fusekit: there is no store to check; nothing is written there" in said
+    message = fusekit("verify", "--store", str(project), code=3).err
+    assert f"{project} is no store of fusekit: there is no store to check; nothing is written there" in message
     listed = fusekit("ls", "--json", "--store", str(project), code=1)
     assert listed.json == []
     assert f"{project} is no store of fusekit, and not empty" in listed.err
