@@ -1,4 +1,4 @@
-"""A strict reader of JSON objects: every value is taken by name and type, and whatever is left over is an error.
+"""A strict reader of JSON objects: every value is taken by name and type, and a member that is left over is an error.
 
 Errors are RecordError and begin with the path of the field, so that the error for a damaged or foreign record names the
 place.

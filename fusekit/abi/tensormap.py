@@ -166,7 +166,9 @@ def encode(tensor_map: TensorMap) -> bytes:
 
 
 def encode_raw(tensor_map: TensorMap) -> bytes:
-    """`encode` of whatever fits into the fields: address modulo 2**57, strides modulo 2**40, dims modulo 2**32."""
+    """`encode` of any values, cut to the width of their fields: address modulo 2**57, strides modulo 2**40, dims modulo
+    2**32.
+    """
     words = [0] * 16
     address = tensor_map.address & (1 << 57) - 1
     words[0], words[1] = address & 0xFFFFFFFF, address >> 32

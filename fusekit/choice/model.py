@@ -14,9 +14,9 @@ a weight gradient a group's rows),
 
     cost = that * max(1, tiles / CTAs at a time + 1/2)
 
-The last factor counts waves: of the last one half is idle on average, since the sizes of groups are anyone's guess. A
+The last factor counts waves: of the last one half is idle on average, since the sizes of groups are unknown. A
 static schedule costs 5 % more where there is more than one wave: its clusters drift apart, and neighbours no longer
-find each other's operands in L2.
+share operands in L2.
 
 The host never learns the sizes of groups. The model takes them as spread evenly from half to one and a half times the
 mean, which is what padding depends on: a large tile leaves much of a short group's last one empty. Columns are padded

@@ -114,7 +114,7 @@ class _Server:
         serve(work, self._cache, self._watch)
 
     def _end(self) -> None:
-        # Waited for as well: whoever has process 1 of a container may not do it.
+        # Waited for as well: process 1 of a container may not do it.
         for child in self._pipes:
             os.kill(child, signal.SIGKILL)
         for child in self._pipes:

@@ -2,7 +2,7 @@
 
 A file has `value(m, z)` and `derivative(m, z)`, which gives (value, d/dz); or, where gate and up make one output and
 `GATED` is true, `value(m, gate, up, scalars)` and `derivative(m, gate, up, scalars)`: (value, d/dgate, d/dup), zero for
-a clamped element. `m` is the arithmetic of whoever computes: `fusekit.kernels.gemm.maths` on the device, on float32
+a clamped element. `m` is the arithmetic to compute with: `fusekit.kernels.gemm.maths` on the device, on float32
 accumulators in registers. A file that has `approximations` maps the names of forms to (value, derivative).
 `SLOPED` means that it takes the run-time scalar `alpha`. One without `derivative` has no backward activation.
 
