@@ -72,6 +72,7 @@ def offences(path):
 
 
 def test_no_word_comes_back():
+    assert {ROOT / "fusekit" / "library.py", ROOT / "docs" / "index.md", ROOT / ".ci" / "run"} <= set(FILES)
     there = [line for path in FILES for line in offences(path)]
     assert not there, "\n".join(there)
 
