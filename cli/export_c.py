@@ -15,7 +15,7 @@ from fusekit_cli.options import Session
 
 
 def run(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: str | None = None) -> None:
-    """Writes the two files and answers with their paths."""
+    """Write the two files and print their paths."""
     from fusekit.cabi import Exported, generate
     from fusekit.choice.variants import check_name
     from fusekit.runtime.wellformed import launch_record
@@ -23,16 +23,16 @@ def run(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: 
     store = session.open_store()
     kernels: dict[str, Exported] = {}
     for name in names:
-        found = chosen(store, name, arch)
-        check_alike(found)
-        records = [listed.record for listed in found]
+        listings = chosen(store, name, arch)
+        check_alike(listings)
+        records = [listed.record for listed in listings]
         note_unbuilt(session, name, records)
         if is_layer(name, records):
             session.note(
-                f"{name} is a layer: each of its kernels has functions of its own; `fusekit show {name}` says in which "
-                "order they are launched, and on what memory"
+                f"{name} is a layer: each of its kernels has functions of its own; `fusekit show {name}` shows in "
+                "which order they are launched, and on what memory"
             )
-        for listed in found:
+        for listed in listings:
             record = listed.record
             check_name(record)
             stored = store.load(record.key)
@@ -49,7 +49,7 @@ def run(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: 
 
 
 def run_loader(session: Session, out: Path, prefix: str) -> None:
-    """Writes the loader of bundles and answers with the paths of its files."""
+    """Write the loader of bundles and print the paths of its files."""
     from fusekit.cabi import generate_loader
 
     _answer(session, out, generate_loader(prefix), [], prefix)
@@ -62,7 +62,7 @@ def _answer(session: Session, out: Path, texts: Mapping[str, str], kernels: list
 
 
 def _write(out: Path, texts: Mapping[str, str]) -> list[str]:
-    """Each file's text into the folder `out`, whole, over what is there; their paths."""
+    """Write each file to the folder `out`, atomically, replacing existing ones; returns their paths."""
     from fusekit.store.publishing import replace_file
 
     written = []

@@ -1,4 +1,4 @@
-"""`fusekit show`: one entry whole."""
+"""`fusekit show`: one entry in full."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 @click.command("show")
 @click.argument("name", shell_complete=complete.stored)
-@click.option("--arch", help="The architecture, such as sm_90a, where the store has several.")
+@click.option("--arch", help="The architecture, such as sm_90a, if the store has several.")
 @sources.sourced
 @common
 def command(session: Session, name: str, arch: str | None, source: str | None) -> None:
-    """Show everything the store knows about NAME: spec, launch record, arguments, resources, toolchain, proof.
+    """Show the entry of NAME in full: spec, launch record, arguments, resources, toolchain, proof.
 
-    FILE/KERNEL shows the variant that loading it takes. A FILE or a glob shows each kernel it means; with --json that
-    is a list if there are several, and one object otherwise. FILE/LAYER shows a layer: options, arguments, steps,
+    FILE/KERNEL shows the variant that `load` takes. A FILE or a glob shows each kernel that it matches; with --json
+    several are a list, and one is an object. FILE/LAYER shows a layer: options, arguments, steps,
     memory, kernels.
     """
     if source is None:
         store = session.open_store()
-        found = stored(store, name, arch)
-        if is_layer(name, [listed.record for listed in found]):
-            _layer(session, store, name, [listed.record for listed in found], str(found[0].root))
+        listings = stored(store, name, arch)
+        if is_layer(name, [listed.record for listed in listings]):
+            _layer(session, store, name, [listed.record for listed in listings], str(listings[0].root))
             return
         documents = [_stored(store, listed) for listed in chosen(store, name, arch)]
     else:
@@ -112,7 +112,7 @@ def _describe(record: NameRecord, entry: Entry, root: str) -> dict[str, Any]:
 
 
 def _arguments(spec: Mapping[str, Any], launch: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What a launch is given, in words: name, role, dtype, shape and meaning of each argument."""
+    """Name, role, dtype, shape and meaning of each argument of a launch."""
     from fusekit.abi import render
     from fusekit.spec.operands import operands
 
@@ -130,7 +130,7 @@ def _arguments(spec: Mapping[str, Any], launch: Mapping[str, Any]) -> list[dict[
 
 
 def _shape(argument: Mapping[str, Any], render: Callable[[Any], str]) -> str:
-    """As rows of it are shown; peers are one window of so many bytes for each rank."""
+    """The shape as text; peers are an IPC buffer of so many bytes for each rank."""
     if argument["kind"] == "peers":
         return f"{argument['count']} x [{render(argument['bytes'])}]"
     return "[" + ", ".join(map(render, argument["shape"])) + "]" if "shape" in argument else ""

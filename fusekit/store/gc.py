@@ -385,7 +385,7 @@ class _Collection:
                 self._gone(file.path)
 
     def _leftovers(self) -> None:
-        evicted = {each.key for each in self.report.evicted}
+        evicted = {kernel.key for kernel in self.report.evicted}
         for file in self.scan.locks:
             # Without an entry, a build may be running: such a lock stays until it is old.
             done = file.path.stem in evicted or file.path.stem in self.scan.entries
