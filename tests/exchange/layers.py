@@ -56,7 +56,7 @@ class LayerRanks:
              for name, size in (("kept", sizes.kept), ("scratch", sizes.scratch))}
             for device in devices
         ]  # fmt: skip
-        self.tensors = self._parameters(seed)
+        self.random_parameters = self._parameters(seed)
         self.parameters = [self._place(rank, known) for rank in range(len(devices))]
         if self.layers[0].outputs(QUANTISE):
             self._quantise()
@@ -81,7 +81,7 @@ class LayerRanks:
     def _place(self, rank: int, known: bool) -> dict[str, DeviceArray]:
         local = slice(rank * self.options.local, (rank + 1) * self.options.local)
         arrays = {}
-        for name, each in self.tensors.items():
+        for name, each in self.random_parameters.items():
             if known:
                 arrays[name] = self.array(rank, each.whole()[local] if name in PARTS else each.whole(), each.dtype)
             else:
@@ -211,7 +211,7 @@ class LayerRanks:
     def wanted(self) -> list[dict[str, np.ndarray]]:
         """Every output by the definition, of one GPU with all experts; each rank's own tokens have their own loss."""
         o = self.alone
-        tensors = definitions(o, self.tensors)
+        tensors = definitions(o, self.random_parameters)
         given = o.router["input"] == "choices"
         tensors.setdefault("router", np.zeros((o.experts, o.hidden)))
         wanted: list[dict[str, Any]] = []

@@ -115,7 +115,7 @@ def test_tokens_of_one_rank_have_the_bits_of_one_gpu(over, opened, name, tokens)
         ranks.launch()
         layer = opened.layer(f"layer-ranks/{name}-alone", device=ranks.devices[0])
         sizes, count = layer.sizes(sum(tokens)), sum(tokens)
-        local_weights = {item: ranks.array(0, ranks.tensors[item].whole(), "bf16") for item in ("w1", "w2")}
+        local_weights = {item: ranks.array(0, ranks.random_parameters[item].whole(), "bf16") for item in ("w1", "w2")}
         for value, buffer in (layer.inputs(FORWARD) | layer.inputs(BACKWARD)).items():
             if value in ranks.inputs[0]:
                 rows = np.concatenate([rank_inputs[value] for rank_inputs in ranks.inputs])
