@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from fusekit.choice import tuning
 from fusekit.choice.variants import choose
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from fusekit.abi import LaunchRecord
     from fusekit.exchange import Ranks
     from fusekit.layers import Layer
+    from fusekit.layers.kernels import LayerKernels
     from fusekit.plan.layer import Options
     from fusekit.runtime.checked import Checks, OffsetsProblem
     from fusekit.runtime.kernel import Kernel
@@ -55,6 +57,8 @@ class Library:
         self._checked = checked
         self._checks: Checks | None = None
         self._tuning: dict[str, tuning.Tuning] = {}
+        # Of equal layers, as long as one of them lives: 48 blocks of a model load and plan once.
+        self.layer_kernels: WeakValueDictionary[Any, LayerKernels] = WeakValueDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the configuration: a copy opens the store and starts the driver itself."""

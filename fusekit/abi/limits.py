@@ -11,7 +11,8 @@ from fusekit.abi.expr import RecordError
 if TYPE_CHECKING:
     from fusekit.abi.record import LaunchRecord, LaunchStep
 
-RANK = 5
+RANK = 8
+"""The form that C reads has room for 5: a kernel with more is for Python alone."""
 TENSORS = 64
 """Peers count as one for each rank."""
 SCALARS = 64

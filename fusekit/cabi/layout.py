@@ -26,7 +26,6 @@ from fusekit.abi.limits import (
     LAUNCH_VARIABLES,
     LAUNCHES,
     PARAMETERS,
-    RANK,
     SCALARS,
     SPACE,
     TENSORS,
@@ -53,6 +52,7 @@ DTYPES = tuple(_NUMBERED.get(number, "") for number in range(max(_NUMBERED) + 1)
 # field says that holds the rows, `value` the values before this one.
 LIMITS = ("none", "first_stride", "first_value", "variable_count", "float_count", "tensor_count", "outer", "value")
 
+RANK = 5
 STACK = 40  # values of an expression that is nested as deep as a record allows
 DOCUMENT, CUBIN = 16 << 20, 1 << 30  # bytes
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import NotBuiltError, UsageError
 from fusekit.plan.layer import Options, stored_options
 from fusekit.plan.operations import OPERATIONS
+from fusekit.runtime.recent import Recent
 
 if TYPE_CHECKING:
+    from fusekit.layers.pass_plan import PassPlan
     from fusekit.library import Library
     from fusekit.runtime import Kernel
     from fusekit.store import NameRecord
 
+_PLANS_KEPT = 64  # token counts differ from step to step
 _BY_TILE = ("dprob",)  # operands that sum a row tile by tile; all others add up in an order that no tile changes
 
 
@@ -22,7 +26,8 @@ class LayerKernels:
     """The kernels of the layer `name`, each loaded once.
 
     records: of the names of its kernels, by (name, arch), as they were when the layer was opened: a build meanwhile
-    changes no kernel of a layer that is open.
+    changes no kernel of a layer that is open. plans: of passes, by pass, tokens and outputs. Equal layers of one
+    library share all of it (`Library.layer_kernels`), until one of them sets a variant of its own.
     """
 
     def __init__(
@@ -33,9 +38,14 @@ class LayerKernels:
         self._options, self._records = options, records
         self._variants: dict[str, str] = {}
         self._loaded: dict[str, Kernel] = {}
+        self.plans: Recent[Any, PassPlan] = Recent(_PLANS_KEPT)
 
-    def set_variant(self, part: str, variant: str) -> None:
-        self._variants[part] = variant
+    def with_variant(self, part: str, variant: str) -> LayerKernels:
+        """These kernels with another variant of a part, and without plans."""
+        changed = copy(self)
+        changed._variants = self._variants | {part: variant}
+        changed.plans = Recent(_PLANS_KEPT)
+        return changed
 
     def name(self, part: str, keys: Mapping[str, Any], dims: Mapping[str, int]) -> str:
         """The full name of the kernel of a part. keys: the part's table. dims: T and M of the problem."""

@@ -13,6 +13,7 @@ from fusekit.layers.pass_plan import PassPlan, plan_pass
 from fusekit.layers.passes import MovingPass, Pass, of_the_pass
 from fusekit.plan.layer import Buffer, Options, Program
 from fusekit.plan.layer.program import BACKWARD, FORWARD
+from fusekit.runtime.recent import Recent
 from fusekit.runtime.side_stream import JoinLaunch, Queue, SideStream, SideStreamLaunch, run
 from fusekit.runtime.streams import PER_THREAD, handle_of
 from fusekit.runtime.tensors import describe, read
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from fusekit.runtime import Kernel
     from fusekit.runtime.launch import Launch
 
-_PLANS_KEPT = 64  # token counts differ from step to step
-_MOVING_KEPT = 256  # likewise, and so do the arguments that are given
+MOVING_KEPT = 128  # token counts differ from step to step, and so do the arguments that are given
 
 
 class Launching:
@@ -35,8 +35,7 @@ class Launching:
     program: Program
     _library: Library
     _kernels: LayerKernels
-    _plans: dict[Any, PassPlan]  # by pass, tokens and outputs
-    _moving: dict[Any, list[MovingPass]]  # that no thread is launching, by all of a call's arguments but addresses
+    _moving: Recent[Any, list[MovingPass]]  # that no thread is launching, by all of a call's arguments but addresses
 
     def kernel_name(self, part: str, tokens: int) -> str:
         """The full name of a part's kernel for so many tokens."""
@@ -85,9 +84,10 @@ class Launching:
             moving.move(addresses)
         # Every launch is checked before the first is queued: half a pass would leave half of the sums updated.
         run(moving.queue, handle)
-        if signature not in self._moving and len(self._moving) >= _MOVING_KEPT:
-            self._moving.clear()
-        self._moving.setdefault(signature, []).append(moving)
+        try:
+            self._moving[signature].append(moving)
+        except KeyError:
+            self._moving.remember(signature, [moving])
 
     def _refuse_capture(self, which: str, arguments: Mapping[str, Any], stream: int) -> None:
         """Raises ArgumentError if the stream is captured and a kernel of the pass is not loaded: loading it would end
@@ -237,11 +237,11 @@ class Launching:
         """asked: outputs; compact: those of them that are contiguous, None: all."""
         compact = asked if compact is None else compact
         key = which, tokens, frozenset(asked), frozenset(compact), in_place
-        plan = self._plans.get(key)
+        plans = self._kernels.plans
+        plan: PassPlan | None = plans.get(key)
         if plan is None:
-            if len(self._plans) >= _PLANS_KEPT:
-                self._plans.clear()
-            plan = self._plans[key] = plan_pass(self.program, which, tokens, asked, compact, in_place, self._kernel)
+            plan = plan_pass(self.program, which, tokens, asked, compact, in_place, self._kernel)
+            plans.remember(key, plan)
         return plan
 
     def _kernel(self, part: str, dims: Mapping[str, int]) -> Kernel:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError
 from fusekit.layers.arguments import gradient_names, token_count
 from fusekit.layers.kernels import LayerKernels, pinned
-from fusekit.layers.launching import Launching
+from fusekit.layers.launching import MOVING_KEPT, Launching
 from fusekit.layers.passes import Pass, Sizes
 from fusekit.layers.stored import options_of, records_of
 from fusekit.plan.layer import Buffer, Options, program
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE, Arguments
 from fusekit.runtime.devices import ordinal_of
+from fusekit.runtime.recent import Recent
 
 if TYPE_CHECKING:
     from fusekit.library import Library
@@ -30,6 +32,8 @@ class Layer(Launching):
     "quantise", which makes FP8 values of the weights for the others.
     """
 
+    _shares = True  # kernels and plans with equal layers
+
     def __init__(
         self, library: Library, name: str, arch: str | None = None, device: int | None = None,
         options: Options | None = None, records: Iterable[NameRecord] | None = None,
@@ -40,8 +44,12 @@ class Layer(Launching):
         self._records = {(record.name, record.arch): record for record in records}
         self.options = options or options_of(library, name, self._records.values())
         self.program = program(self.options)
-        self._kernels = LayerKernels(library, name, arch, self._device, self.options, self._records)
-        self._plans, self._moving = {}, {}
+        own = LayerKernels(library, name, arch, self._device, self.options, self._records)
+        self._kernels = own
+        if self._shares:
+            key = self._identity, json.dumps(self.options.canonical(), sort_keys=True)
+            self._kernels = library.layer_kernels.setdefault(key, own)
+        self._moving = Recent(MOVING_KEPT)
 
     def __repr__(self) -> str:
         return f"<Layer {self.name}: {len(self.program.parts)} kernels>"
@@ -242,8 +250,7 @@ class Layer(Launching):
 
     def set_variant(self, part: str, variant: str) -> None:
         """Uses this variant of a part from now on, for any number of tokens. Bound passes stay as they are."""
-        self._kernels.set_variant(part, variant)
-        self._plans.clear()
+        self._kernels = self._kernels.with_variant(part, variant)
         self._moving.clear()
 
     def kernel_name(self, part: str, tokens: int) -> str:

@@ -50,6 +50,8 @@ class RankedLayer(Layer):
         Also if `ranks` opened another build of the layer before.
     """
 
+    _shares = False  # it chooses variants for its own limits
+
     def __init__(
         self, library: Library, name: str, options: Options, arch: str | None = None, device: int | None = None, *,
         ranks: Ranks | None = None, tokens: int | None = None, rows: int | None = None,

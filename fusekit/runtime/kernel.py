@@ -22,12 +22,13 @@ from fusekit.runtime.handle import SharedHandle
 from fusekit.runtime.launch import Launch, Launches, filled, launch, launch_parts
 from fusekit.runtime.launch_plan import LaunchPlan, Loaded, Settings, active_clusters
 from fusekit.runtime.peers import check_windows, placed, spread
+from fusekit.runtime.recent import Recent
 from fusekit.runtime.streams import handle_of
 from fusekit.runtime.tensors import Meta, describe, read, unhashable
 from fusekit.runtime.workspace import Scratch, Workspaces
 
-# Signatures kept. Token counts differ from step to step, so this bounds memory, not correctness.
-_PLANS_KEPT = 256
+# Signatures whose plan is kept, about 14 KB each. Token counts differ from step to step.
+_PLANS_KEPT = 512
 # EI_ABIVERSION of the cubin's ELF header, and the CUDA version of the first driver that reads it.
 _ELF_ABI_OFFSET, _ELF_ABI_CUDA13, _CUDA13 = 8, 8, 13000
 _Scalars = list[float | int]
@@ -75,7 +76,7 @@ class Kernel(SharedHandle):
         # One list for every call that gives no scalar: by its identity a block knows that it holds them already.
         known: _Scalars = [value for value in self._scalar_defaults if value is not None]
         self._default_scalars = known if len(known) == len(record.scalars) else None
-        self._plans: dict[Any, LaunchPlan] = {}
+        self._plans: Recent[Any, LaunchPlan] = Recent(_PLANS_KEPT)
         self._loaded: dict[int, Loaded] = {}
         # Both before the driver sees the cubin: its own errors would not say what was expected.
         first = devices.get(device)
@@ -158,6 +159,11 @@ class Kernel(SharedHandle):
         """Whether the kernel is loaded on this device."""
         return device in self._loaded
 
+    @property
+    def plans_made(self) -> int:
+        """How many combinations of shapes, strides and options were new so far: such a call costs about ten others."""
+        return self._plans.remembered
+
     def current_device(self) -> int:
         """The ordinal of the device of this thread's current context; 0 without one."""
         return self._devices.current()
@@ -202,16 +208,14 @@ class Kernel(SharedHandle):
             key += [scalars[index] for index in self._integers]
         signature = tuple(key)
         try:
-            plan = self._plans.get(signature)
+            plan = self._plans[signature]
+        except KeyError:
+            plan = self._plan(key[2 : 2 + len(self._tensors)], cluster_margin, priority, scalars)
+            self._plans.remember(signature, plan)
         except TypeError:
             check_margin(0 if cluster_margin is None else cluster_margin)
             check_priority(priority)
             raise unhashable(key[2:], self._tensors) from None
-        if plan is None:
-            plan = self._plan(key[2 : 2 + len(self._tensors)], cluster_margin, priority, scalars)
-            if len(self._plans) >= _PLANS_KEPT:
-                self._plans.clear()
-            self._plans[signature] = plan
         return plan, addresses, scalars
 
     def spread(self, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -81,9 +81,9 @@ def main(out: Path) -> None:
 
 def records() -> list[object]:
     """Launch records with whatever one may hold."""
-    from tests.cabi.samples import made_up
+    from tests.cabi.samples import hand_written
 
-    return [kernel.record.to_json() for kernel in made_up()]
+    return [kernel.record.to_json() for kernel in hand_written()]
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from fusekit.layers import Layer
 from fusekit.layers.memory import Slice
 from fusekit.plan.layer import program
 from fusekit.reference import codes, decode, encode, held
+from fusekit.runtime.recent import Recent
 from tests.plan import layer_meaning
 from tests.plan.test_layer_program import options
 
@@ -27,8 +28,9 @@ class HostLayer(Layer):
         self._library = SimpleNamespace(devices=SimpleNamespace(driver=None, current=lambda: 0))
         self._arch = self._device = None
         self._records = {}
-        self._moving = {}
-        self._plans, self.passes, self.launched, self.loaded, self.margins, self.in_place = {}, [], [], [], [], []
+        self._moving = Recent(128)
+        self._kernels = SimpleNamespace(plans=Recent(64))
+        self.passes, self.launched, self.loaded, self.margins, self.in_place = [], [], [], [], []
 
     def load(self, tokens=None, *, devices=()):
         self.loaded.append(tokens)

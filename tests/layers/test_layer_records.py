@@ -115,6 +115,22 @@ def test_calls_at_other_addresses_launch_what_is_bound_there(library, name):
     assert sum(map(len, layer._moving.values())) == 3
 
 
+def test_equal_layers_load_and_plan_once(library):
+    """As 48 blocks of a model; one that has a variant of its own goes its own way."""
+    first, second = (library.layer("fp8-layers/qwen3") for _ in range(2))
+    first.forward(**given(first, FORWARD))
+    loaded = library.devices.driver.api.loaded
+    second.forward(**given(second, FORWARD))
+    assert library.devices.driver.api.loaded == loaded
+    assert second._kernels is first._kernels
+    assert first._kernels.plans.remembered == 1
+    part, name = next((step.part, kernel.name) for step, kernel, _ in first._kernels.plans.popitem()[1].steps)
+    second.set_variant(part, name.partition("@")[2])
+    second.forward(**given(second, FORWARD))
+    assert second._kernels is not first._kernels
+    assert library.layer("fp8-layers/qwen3")._kernels is first._kernels
+
+
 def test_a_call_at_other_addresses_is_checked_again(library):
     layer = library.layer("fp8-layers/qwen3")
     good = given(layer, FORWARD)

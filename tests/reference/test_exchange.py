@@ -18,7 +18,7 @@ def spec_of(ranks, **more):
     return {"ranks": ranks, "experts": EXPERTS, "topk": TOPK, "dtype": "bf16", **more}
 
 
-def made_up(ranks, seed=0):
+def tokens_of(ranks, seed=0):
     source = np.random.default_rng(seed)
     tokens = [int(each) for each in source.integers(0, CAPACITY, ranks)]
     tokens[-1] = 0 if ranks > 1 else tokens[-1]
@@ -30,7 +30,7 @@ def made_up(ranks, seed=0):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_every_choice_is_at_the_rank_of_its_expert_and_nowhere_else(ranks):
-    x, chosen, weights = made_up(ranks)
+    x, chosen, weights = tokens_of(ranks)
     received = reference.dispatch(spec_of(ranks), x, chosen, weights, CAPACITY)
     local = EXPERTS // ranks
     for source in range(ranks):
@@ -58,7 +58,7 @@ def test_every_choice_is_at_the_rank_of_its_expert_and_nowhere_else(ranks):
 
 def test_codes_come_with_their_scales():
     """Those of a row that was sent are the same on the rank of its expert as at home."""
-    x, chosen, _ = made_up(3)
+    x, chosen, _ = tokens_of(3)
     codes, scales = zip(*(quantise_rows(values(each, "bf16")) for each in x), strict=True)
     received = reference.dispatch(spec_of(3, dtype="e4m3"), codes, chosen, None, CAPACITY, scales)
     for each in received:
@@ -79,7 +79,7 @@ def quantise_rows(rows):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_the_way_there_and_back_is_that_of_one_gpu(ranks, weighted):
     """Each expert multiplies by a number of its own. On one rank the bits are those of moe-unpermute."""
-    x, chosen, weights = made_up(ranks, 3)
+    x, chosen, weights = tokens_of(ranks, 3)
     scale = np.float32(2.0) ** (np.arange(EXPERTS) % 5)  # exact in bf16
     spec, local = spec_of(ranks), EXPERTS // ranks
     received = reference.dispatch(spec, x, chosen, weights, CAPACITY)
@@ -107,7 +107,7 @@ def test_the_way_there_and_back_is_that_of_one_gpu(ranks, weighted):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_gradients_come_from_the_ranks_of_the_experts(ranks):
-    _, chosen, _ = made_up(ranks, 5)
+    _, chosen, _ = tokens_of(ranks, 5)
     source = np.random.default_rng(9)
     gradients = [source.standard_normal((ranks * CAPACITY, TOPK)).astype(np.float32) for _ in range(ranks)]
     got = reference.returned(spec_of(ranks), gradients, chosen, CAPACITY)
@@ -120,7 +120,7 @@ def test_gradients_come_from_the_ranks_of_the_experts(ranks):
 
 
 def test_addends_are_added_before_the_sum_is_rounded():
-    x, chosen, _ = made_up(2, 5)
+    x, chosen, _ = tokens_of(2, 5)
     spec = spec_of(2)
     received = reference.dispatch(spec, x, chosen, None, CAPACITY)
     orders = [index(each["indices"], EXPERTS // 2) for each in received]
