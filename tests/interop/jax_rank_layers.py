@@ -143,7 +143,7 @@ def wanted(o, x, params, more, floats):
             for rank in range(o.ranks)
         )  # fmt: skip
 
-    return jax.value_and_grad(summed, argnums=(0, 1, 2))(x, params, floats)
+    return jax.jit(jax.value_and_grad(summed, argnums=(0, 1, 2)))(x, params, floats)
 
 
 def close(found, right, tolerance=1e-4):

@@ -16,7 +16,7 @@ def plain(options):
             return mlp(options, x, p["w1"], p["w2"], p.get("b1", 0), p.get("b2", 0))
         return experts(options, x, as_kept(options, params), more)
 
-    return layer
+    return jax.jit(layer)  # one program in place of one for each operation
 
 
 def as_kept(options, params):

@@ -18,6 +18,7 @@ def test_calls_of_jax(program):
     path = Path(__file__).parent / program
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # the driver is a fake one, also where there is a GPU
+    environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # most of the time goes into compiling what runs once
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, check=False
     )
