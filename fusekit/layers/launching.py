@@ -79,7 +79,8 @@ class Launching:
             moving = self._bind_moving(which, kept, scratch, arguments, cluster_margin, in_place)
         else:
             if not moving.knows(addresses):
-                check_addresses(self.name, moving.lying(addresses), outputs)
+                if not moving.fits(addresses):
+                    check_addresses(self.name, moving.lying(addresses), outputs)
                 moving.trust(addresses)
             moving.move(addresses)
         # Every launch is checked before the first is queued: half a pass would leave half of the sums updated.
@@ -142,7 +143,9 @@ class Launching:
             for launch, where in zip(launches, places, strict=True)
         ]
         addresses = [address for address, _ in tensors.values()]
-        return MovingPass(names, list(views.values()), addresses, launches, parts, self._in_order(plan, launches))
+        return MovingPass(
+            names, list(views.values()), addresses, launches, parts, self._in_order(plan, launches), outputs
+        )
 
     def _bound(
         self, calls: Sequence[tuple[Kernel, dict[str, Any]]], places: Sequence[Mapping[str, tuple[str, int]]]
