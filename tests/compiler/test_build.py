@@ -97,7 +97,7 @@ def test_what_cannot_be_replaced_fails_its_own_kernel_alone(build, store, kind):
     path = own.entry_path(key) if kind == "entry" else own.name_path(one.full_name, one.arch)
     path.unlink(missing_ok=True)
     path.mkdir(parents=True)
-    (own.root / MARKER).write_bytes(DATA)
+    (own.path / MARKER).write_bytes(DATA)
     report = build(one, two)
     assert [built.name for built in report.built] == [two.full_name]
     (failed,) = report.failed
