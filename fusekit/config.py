@@ -7,6 +7,7 @@
 | `FUSEKIT_TRUSTED_KEYS` | files of public keys, `:`-separated; if set, only what they signed loads; empty: nothing |
 | `FUSEKIT_SIGNING_KEY` | file of the private key that signs what is built, exported and locked |
 | `FUSEKIT_ALLOW_EXTERN` | `1`: a build may run the Python of foreign kernels' specs |
+| `FUSEKIT_DEBUG` | `1`: every launch is waited for, and an error names the launch that caused it |
 | `NO_COLOR` | when set to anything, output has no colour |
 """
 
@@ -29,6 +30,7 @@ class Config:
         the tuple is empty. None: signatures are not checked.
     signing_key: absolute path of the private key that signs what is built, exported and locked.
     allow_extern: whether a build may run the Python that specs of foreign kernels name.
+    debug: whether every launch is waited for, so that an error names the launch that caused it.
     """
 
     store: Path
@@ -37,6 +39,7 @@ class Config:
     trusted_keys: tuple[Path, ...] | None = None
     signing_key: Path | None = None
     allow_extern: bool = False
+    debug: bool = False
 
     def __post_init__(self) -> None:
         """Raises ArgumentError for values of other types."""
@@ -82,24 +85,27 @@ class Config:
         trusted = None
         if "FUSEKIT_TRUSTED_KEYS" in environ:
             trusted = _several("FUSEKIT_TRUSTED_KEYS", environ, "a file of public keys")
-        allow = environ.get("FUSEKIT_ALLOW_EXTERN", "")
-        if allow not in ("", "0", "1"):
-            raise UsageError(
-                f"FUSEKIT_ALLOW_EXTERN = '{allow}'; 1 lets builds run the Python of foreign kernels' specs, 0 does not"
-            )
         return cls(
             store=root,
             read_only_roots=read_only,
             color=not environ.get("NO_COLOR"),
             trusted_keys=trusted,
             signing_key=_named("--sign", signing_key, "FUSEKIT_SIGNING_KEY", environ, "a private key"),
-            allow_extern=allow == "1",
+            allow_extern=_flag("FUSEKIT_ALLOW_EXTERN", "lets builds run the Python of foreign kernels' specs", environ),
+            debug=_flag("FUSEKIT_DEBUG", "waits for every launch", environ),
         )
 
     @property
     def roots(self) -> tuple[Path, ...]:
         """The roots of the store in search order, the writable one first."""
         return (self.store, *self.read_only_roots)
+
+
+def _flag(variable: str, meaning: str, environ: Mapping[str, str]) -> bool:
+    value = environ.get(variable, "")
+    if value not in ("", "0", "1"):
+        raise UsageError(f"{variable} = '{value}'; 1 {meaning}, 0 does not")
+    return value == "1"
 
 
 def _named(

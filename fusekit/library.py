@@ -80,7 +80,9 @@ class Library:
         if self._devices is None:
             with self._first:
                 if self._devices is None:
-                    self._devices = Devices(self._driver or Driver())
+                    config = self._source if isinstance(self._source, Config) else None
+                    debug = config is not None and config.debug
+                    self._devices = Devices(self._driver or Driver(debug=debug))
         return self._devices
 
     def load(

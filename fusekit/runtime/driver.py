@@ -9,9 +9,12 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fusekit.errors import DriverError
+
+if TYPE_CHECKING:
+    from fusekit.runtime.debug import DebugApi
 
 # cuKernelGetParamInfo, the youngest function in use, came with CUDA 12.4.
 MINIMUM_VERSION = 12040
@@ -27,12 +30,20 @@ _REMEDIES = {
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "kernel module and libcuda are of different versions; reboot or reinstall",
     "CUDA_ERROR_NO_BINARY_FOR_GPU": "the cubin is for another architecture; build the kernel for this one",
     "CUDA_ERROR_OUT_OF_MEMORY": "the device is out of memory; free some or use a smaller problem",
-    "CUDA_ERROR_ILLEGAL_ADDRESS": "an earlier kernel broke the context; restart, look with compute-sanitizer",
     "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": _BEFORE_CAPTURE,
     "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT": _BEFORE_CAPTURE,
     "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": "the capture was broken by an earlier error; begin it again",
     "CUDA_ERROR_NOT_INITIALIZED": _BEFORE_FORK,
 }
+# Errors of a kernel, which every later call returns as well.
+_STICKY = {
+    f"CUDA_ERROR_{name}"
+    for name in (
+        "ILLEGAL_ADDRESS", "LAUNCH_TIMEOUT", "ASSERT", "HARDWARE_STACK_ERROR", "ILLEGAL_INSTRUCTION",
+        "MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "INVALID_PC", "LAUNCH_FAILED", "TENSOR_MEMORY_LEAK",
+    )
+}  # fmt: skip
+_EARLIER = "an earlier launch, of any library, may be the cause, and this process can launch no more; "
 
 
 def version_text(version: int) -> str:
@@ -43,11 +54,15 @@ def version_text(version: int) -> str:
 class Driver:
     """An initialised CUDA driver. `api` is the module of driver functions, `version` such as 13000.
 
+    bindings: replaces cuda.bindings.driver. debug: every launch is waited for, and its errors name it; `debug` is then
+    where launches are registered, else None.
+
     Raises DriverError, with expected and found, when cuda-bindings or the driver is absent or too old, or has no
     device.
     """
 
-    def __init__(self, bindings: Any = None) -> None:
+    def __init__(self, bindings: Any = None, *, debug: bool = False) -> None:
+        self.debug: DebugApi | None = None
         self.api: Any = _import_bindings() if bindings is None else bindings
         try:
             self.version: int = self.check(self.api.cuDriverGetVersion(), "cuDriverGetVersion")
@@ -61,6 +76,10 @@ class Driver:
             ) from error
         self.require(MINIMUM_VERSION, "fusekit")
         self.check(self.api.cuInit(0), "cuInit")
+        if debug:
+            from fusekit.runtime.debug import DebugApi
+
+            self.api = self.debug = DebugApi(self)
         # In a child process the driver would answer with anything from an error to a crash: refuse before asking it.
         os.register_at_fork(after_in_child=_refuser(weakref.ref(self)))
 
@@ -94,12 +113,16 @@ class Driver:
         """Whether `context` is this thread's current one."""
         return int(self.check(self.api.cuCtxGetCurrent(), "cuCtxGetCurrent")) == int(context)
 
-    def error(self, status: Any, what: str) -> DriverError:
-        """The DriverError for `status` of `what`, with CUDA's name and text."""
+    def error(self, status: Any, what: str, remedy: str = "") -> DriverError:
+        """The DriverError for `status` of `what`, with CUDA's name and text. Default for `remedy`: by the name."""
         name = self._text(self.api.cuGetErrorName, status) or f"CUresult {int(status)}"
         text = self._text(self.api.cuGetErrorString, status)
         message = f"{what} failed: {name}" + (f" ({text})" if text else "")
-        remedy = _REMEDIES.get(name)
+        remedy = remedy or _REMEDIES.get(name, "")
+        if not remedy and name in _STICKY:
+            remedy = (
+                _EARLIER + ("" if self.debug else "run it again with FUSEKIT_DEBUG=1, or ") + "run compute-sanitizer"
+            )
         return DriverError(f"{message}; {remedy}" if remedy else message, name=name, text=text)
 
     @staticmethod

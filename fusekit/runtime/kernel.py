@@ -300,7 +300,7 @@ class Kernel(SharedHandle):
                 clusters = active_clusters(self._driver, self.record.launches[-1], functions[-1], device)
             scratch = Scratch(self._devices, device, self.name) if self.record.scratch != 0 else None
             workspaces = self._workspaces(device)
-            loaded, *then = (Loaded(device, handles, workspaces, scratch, clusters) for handles in functions)
+            loaded, *then = (Loaded(self.name, device, handles, workspaces, scratch, clusters) for handles in functions)
             loaded.then = tuple(then)
         kept = self._loaded.setdefault(device.ordinal, loaded)
         if kept is not loaded and loaded.workspaces is not None:  # another thread was first

@@ -239,4 +239,4 @@ def _failure(plan: LaunchPlan, status: Any, handle: int) -> DriverError | Argume
                 " of that device",
                 argument="stream",
             )
-    return plan.driver.error(status, f"cuLaunchKernelEx on {device}")
+    return plan.driver.error(status, f"{plan.loaded.name}: cuLaunchKernelEx on {device}")
