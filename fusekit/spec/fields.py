@@ -28,9 +28,23 @@ def most_of(field: Field) -> int:
     return field.maximum if isinstance(field, Bounded) else INT32_MAX
 
 
+def _same_function(word: str) -> str:
+    """How a spec names the function that `word` is elsewhere. A name that is merely similar is another function's."""
+    from fusekit.spec.hf_config import GATED, PLAIN  # only where an error is being written
+    from fusekit.spec.values import show
+
+    same = next((name for name in kinds() if name == word.lower()), "")
+    if same:
+        return f"; say {show(same)}"
+    plain, gated = PLAIN.get(word), GATED.get(word)
+    forms = [*([show(plain)] if plain else []), *([f"with a gate {show(gated)}"] if gated else [])]
+    return f"; Hugging Face's {show(word)} is {', '.join(forms)}" if forms else ""
+
+
 ACTIVATION_FIELDS = (
     Field("kind", "choice", 'The function; "d" before one is its derivative, for the backward pass.',
-        choices=tuple(kinds()), required=True),
+        choices=tuple(kinds()), required=True, synonyms=(("relu2", "srelu"), ("drelu2", "dsrelu")),
+        hint=_same_function),
     Field("approximate", "choice", "How gelu and geglu (and dgelu, dgeglu) compute gelu.", choices=("none", "tanh"),
         default="none"),
     Field("alpha", "float", "swiglu's slope in sigmoid(alpha.g); may be changed at launch.", default=1.0),

@@ -108,8 +108,8 @@ def _property(field: Field) -> dict[str, Any]:
                 "anyOf": [{"enum": list(field.choices)}, _table(field)],
             }
         if field.short:
-            words = next(sub.choices for sub in field.fields if sub.name == field.short)
-            return {"description": field.doc, "anyOf": [{"enum": list(words)}, _table(field)]}
+            word = next(sub for sub in field.fields if sub.name == field.short)
+            return {"description": field.doc, "anyOf": [_single(word), _table(field)]}
         return {"description": field.doc, **_table(field)}
     if field.type == "tables":
         tables = {**_table(field), "minProperties": 1}
@@ -132,7 +132,7 @@ def _property(field: Field) -> dict[str, Any]:
 def _single(field: Field) -> dict[str, Any]:
     match field.type:
         case "choice":
-            return {"enum": list(field.choices)}
+            return {"enum": [*field.choices, *(word for word, choice in field.synonyms if choice in field.choices)]}
         case "pair" if field.choices:
             return {"enum": [list(choice) for choice in field.choices]}
         case "pair":

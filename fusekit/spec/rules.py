@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 from fusekit.dtypes import DTYPES
-from fusekit.plan.activations import Kind, kind, kinds
+from fusekit.plan.activations import Kind, kind, kinds, no_gate
 from fusekit.plan.gemm import VECTOR_BYTES
 from fusekit.plan.operands import BACKWARD, WGRAD, operands
 from fusekit.plan.quant import BLOCK, NONE, RECIPES, SIDE, Quant
@@ -68,8 +68,7 @@ def _activation(spec: KernelSpec) -> list[Broken]:
                 rule = f"only gated activations have it, not {act.kind}; leave it out"
                 refusals.append((f"activation.{name}", value, rule))
         if spec.glu_layout != "none":
-            rule = f'the activation {act.kind} is not gated, so there is no gate to lay out; leave it out or say "none"'
-            refusals.append(("glu_layout", spec.glu_layout, rule))
+            refusals.append(("glu_layout", spec.glu_layout, no_gate(act.kind)))
     else:
         if act.limit is not None and act.limit <= 0:
             refusals.append(("activation.limit", act.limit, "must be above 0; leave it out for no limit"))

@@ -203,8 +203,10 @@ class TableReader:
     def _choice(self, where: str, field: Field, value: Any) -> Any:
         if not isinstance(value, str):
             return self._wrong_type(where, field, value)
+        value = dict(field.synonyms).get(value, value)
         if value not in field.choices:
-            must = f"must be {one_of(field.choices)}{nearest(value, field.choices)}"
+            hint = field.hint(value) if field.hint else nearest(value, field.choices)
+            must = f"must be {one_of(field.choices)}{hint}"
             return self.report(where, field.name, value, must)
         return value
 

@@ -70,7 +70,7 @@ def problems(*tables, **defaults):
         (
             {"activation": {"kind": "dswiglu"}},
             ['activation.kind = "dswiglu": must be "identity", "gelu", "relu", "silu", "srelu", "geglu", "reglu" or '
-             '"swiglu"; did you mean "swiglu"?'],
+             '"swiglu"'],
         ),
         (
             {"activation": {"kind": "identity"}},
@@ -93,7 +93,10 @@ def problems(*tables, **defaults):
         ),
         (
             {"activation": {"kind": "relu"}, "glu_layout": "concat"},
-            ['glu_layout = "concat": the activation relu is not gated, so there is no gate to lay out; leave it out'],
+            [
+                'glu_layout = "concat": the activation relu is not gated, so there is no gate to lay out; for a gated '
+                "relu write reglu, else leave it out"
+            ],
         ),
         ({"accumulate": True}, ['accumulate = true: sums of many steps want float32; say grad_dtype = "f32"']),
         (

@@ -97,7 +97,6 @@ AT = "[[kernel]] 1 (fc1): "
         ("activation = 3", "must be a table { kind = .., approximate = .., alpha = .., limit = .. }, is an integer"),
         ("activation = {}", "activation.kind is missing (The function; "),
         ('activation = { kind = "swigul" }', 'activation.kind = "swigul": must be "identity", '),
-        ('activation = { kind = "swigul" }', 'did you mean "swiglu"?'),
         ('activation = { kind = "gelu", aproximate = "tanh" }', 'did you mean "approximate"?'),
         ('activation = { kind = "silu", approximate = "tanh" }', "only gelu and geglu have it, not silu; leave it out"),
         ('activation = { kind = "silu", alpha = 2 }', "activation.alpha = 2.0: only swiglu has it, not silu"),
@@ -260,7 +259,15 @@ BACKWARD = GOOD + 'activation = { kind = "dswiglu" }\n'
         (GOOD + 'activation = { kind = "drelu", limit = 1 }', "only gated activations have it, not drelu"),
         (GOOD + 'activation = { kind = "dgeglu", alpha = 2 }', "only swiglu has it, not dgeglu"),
         (GOOD + 'activation = { kind = "dsilu", approximate = "tanh" }', "only gelu and geglu have it, not dsilu"),
-        (GOOD + 'activation = { kind = "dsilu" }\nglu_layout = "concat"', "the activation dsilu is not gated"),
+        (GOOD + 'activation = { kind = "dsilu" }\nglu_layout = "concat"', "for a gated dsilu write dswiglu"),
+        (
+            GOOD + 'activation = "silu"\nglu_layout = "concat"',
+            "for a gated silu write swiglu, else leave it out",
+        ),
+        (
+            GOOD + 'activation = "srelu"\nglu_layout = "concat"',
+            "no gate to lay out; leave it out",
+        ),
         (
             GOOD + "bias = true\nrow_scale = true",
             "row_scale = true: a bias that row_scale multiplies has no right gradient, and neither has row_scale;"

@@ -94,10 +94,31 @@ def test_what_is_wrong_is_said_by_the_name_that_was_given(problem, message):
         parse_text(filled(GROUPED, activation='"swiglu"', problem=problem), "x")
 
 
-def test_an_activation_that_is_not_known():
-    text = filled(GROUPED, activation='"swigly"', problem="{ E = 8, M = 64, N = 256, K = 128 }")
-    with pytest.raises(SpecError, match=r'activation.kind = "swigly": must be .*did you mean "swiglu"'):
+@pytest.mark.parametrize(("name", "same"), [("relu2", "srelu"), ("drelu2", "dsrelu")])
+def test_another_name_of_an_activation(name, same):
+    problem = "{ E = 8, M = 64, N = 256, K = 128 }"
+    by_name = [forms(filled(GROUPED, activation=f'"{word}"', problem=problem)) for word in (name, same)]
+    assert by_name[0] == by_name[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("SwiGLU", '; say "swiglu"'),
+        ("swish", """; Hugging Face's "swish" is { kind = "silu" }, with a gate { kind = "swiglu" }"""),
+        ("gelu_pytorch_tanh", """; Hugging Face's "gelu_pytorch_tanh" is { kind = "gelu", approximate = "tanh" }, """
+         """with a gate { kind = "geglu", approximate = "tanh" }"""),
+        ("quick_gelu", """; Hugging Face's "quick_gelu" is with a gate { kind = "swiglu", alpha = 1.702 }"""),
+        ("relu6", ""),
+        ("selu", ""),
+        ("swigly", ""),
+    ],
+)  # fmt: skip
+def test_no_other_function_is_suggested(name, hint):
+    text = filled(GROUPED, activation=f'"{name}"', problem="{ E = 8, M = 64, N = 256, K = 128 }")
+    with pytest.raises(SpecError) as error:
         parse_text(text, "x")
+    assert str(error.value).partition(" or ")[2].partition('"')[2].partition('"')[2] == hint
 
 
 def test_without_an_architecture():

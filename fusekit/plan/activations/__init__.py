@@ -26,6 +26,7 @@ from fusekit.errors import SpecError
 from fusekit.plan import packages
 
 DERIVATIVE = "d"  # before the name of an activation
+_GATED_FORMS = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,14 @@ def kinds() -> Mapping[str, Kind]:
     table = {name: _kind(name, name, False) for name in functions()}
     backward = (name for name in functions() if hasattr(module(name), "derivative") or forms(name)["none"][1])
     return table | {f"{DERIVATIVE}{name}": _kind(f"{DERIVATIVE}{name}", name, True) for name in backward}
+
+
+def no_gate(name: str) -> str:
+    """Why the plain kind `name` takes no layout of gate and up, and what to write instead."""
+    backward = DERIVATIVE if kind(name).backward else ""
+    gated = _GATED_FORMS.get(kind(name).function)
+    remedy = f"for a gated {name} write {backward}{gated}, else " if gated else ""
+    return f"the activation {name} is not gated, so there is no gate to lay out; {remedy}leave it out"
 
 
 def forms(name: str) -> Mapping[str, tuple[Callable[..., Any], Callable[..., Any] | None]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fusekit.plan.activations import DERIVATIVE, kinds
+from fusekit.plan.activations import DERIVATIVE, kinds, no_gate
 from fusekit.plan.activations import kind as kind_of
 from fusekit.plan.arch import ARCHES
 from fusekit.plan.exchange import MOST_RANKS
@@ -237,8 +237,7 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
         rule = "b2's gradient is the sum of dy, which that of w2 [I, H] cannot give as well"
         yield "b_major", "n", f'{rule}; say b_major = "k" or keep = "none", or leave bias out'
     if not options.gated and options.glu_layout != "none":
-        rule = f"the activation {kind} is not gated, so there is no gate to lay out; leave it out"
-        yield "glu_layout", options.glu_layout, rule
+        yield "glu_layout", options.glu_layout, no_gate(kind)
     for field in ("hidden", "intermediate", "shared"):
         size = getattr(options, field)
         if size % 8:
