@@ -15,8 +15,8 @@ class Field:
     them), "strings" (a list of strings), "json" (a table of JSON values) or "combinations" (a table of lists, of which
     each combination is a value). choices: allowed strings, or allowed pairs. fields: a table's own fields. sweep: a
     list of values is allowed, and makes one kernel for each. alias: another name of the field. short: the field of a
-    table that a string alone gives. synonyms: (other name, choice) of a choice. hint: what the error of another value
-    says after the choices; None: the nearest choice.
+    table that a string alone gives. synonyms: (other name, choice) of a choice. hint: what the error of another value,
+    given that and the choices, ends with; None: the nearest choice.
     """
 
     name: str
@@ -31,4 +31,4 @@ class Field:
     alias: str = ""
     short: str = ""
     synonyms: tuple[tuple[str, str], ...] = ()
-    hint: Callable[[str], str] | None = None
+    hint: Callable[[str, tuple[str, ...]], str] | None = None

@@ -28,14 +28,13 @@ def most_of(field: Field) -> int:
     return field.maximum if isinstance(field, Bounded) else INT32_MAX
 
 
-def _same_function(word: str) -> str:
+def _same_function(word: str, choices: tuple[str, ...]) -> str:
     """How a spec names the function that `word` is elsewhere. A name that is merely similar is another function's."""
     from fusekit.spec.hf_config import GATED, PLAIN  # only where an error is being written
     from fusekit.spec.values import show
 
-    same = next((name for name in kinds() if name == word.lower()), "")
-    if same:
-        return f"; say {show(same)}"
+    if word.lower() in choices:
+        return f"; say {show(word.lower())}"
     plain, gated = PLAIN.get(word), GATED.get(word)
     forms = [*([show(plain)] if plain else []), *([f"with a gate {show(gated)}"] if gated else [])]
     return f"; Hugging Face's {show(word)} is {', '.join(forms)}" if forms else ""
