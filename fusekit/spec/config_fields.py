@@ -13,8 +13,11 @@ TELLING = (
     *("mlp_bias", "use_bias", "swiglu_limit", "num_experts", "num_local_experts", "n_routed_experts"),
     *("moe_intermediate_size", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace"),
     *("decoder_sparse_step", "mlp_only_layers", "interleave_moe_layer_step", "moe_layers", "norm_topk_prob"),
+    *("moe_shared_expert_intermediate_size", "moe_latent_size", "mlp_hidden_act"),
     *("scoring_func", "topk_method", "n_group", "topk_group", "routed_scaling_factor"),
 )
+
+ACTIVATIONS = ("hidden_act", "mlp_hidden_act", "hidden_activation", "activation_function", "ffn_act_fn")
 
 
 class Fields:
@@ -73,6 +76,17 @@ class Fields:
         if not isinstance(value, list) or any(isinstance(item, bool) or not isinstance(item, int) for item in value):
             raise self.error(f"{name} = {show(value)}: it must be a list of layer numbers")
         return value
+
+    def check_activations(self, family: str) -> None:
+        """Raises SpecError where the config names an activation that a model type not its own would not compute."""
+        read = [name for name in ACTIVATIONS if name in self.read]
+        computed = [self.values.get(name) for name in read]
+        for name in ACTIVATIONS:
+            if name in self.values and name not in read and self.values[name] not in computed:
+                raise self.error(
+                    f"{name} = {show(self.values[name])}: {family} reads {' or '.join(read)} instead, and would "
+                    f"compute another MLP; choose another --family or, if its MLPs are those of {family}, give {read[0]} alone"
+                )
 
     def unread(self) -> list[str]:
         """A note for each telling field that was not read."""

@@ -42,6 +42,7 @@ PLAIN = {
 
 SEPARATE = "w1 is gate_proj.weight over up_proj.weight, stacked once; w2 is down_proj.weight"
 STACKED = "w1[e] is gate_proj.weight over up_proj.weight of expert e, w2[e] its down_proj.weight; both stacked once"
+UNGATED = "w1[e] is up_proj.weight of expert e, w2[e] its down_proj.weight; both stacked once"
 NUMBERED = "w1[e] is w1.weight over w3.weight of expert e, stacked once; w2[e] is its w2.weight"
 FUSED = "w1 is gate_up_proj.weight and w2 is down_proj.weight, as the checkpoint has them"
 LINEARS = "w1 is {0}.input_linear.weight and w2 is {0}.output_linear.weight, as the checkpoint has them"
@@ -141,13 +142,16 @@ def read_model(text: str, source: str, family: str | None = None) -> Model:
     name = family or model_type
     if name not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
+        if family:
+            raise fields.error(f"--family {show(family)} is not known{nearest(family, FAMILIES)}; known are {known}")
         raise fields.error(
-            f"model_type = {show(name)}: how its MLPs are computed is not known{nearest(name, FAMILIES)}; known are "
-            f"{known}; if its MLPs and router are those of one of them, name it with --family"
+            f"model_type = {show(name)}: how its MLPs are computed is not known; known are {known}; if its MLPs and "
+            "router are those of one of them, name it with --family"
         )
     mlps, router = FAMILIES[name](fields)
     hidden = fields.size("hidden_size")
     if family and family != model_type:
+        fields.check_activations(family)
         fields.notes.insert(
             0, f"the config's model_type is {show(model_type)}; it is read as {family}, as was asked for"
         )
@@ -179,7 +183,10 @@ def _quantised(fields: Fields) -> list[str]:
     ]
 
 
-def _activation(fields: Fields, gated: bool, name: str = "hidden_act", default: str = "silu") -> tuple[Any, str]:
+ACT = ("hidden_act", "silu")  # the field of the activation, and its default
+
+
+def _activation(fields: Fields, gated: bool, name: str = ACT[0], default: str = ACT[1]) -> tuple[Any, str]:
     """The activation's table, or None and why there is none."""
     value = fields.word(name, default=default)
     table = (GATED if gated else PLAIN).get(value)
@@ -190,16 +197,18 @@ def _activation(fields: Fields, gated: bool, name: str = "hidden_act", default: 
     return None, f"{name} = {show(value)} is no activation of a {kind} MLP that fusekit computes; it computes {known}"
 
 
-def _mlp(fields: Fields, role: str, intermediate: int, **rest: Any) -> Mlp:
-    activation, why = _activation(fields, rest.get("gated", True))
-    return Mlp(role, intermediate, activation, why=why, **rest)
+def _mlp(
+    fields: Fields, role: str, intermediate: int, act: tuple[str, str] = ACT, why: str = "", **rest: Any
+) -> Mlp:  # fmt: skip
+    activation, unknown = _activation(fields, rest.get("gated", True), *act)
+    return Mlp(role, intermediate, activation, why=why or unknown, **rest)
 
 
 def _dense(
     fields: Fields,
     *,
     gated: bool = True,
-    act: tuple[str, str] = ("hidden_act", "silu"),
+    act: tuple[str, str] = ACT,
     bias: bool | tuple[str, bool] = False,
     weights: str = SEPARATE,
 ) -> Parts:
@@ -312,6 +321,38 @@ def _deepseek_router(fields: Fields, score: str, topk: int) -> tuple[dict[str, A
             )
     factor = fields.number("routed_scaling_factor", default=1.0)
     return keys | ({"scaling_factor": factor} if factor != 1.0 else {}), why
+
+
+def _nemotron_h(fields: Fields) -> Parts:
+    """MLPs without a gate in some layers, DeepSeek's router over such MLPs and a shared one in others."""
+    kinds = fields.peek("layers_block_type", fields.peek("layer_types"))
+    if kinds is None:
+        marks = {"E": "moe", "-": "mlp"}
+        kinds = [marks.get(mark, "other") for mark in fields.word("hybrid_override_pattern")]
+    if not isinstance(kinds, list):
+        raise fields.error(f"layers_block_type = {show(kinds)}: it must be a list of the layers' types")
+    total, sparse, dense = len(kinds), kinds.count("moe"), kinds.count("mlp")
+    plain = partial(_mlp, fields, act=("mlp_hidden_act", "relu2"), gated=False)
+    bias = fields.flag("mlp_bias", default=False)
+    mlps, router = [], None
+    if sparse:
+        latent = fields.peek("moe_latent_size")
+        why = f"moe_latent_size = {show(latent)}: its experts take a projection of x, which is not covered"
+        size, layers = fields.size("moe_intermediate_size"), _count(sparse, total)
+        mlps.append(plain("experts", size, weights=UNGATED, layers=layers, why=why if latent else ""))
+        width, weights = fields.size("moe_shared_expert_intermediate_size"), TWO_LAYERS.format("up_proj", "down_proj")
+        mlps.append(plain("shared", width, bias=bias, weights=weights, layers=layers))
+        experts, topk = fields.size("n_routed_experts", "num_local_experts"), fields.size("num_experts_per_tok")
+        fields.peek("n_shared_experts")
+        keys, why = _deepseek_router(fields, "sigmoid", topk)
+        router = _router(fields, Router(experts, topk, keys, why=why))
+    if dense:
+        weights = TWO_LAYERS.format("up_proj", "down_proj")
+        layers = _count(dense, total)
+        mlps.append(plain("dense", fields.size("intermediate_size"), bias=bias, weights=weights, layers=layers))
+    if not mlps:
+        raise fields.error("it has no layer of type moe or mlp; give the config.json of a model with an MLP")
+    return tuple(mlps), router
 
 
 def _minimax(fields: Fields) -> Parts:
@@ -449,6 +490,7 @@ FAMILIES: Mapping[str, Callable[[Fields], Parts]] = {
         _dense, gated=False, act=("hidden_act", "relu2"), bias=("mlp_bias", False),
         weights=TWO_LAYERS.format("up_proj", "down_proj"),
     ),
+    "nemotron_h": _nemotron_h,
     "gpt_neox": partial(
         _dense, gated=False, act=("hidden_act", "gelu"), bias=True,
         weights=TWO_LAYERS.format("dense_h_to_4h", "dense_4h_to_h"),

@@ -111,6 +111,20 @@ CONFIGS = {
         "hidden_size": 3072, "intermediate_size": 1536, "num_experts_per_tok": 8, "num_hidden_layers": 62,
         "num_local_experts": 256, "scoring_func": "sigmoid", "use_routing_bias": True, "torch_dtype": "bfloat16",
     },
+    "nemotron-3-nano-30b": {
+        "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 2688,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "intermediate_size": 1856,
+        "mamba_hidden_act": "silu", "mlp_bias": False, "mlp_hidden_act": "relu2", "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712, "n_group": 1, "n_groups": 8, "n_routed_experts": 128,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 6, "num_hidden_layers": 52,
+        "routed_scaling_factor": 2.5, "topk_group": 1, "torch_dtype": "bfloat16", "use_bias": False,
+    },
+    "nemotron-h-8b": {
+        "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 4096,
+        "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", "intermediate_size": 21504,
+        "mamba_hidden_act": "silu", "mlp_bias": False, "mlp_hidden_act": "relu2", "num_hidden_layers": 52,
+        "torch_dtype": "bfloat16", "use_bias": False,
+    },
     "llama-3-8b": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "hidden_act": "silu",
         "hidden_size": 4096, "intermediate_size": 14336, "mlp_bias": False, "num_hidden_layers": 32,

@@ -42,6 +42,8 @@ SIZES = {  # model: H, then (role, I) of each MLP; experts and experts a token
     "phi-3.5-moe": (4096, [("experts", 6400)], (16, 2)),
     "minimax-text-01": (6144, [("experts", 9216)], (32, 2)),
     "minimax-m2": (3072, [("experts", 1536)], (256, 8)),
+    "nemotron-3-nano-30b": (2688, [("experts", 1856), ("shared", 3712)], (128, 6)),
+    "nemotron-h-8b": (4096, [("dense", 21504)], None),
     "llama-3-8b": (4096, [("dense", 14336)], None),
     "qwen3-8b": (4096, [("dense", 12288)], None),
     "gemma-2-9b": (3584, [("dense", 14336)], None),
@@ -57,6 +59,7 @@ ROUTERS = {
     },
     "glm-4.5": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.5},
     "kimi-k2": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.827},
+    "nemotron-3-nano-30b": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.5},
     "minimax-m2": {"score_function": "sigmoid", "expert_bias": True},
     "llama-4-maverick": {"score_function": "sigmoid"},
     "granite-4.0-h-tiny": {"score_function": "softmax"},
@@ -88,12 +91,14 @@ def test_routers_of_public_models(name):
         ("deepseek-v3", {"kind": "swiglu"}, "concat", False),
         ("gemma-2-9b", {"kind": "geglu", "approximate": "tanh"}, "concat", False),
         ("starcoder2-3b", {"kind": "gelu", "approximate": "tanh"}, "concat", True),
+        ("nemotron-3-nano-30b", {"kind": "srelu"}, "concat", False),
+        ("nemotron-h-8b", {"kind": "srelu"}, "concat", False),
     ],
 )
 def test_activations(name, activation, layout, bias):
     mlp = read(name).mlps[0]
     assert (mlp.activation, mlp.glu_layout, mlp.bias) == (activation, layout, bias)
-    assert mlp.gated == (name != "starcoder2-3b")
+    assert mlp.gated == (not name.startswith(("starcoder2", "nemotron")))
 
 
 def test_layers_are_counted():
@@ -184,7 +189,9 @@ def test_an_activation_that_does_not_fit_says_why():
     ("config", "changes", "words"),
     [
         ("llama-3-8b", {"model_type": "bert"}, ['model_type = "bert"', "--family"]),
-        ("llama-3-8b", {"model_type": "lama"}, ['did you mean "llama"']),
+        ("nemotron-h-8b", {"hybrid_override_pattern": "M*"}, ["no layer of type moe or mlp"]),
+        ("nemotron-h-8b", {"hybrid_override_pattern": None}, ["hybrid_override_pattern is missing"]),
+        ("nemotron-h-8b", {"layers_block_type": "M-"}, ['layers_block_type = "M-"', "list"]),
         ("llama-3-8b", {"model_type": None}, ["model_type is missing"]),
         ("llama-3-8b", {"intermediate_size": None}, ["intermediate_size is missing"]),
         ("llama-3-8b", {"hidden_size": "4096"}, ['hidden_size = "4096"', "whole number"]),
@@ -223,6 +230,42 @@ def test_a_family_can_be_named():
     assert model.model_type == "mine"
     assert model.mlps == read("llama-3-8b").mlps
     assert "read as llama" in model.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "family", "changes"),
+    [
+        ("nemotron-3-nano-30b", "deepseek_v3", {}),
+        ("nemotron-3-nano-30b", "deepseek_v3", {"hidden_act": "silu"}),
+        ("nemotron-h-8b", "nemotron", {"mlp_hidden_act": "silu"}),
+        ("llama-3-8b", "nemotron_h", {"hybrid_override_pattern": "M-"}),
+    ],
+)
+def test_a_family_that_would_compute_another_activation_is_refused(config, family, changes):
+    text = json.dumps(CONFIGS[config] | changes)
+    with pytest.raises(SpecError, match=f'act = "(relu2|silu)": {family} reads [a-z_]+ instead, and would compute'):
+        read_model(text, "config.json", family)
+
+
+def test_the_same_activation_by_another_name():
+    config = CONFIGS["gemma-2-9b"] | {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+    assert read_model(json.dumps(config), "config.json", "gemma3_text").mlps == read("gemma-2-9b").mlps
+
+
+def test_experts_on_a_projection_are_not_covered():
+    model = read("nemotron-3-nano-30b", moe_latent_size=1024)
+    assert [bool(mlp.why) for mlp in model.mlps] == [True, False]
+    assert "moe_latent_size = 1024" in model.mlps[0].why
+
+
+def test_layers_are_counted_by_their_types():
+    assert [mlp.layers for mlp in read("nemotron-3-nano-30b").mlps] == ["23 of 52 layers"] * 2
+    assert read("nemotron-h-8b").mlps[0].layers == "24 of 52 layers"
+    kinds = ["linear_attention", "moe", "full_attention", "mlp"]
+    model = read("nemotron-3-nano-30b", hybrid_override_pattern=None, layers_block_type=kinds)
+    assert [(mlp.role, mlp.layers) for mlp in model.mlps] == [
+        (role, "1 of 4 layers") for role in ("experts", "shared", "dense")
+    ]
 
 
 def test_every_family_has_a_config_or_a_likeness():

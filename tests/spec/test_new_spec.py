@@ -52,7 +52,11 @@ def test_every_model_gives_a_file_that_can_be_read(name):
     wanted = {prefixes[role] + kernel for role in roles for kernel in MLP}
     if "experts" in roles:
         router = [] if name in OTHER_ROUTERS else ROUTER
-        loss = LOSS if name not in (*OTHER_ROUTERS, "glm-4.5", "llama-4-maverick", "minimax-m2") else []
+        loss = (
+            LOSS
+            if name not in (*OTHER_ROUTERS, "glm-4.5", "llama-4-maverick", "minimax-m2", "nemotron-3-nano-30b")
+            else []
+        )
         wanted |= {*router, *loss, *PERMUTATION}
     assert set(kernels) == wanted
     assert ("Left out" in text) == (name in OTHER_ROUTERS)
@@ -163,8 +167,9 @@ def test_hostile_words_stay_in_comments():
 
 
 SHARED = {"deepseek-v3": 2048, "deepseek-v2": 3072, "glm-4.5": 1536, "kimi-k2": 2048, "llama-4-maverick": 8192,
-          "granite-4.0-h-tiny": 1024, "ernie-4.5-21b": 3072}  # fmt: skip
+          "granite-4.0-h-tiny": 1024, "ernie-4.5-21b": 3072, "nemotron-3-nano-30b": 3712}  # fmt: skip
 LAYERS = {
+    "nemotron-3-nano-30b": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.5},
     "gpt-oss-20b": {"bias": True, "aux_loss": True},
     "gpt-oss-120b": {"bias": True, "aux_loss": True},
     "qwen3-30b-a3b": {"aux_loss": True},
