@@ -8,6 +8,7 @@
 | `FUSEKIT_SIGNING_KEY` | file of the private key that signs what is built, exported and locked |
 | `FUSEKIT_ALLOW_EXTERN` | `1`: a build may run the Python of foreign kernels' specs |
 | `FUSEKIT_DEBUG` | `1`: every launch is waited for, and an error names the launch that caused it |
+| `FUSEKIT_NVTX` | `1`: kernels and passes are NVTX ranges in a profiler; needs the package nvtx |
 | `NO_COLOR` | when set to anything, output has no colour |
 """
 
@@ -31,6 +32,7 @@ class Config:
     signing_key: absolute path of the private key that signs what is built, exported and locked.
     allow_extern: whether a build may run the Python that specs of foreign kernels name.
     debug: whether every launch is waited for, so that an error names the launch that caused it.
+    nvtx: whether kernels and passes are NVTX ranges in a profiler.
     """
 
     store: Path
@@ -40,6 +42,7 @@ class Config:
     signing_key: Path | None = None
     allow_extern: bool = False
     debug: bool = False
+    nvtx: bool = False
 
     def __post_init__(self) -> None:
         """Raises ArgumentError for values of other types."""
@@ -93,6 +96,7 @@ class Config:
             signing_key=_named("--sign", signing_key, "FUSEKIT_SIGNING_KEY", environ, "a private key"),
             allow_extern=_flag("FUSEKIT_ALLOW_EXTERN", "lets builds run the Python of foreign kernels' specs", environ),
             debug=_flag("FUSEKIT_DEBUG", "waits for every launch", environ),
+            nvtx=_flag("FUSEKIT_NVTX", "marks kernels and passes for a profiler", environ),
         )
 
     @property

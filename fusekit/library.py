@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from fusekit.choice import tuning
-from fusekit.choice.variants import choose
+from fusekit.choice.variants import explained
 from fusekit.config import Config
 from fusekit.errors import (
     ArchMismatchError,
@@ -21,6 +21,7 @@ from fusekit.errors import (
 )
 from fusekit.runtime.devices import Devices, archs_of, ordinal_of
 from fusekit.runtime.driver import Driver
+from fusekit.runtime.log import debug_log
 from fusekit.runtime.wake import Waking
 
 if TYPE_CHECKING:
@@ -81,8 +82,8 @@ class Library:
             with self._first:
                 if self._devices is None:
                     config = self._source if isinstance(self._source, Config) else None
-                    debug = config is not None and config.debug
-                    self._devices = Devices(self._driver or Driver(debug=debug))
+                    options = {} if config is None else {"debug": config.debug, "nvtx": config.nvtx}
+                    self._devices = Devices(self._driver or Driver(**options))
         return self._devices
 
     def load(
@@ -189,6 +190,11 @@ class Library:
     def _open(self, found: NameRecord, record: LaunchRecord, cubin: bytes, ordinal: int) -> Kernel:
         from fusekit.runtime.kernel import Kernel
 
+        if (log := debug_log()) is not None:
+            from fusekit.store.files import quietly
+
+            where = next((root.path for root in self.store.roots if quietly(root.entry, found.key)), "no root")
+            log.debug("loading %s (%s) on device %d: entry %s of %s", found.name, found.arch, ordinal, found.key, where)
         if self._checked:
             from fusekit.runtime.checked import CHECK, CheckedKernel, Checks, checkable
 
@@ -294,7 +300,13 @@ class Library:
         arch = variants[0].arch
         if len(variants) > 1 and arch not in self._tuning:
             self._tuning[arch] = tuning.load(self.store, arch)
-        return choose(variants, problem, self._tuning.get(arch), device)
+        chosen, why = explained(variants, problem, self._tuning.get(arch), device)
+        # Without a device this is a guess.
+        if device is not None and (log := debug_log()) is not None:
+            log.debug(
+                "%s (%s): %s among %d, for %s", chosen.name, arch, why, len(variants), problem or "the spec's problem"
+            )
+        return chosen
 
     def variants(self, name: str, arch: str) -> list[NameRecord]:
         """The name records of `name` for `arch`: all variants of a kernel, or one for a full name; empty if there are

@@ -165,11 +165,19 @@ def choose(
     problem: overrides E, M, N, K (tokens T and width H) of the spec's own problem. tuning: measured times; asked
     first. device: the name that the driver gives the device, whose own measurements count before others'.
     """
+    return explained(variants, problem, tuning, device)[0]
+
+
+def explained(
+    variants: Sequence[NameRecord], problem: Mapping[str, int] | None = None, tuning: Tuning | None = None,
+    device: str | None = None,
+) -> tuple[NameRecord, str]:  # fmt: skip
+    """`choose`, and why this variant was chosen."""
     first = variants[0]
     if problem is not None:
         problem = _checked(first, problem)
     if len(variants) == 1:
-        return first
+        return first, "the only variant"
     check_name(first)
     kernels = sorted({record.name.partition("@")[0] for record in variants})
     if len(kernels) > 1:
@@ -186,9 +194,10 @@ def choose(
         by_variant = {record.name.partition("@")[2]: record for record in variants}
         for variant in tuning.best(first.spec, whole, device):
             if variant in by_variant:
-                return by_variant[variant]
+                return by_variant[variant], "the fastest that was measured"
     order = row.load("variants")
-    return min(variants, key=lambda record: (order(record.spec, _whole(record.spec, row, problem)), record.name))
+    best = min(variants, key=lambda record: (order(record.spec, _whole(record.spec, row, problem)), record.name))
+    return best, "the fastest by the model"
 
 
 def _checked(record: NameRecord, problem: Any) -> dict[str, int]:

@@ -13,8 +13,9 @@ from fusekit.layers.pass_plan import PassPlan, plan_pass
 from fusekit.layers.passes import MovingPass, Pass, of_the_pass
 from fusekit.plan.layer import Buffer, Options, Program
 from fusekit.plan.layer.program import BACKWARD, FORWARD
+from fusekit.runtime.log import debug_log
 from fusekit.runtime.recent import Recent
-from fusekit.runtime.side_stream import JoinLaunch, Queue, SideStream, SideStreamLaunch, run
+from fusekit.runtime.side_stream import JoinLaunch, Queue, Run, SideStream, SideStreamLaunch, runner
 from fusekit.runtime.streams import PER_THREAD, handle_of
 from fusekit.runtime.tensors import describe, read
 
@@ -48,7 +49,10 @@ class Launching:
         plan, calls, places = self._resolve(which, kept, scratch, arguments, cluster_margin, in_place)
         launches = self._in_order(plan, self._bound(calls, places))
         given = {**arguments, "kept": kept, "scratch": scratch}
-        return Pass(launches, given, plan.written, self._shared(which))
+        return Pass(launches, given, plan.written, self._shared(which), run=self._runner(which))
+
+    def _runner(self, which: str) -> Run:
+        return runner(self._library.devices.driver.annotate, f"{self.name} {which}")
 
     def _shared(self, which: str) -> Sequence[Window]:
         """The windows of a pass, which other layers may share."""
@@ -84,7 +88,7 @@ class Launching:
                 moving.trust(addresses)
             moving.move(addresses)
         # Every launch is checked before the first is queued: half a pass would leave half of the sums updated.
-        run(moving.queue, handle)
+        moving.run(moving.queue, handle)
         try:
             self._moving[signature].append(moving)
         except KeyError:
@@ -144,8 +148,9 @@ class Launching:
         ]
         addresses = [address for address, _ in tensors.values()]
         return MovingPass(
-            names, list(views.values()), addresses, launches, parts, self._in_order(plan, launches), outputs
-        )
+            names, list(views.values()), addresses, launches, parts, self._in_order(plan, launches), outputs,
+            self._runner(which),
+        )  # fmt: skip
 
     def _bound(
         self, calls: Sequence[tuple[Kernel, dict[str, Any]]], places: Sequence[Mapping[str, tuple[str, int]]]
@@ -245,6 +250,8 @@ class Launching:
         if plan is None:
             plan = plan_pass(self.program, which, tokens, asked, compact, in_place, self._kernel)
             plans.remember(key, plan)
+            if (log := debug_log()) is not None:
+                log.debug("new plan: %s %s of %d tokens", self.name, which, tokens)
         return plan
 
     def _kernel(self, part: str, dims: Mapping[str, int]) -> Kernel:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fusekit.errors import ArgumentError
 from fusekit.layers import memory
 from fusekit.runtime.handle import Handle
-from fusekit.runtime.side_stream import Queue, run
+from fusekit.runtime.side_stream import Queue, Run, run
 from fusekit.runtime.streams import handle_of
 
 if TYPE_CHECKING:
@@ -50,15 +50,16 @@ class Pass(Handle):
 
     again = "bind the pass of its layer again"
 
-    __slots__ = ("_after", "_arguments", "_turn", "_windows", "_written", "launches")
+    __slots__ = ("_after", "_arguments", "_run", "_turn", "_windows", "_written", "launches")
 
     def __init__(
         self, launches: Sequence[Queue], arguments: Mapping[str, Any], written: Mapping[str, int],
-        windows: Sequence[Window] = (), after: object = None,
+        windows: Sequence[Window] = (), after: object = None, run: Run = run,
     ) -> None:  # fmt: skip
         """written: the number of launches after which each output is there. windows: those that passes share. after:
-        the `_turn` of the part of a split pass that this one follows.
+        the `_turn` of the part of a split pass that this one follows. run: queues the launches.
         """
+        self._run = run
         self.launches = tuple(launches)
         self._arguments, self._written = dict(arguments), dict(written)
         self._windows, self._after, self._turn = tuple(windows), after, object()
@@ -69,7 +70,7 @@ class Pass(Handle):
         """
         handle = stream if type(stream) is int else handle_of(stream, self._arguments.values())
         self._take_windows()
-        run(self.launches, handle)
+        self._run(self.launches, handle)
 
     def _take_windows(self) -> None:
         if self._after is not None and any(window.user is not self._after for window in self._windows):
@@ -108,8 +109,8 @@ class Pass(Handle):
         count = self._written[output]
         later = {name: at - count for name, at in self._written.items() if at > count}
         first = {name: at for name, at in self._written.items() if at <= count}
-        begin = Pass(self.launches[:count], self._arguments, first, self._windows, self._after)
-        return begin, Pass(self.launches[count:], self._arguments, later, self._windows, begin._turn)
+        begin = Pass(self.launches[:count], self._arguments, first, self._windows, self._after, self._run)
+        return begin, Pass(self.launches[count:], self._arguments, later, self._windows, begin._turn, self._run)
 
 
 class MovingPass:
@@ -118,15 +119,16 @@ class MovingPass:
     names, views: of the arguments, in the order of their addresses. launches: of the kernels. parts: for each launch
     its tensors in order, as (number of the argument in whose memory it lies, bytes from its begin), or (-1, address).
     queue: the launches, with those that use the side stream. outputs: names of the pass's.
+    run: queues the launches.
     """
 
-    __slots__ = ("_addresses", "_launches", "_parts", "_placed", "_spans", "_users", "names", "queue", "views")
+    __slots__ = ("_addresses", "_launches", "_parts", "_placed", "_spans", "_users", "names", "queue", "run", "views")
 
     def __init__(
         self, names: Sequence[str], views: Sequence[View], addresses: Sequence[int], launches: Sequence[Launch],
-        parts: Sequence[Sequence[tuple[int, int]]], queue: list[Queue], outputs: Collection[str],
+        parts: Sequence[Sequence[tuple[int, int]]], queue: list[Queue], outputs: Collection[str], run: Run,
     ) -> None:  # fmt: skip
-        self.names, self.views, self.queue = names, views, queue
+        self.names, self.views, self.queue, self.run = names, views, queue, run
         # For each argument: its bytes, whether it is an output, and what its address must be a multiple of.
         self._spans = [
             (0, False, memory.ALIGNMENT) if name in ("kept", "scratch") else (view.span, name in outputs, 1)

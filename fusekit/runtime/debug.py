@@ -1,12 +1,18 @@
-"""Launches that are waited for one by one (`FUSEKIT_DEBUG=1`), so that an error names the launch that caused it."""
+"""Launches that are waited for (`FUSEKIT_DEBUG=1`), or marked for a profiler (`FUSEKIT_NVTX=1`).
+
+The functions here replace `Driver.api`, so that launches without them pay nothing.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 from fusekit.abi import evaluate
+from fusekit.errors import UsageError
 
 if TYPE_CHECKING:
     from fusekit.runtime.driver import Driver
@@ -14,29 +20,48 @@ if TYPE_CHECKING:
 
 _LAST = 16
 
+Annotate = Callable[[str], AbstractContextManager[Any]]  # a range of a profiler, by its name
+
+
+def ranges() -> Annotate:
+    """Ranges of NVTX in the domain "fusekit". Raises UsageError without the package nvtx."""
+    from importlib import import_module
+
+    try:
+        return partial(import_module("nvtx").annotate, domain="fusekit")
+    except ImportError as error:
+        raise UsageError(
+            f"FUSEKIT_NVTX=1 needs the package nvtx, which cannot be imported ({error}); pip install nvtx, or unset it"
+        ) from None
+
+
+class RangeApi:
+    """The driver's functions. A launch is a range with the name of its kernel."""
+
+    def __init__(self, driver: Driver, annotate: Annotate) -> None:
+        self._driver, self._api, self._annotate = driver, driver.api, annotate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._api, name)
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: int, extra: int) -> Any:  # noqa: N802
+        with self._annotate(self._driver.plan_of(config).loaded.name):
+            return self._api.cuLaunchKernelEx(config, function, parameters, extra)
+
 
 class DebugApi:
-    """The driver's functions. A launch returns when it is done, or raises the DriverError that names it.
-
-    It replaces `Driver.api`, so that launches without it pay nothing.
-    """
+    """The driver's functions. A launch returns when it is done, or raises the DriverError that names it."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver, self._api = driver, driver.api
-        # By the id of a launch configuration, which lives no longer than its plan.
-        self._plans: WeakValueDictionary[int, LaunchPlan] = WeakValueDictionary()
         self._last: deque[str] = deque(maxlen=_LAST)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._api, name)
 
-    def register(self, config: Any, plan: LaunchPlan) -> None:
-        """Notes that launches with `config` are of `plan`."""
-        self._plans[id(config)] = plan
-
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: int, extra: int) -> Any:  # noqa: N802
-        plan, stream = self._plans[id(config)], int(config.hStream)
-        text = f"{description(plan)}, stream {stream:#x}"
+        plan, stream = self._driver.plan_of(config), int(config.hStream)
+        text = f"{description(plan)}, grid {'x'.join(map(str, plan.grid))}, {plan.loaded.device}, stream {stream:#x}"
         if status := self._wait(stream, plan.loaded.device.context):
             raise self._error(
                 status, f"work before {text}",
@@ -76,11 +101,10 @@ class DebugApi:
 
 
 def description(plan: LaunchPlan) -> str:
-    """The launch as errors show it: kernel, tensors with dtypes and shapes, grid, device."""
+    """Kernel and tensors of a launch: their dtypes and shapes."""
     env = plan.bound.env
     tensors = (
         f"{tensor.name} {tensor.dtype}[{', '.join(str(evaluate(extent, env)) for extent in tensor.shape)}]"
         for tensor in plan.record.tensors
     )
-    grid = "x".join(map(str, plan.grid))
-    return f"{plan.loaded.name} on {', '.join(tensors)}, grid {grid}, {plan.loaded.device}"
+    return f"{plan.loaded.name} on {', '.join(tensors)}"

@@ -10,11 +10,13 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakValueDictionary
 
 from fusekit.errors import DriverError
 
 if TYPE_CHECKING:
-    from fusekit.runtime.debug import DebugApi
+    from fusekit.runtime.debug import Annotate
+    from fusekit.runtime.launch_plan import LaunchPlan
 
 # cuKernelGetParamInfo, the youngest function in use, came with CUDA 12.4.
 MINIMUM_VERSION = 12040
@@ -54,15 +56,20 @@ def version_text(version: int) -> str:
 class Driver:
     """An initialised CUDA driver. `api` is the module of driver functions, `version` such as 13000.
 
-    bindings: replaces cuda.bindings.driver. debug: every launch is waited for, and its errors name it; `debug` is then
-    where launches are registered, else None.
+    bindings: replaces cuda.bindings.driver. debug: every launch is waited for, and its errors name it. nvtx: kernels
+    and passes are ranges in a profiler.
+
+    plans: of launch configurations by id, if launches are looked at; else None. annotate: makes a range, or None.
 
     Raises DriverError, with expected and found, when cuda-bindings or the driver is absent or too old, or has no
     device.
     """
 
-    def __init__(self, bindings: Any = None, *, debug: bool = False) -> None:
-        self.debug: DebugApi | None = None
+    def __init__(self, bindings: Any = None, *, debug: bool = False, nvtx: bool = False) -> None:
+        self.debug = debug
+        # A configuration lives no longer than its plan.
+        self.plans: WeakValueDictionary[int, LaunchPlan] | None = WeakValueDictionary() if debug or nvtx else None
+        self.annotate: Annotate | None = None
         self.api: Any = _import_bindings() if bindings is None else bindings
         try:
             self.version: int = self.check(self.api.cuDriverGetVersion(), "cuDriverGetVersion")
@@ -76,12 +83,21 @@ class Driver:
             ) from error
         self.require(MINIMUM_VERSION, "fusekit")
         self.check(self.api.cuInit(0), "cuInit")
-        if debug:
-            from fusekit.runtime.debug import DebugApi
+        if debug or nvtx:
+            from fusekit.runtime.debug import DebugApi, RangeApi, ranges
 
-            self.api = self.debug = DebugApi(self)
+            if debug:
+                self.api = DebugApi(self)
+            if nvtx:
+                self.annotate = ranges()
+                self.api = RangeApi(self, self.annotate)
         # In a child process the driver would answer with anything from an error to a crash: refuse before asking it.
         os.register_at_fork(after_in_child=_refuser(weakref.ref(self)))
+
+    def plan_of(self, config: Any) -> LaunchPlan:
+        """The plan of a launch configuration, where launches are looked at."""
+        assert self.plans is not None
+        return self.plans[id(config)]
 
     def require(self, version: int, who: str) -> None:
         """Raises DriverError unless the driver supports CUDA `version`, which `who` needs."""

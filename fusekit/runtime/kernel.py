@@ -16,11 +16,13 @@ from fusekit.abi import LaunchRecord, RecordError, ScalarArgument, evaluate
 from fusekit.abi.elf import check_cubin
 from fusekit.errors import ArgumentError, DriverError, IntegrityError, whole
 from fusekit.runtime.binding import bind, check_names, check_scalar, pairs
+from fusekit.runtime.debug import description
 from fusekit.runtime.devices import Device, Devices, check_arch
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.handle import SharedHandle
 from fusekit.runtime.launch import Launch, Launches, filled, launch, launch_parts
 from fusekit.runtime.launch_plan import LaunchPlan, Loaded, Settings, active_clusters
+from fusekit.runtime.log import debug_log
 from fusekit.runtime.peers import check_windows, placed, spread
 from fusekit.runtime.recent import Recent
 from fusekit.runtime.streams import handle_of
@@ -212,6 +214,8 @@ class Kernel(SharedHandle):
         except KeyError:
             plan = self._plan(key[2 : 2 + len(self._tensors)], cluster_margin, priority, scalars)
             self._plans.remember(signature, plan)
+            if (log := debug_log()) is not None:
+                log.debug("new plan: %s", description(plan))
         except TypeError:
             check_margin(0 if cluster_margin is None else cluster_margin)
             check_priority(priority)

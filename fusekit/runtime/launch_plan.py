@@ -310,8 +310,8 @@ class Block:
             self._pointers[index] = places.get(offset, base + offset)
         self.parameters = ctypes.addressof(self._pointers) if count else 0
         self.config = launch_config(api, record, plan.grid, plan.loaded.device, plan.priority)
-        if plan.driver.debug is not None:
-            plan.driver.debug.register(self.config, plan)
+        if plan.driver.plans is not None:
+            plan.driver.plans[id(self.config)] = plan
         for offset, index in plan.pointers:
             _POINTER.pack_into(self.memory, offset, addresses[index])
         for offset, index, shift in plan.shifted:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fusekit.runtime.debug import Annotate
     from fusekit.runtime.devices import Devices
 
 Queue = Callable[[int], None]  # queues a launch on the stream with that handle
@@ -78,7 +80,7 @@ class JoinLaunch:
         self._launch(stream)
 
 
-def run(launches: list[Queue] | tuple[Queue, ...], stream: int) -> None:
+def run(launches: Sequence[Queue], stream: int) -> None:
     """Queues the launches. `stream` then joins the side stream, even if a launch cannot be queued."""
     try:
         for launch in launches:
@@ -87,3 +89,16 @@ def run(launches: list[Queue] | tuple[Queue, ...], stream: int) -> None:
         for launch in launches:
             if isinstance(launch, SideStreamLaunch):
                 launch.side_stream.join(stream)
+
+
+Run = Callable[[Sequence[Queue], int], None]
+
+
+def runner(annotate: Annotate | None, name: str) -> Run:
+    """`run`, inside a range of a profiler where there are ranges."""
+    return run if annotate is None else partial(_run_annotated, annotate, name)
+
+
+def _run_annotated(annotate: Annotate, name: str, launches: Sequence[Queue], stream: int) -> None:
+    with annotate(name):
+        run(launches, stream)

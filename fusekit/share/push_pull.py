@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -369,6 +370,12 @@ class _Pull(_Reading):
                 self._publish_name(record, signatures, dry_run)
             self.notify(done, total, record.name)
         self.report.failed.sort()
+        if not dry_run:
+            logging.getLogger("fusekit").info(
+                "downloaded %d kernels, %d bytes, from %s into %s; there already: %d, refused: %d",
+                self.report.entries, self.report.bytes, self.remote.url, self.store.root, self.report.skipped,
+                len(self.report.failed),
+            )  # fmt: skip
         return self.report
 
     def wait(self) -> None:

@@ -57,6 +57,9 @@ def bundle_source(text: str, stdin: BinaryIO) -> Source:
     remote = Remote(text)
 
     def pieces() -> Iterator[bytes]:
+        import logging
+
+        logging.getLogger("fusekit").info("downloading %s", remote.url)
         try:
             yield from remote.stream("", remote.bounds.total_bytes)
         except FileNotFoundError:

@@ -1,7 +1,10 @@
 """A layer on a fake driver: which kernels are launched on which memory, and what is refused."""
 
 import copy
+import sys
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from fusekit.errors import ArgumentError, NotBuiltError, UsageError
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
 from fusekit.plan.operations import OPERATIONS
+from fusekit.runtime import Driver
 from tests.layers.samples import library
 from tests.plan.test_layer_program import CASES, options
 from tests.runtime.samples import Torchlike
@@ -121,6 +125,29 @@ def test_a_pass_is_split_where_an_output_is_there(tmp_path, name):
     assert len(fake.launches) == len(first.launches)
     with pytest.raises(ArgumentError, match="the pass does not write dx; its outputs are d"):
         rest.split("dx")
+
+
+def test_passes_are_nvtx_ranges(tmp_path, monkeypatch):
+    opened_library, fake = library(tmp_path / "store", options(**CASES["gpt-oss"]))
+    names = []
+
+    @contextmanager
+    def annotate(name, domain):
+        names.append(name)
+        yield
+        names.append("end")
+
+    monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=annotate))
+    opened_library._driver = Driver(fake, nvtx=True)
+    layer = opened_library.layer("layers/moe")
+    layer.forward(**tensors(layer, FORWARD), **memory(layer), stream=7)
+    assert names[0] == "layers/moe forward"
+    assert names[1::2] == [f"{layer.kernel_name(step.part, T)}" for step in layer.program.steps[FORWARD]] + ["end"]
+    names.clear()
+    for part in layer.bind_backward(**tensors(layer, BACKWARD), **memory(layer)).split("dx"):
+        part(7)
+    assert names.count("layers/moe backward") == 2
+    assert names[-1] == "end"
 
 
 def test_without_kept_memory_nothing_is_kept(tmp_path):

@@ -1,19 +1,25 @@
-"""FUSEKIT_DEBUG=1: an error names the launch that caused it; without it, errors say how to find out."""
+"""Errors that name launches (FUSEKIT_DEBUG=1), ranges of a profiler (FUSEKIT_NVTX=1), and the log."""
 
 from __future__ import annotations
 
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fusekit.config import Config
-from fusekit.errors import DriverError
+from fusekit.errors import DriverError, UsageError
 from fusekit.library import Library
 from fusekit.runtime import Devices, Driver, Kernel
 from fusekit.runtime import driver as driver_module
 from tests.runtime.fake import CUresult, FakeDriver
-from tests.runtime.samples import CUBIN, Torchlike, fake_for, load, publish, record, tensors
+from tests.runtime.samples import CUBIN, Torchlike, fake_for, library, load, publish, record, tensors
 
 STREAM = 77
 ILLEGAL = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
@@ -101,3 +107,60 @@ def test_the_configuration_of_a_library_decides(debug: bool, tmp_path: Path, mon
     launch(STREAM)
     assert ("cuStreamSynchronize" in fake.calls) == debug
     assert debug or fake.calls == ["cuLaunchKernelEx"]
+
+
+class Ranges:
+    """The package nvtx, as far as fusekit calls it."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+
+    @contextmanager
+    def annotate(self, message: str, domain: str) -> Iterator[None]:
+        self.events.append(("push", f"{domain}: {message}"))
+        yield
+        self.events.append(("pop", f"{domain}: {message}"))
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_launch_is_an_nvtx_range(debug: bool, monkeypatch: Any) -> None:
+    nvtx, fake = Ranges(), fake_for(record())
+    monkeypatch.setitem(sys.modules, "nvtx", nvtx)
+    driver = Driver(fake, debug=debug, nvtx=True)
+    launch = Kernel(Devices(driver), "sample/fc1@128x160", record(), CUBIN, {}, 0).bind(**tensors())
+    fake.on_launch = lambda launched: nvtx.events.append(("launch", ""))
+    fake.calls.clear()
+    launch(STREAM)
+    assert nvtx.events == [
+        ("push", "fusekit: sample/fc1@128x160"),
+        ("launch", ""),
+        ("pop", "fusekit: sample/fc1@128x160"),
+    ]
+    assert ("cuStreamSynchronize" in fake.calls) == debug
+
+
+def test_nvtx_without_its_package(monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "nvtx", None)
+    with pytest.raises(UsageError, match=r"FUSEKIT_NVTX=1 needs the package nvtx.*pip install nvtx, or unset it$"):
+        Driver(fake_for(record()), nvtx=True)
+
+
+def test_the_log_says_what_was_loaded_and_why_and_each_new_plan(tmp_path: Path, caplog: Any) -> None:
+    publish(tmp_path)
+    opened, _ = library(publish(tmp_path, "sample/fc1@128x192-c2x1", tile=[128, 192]))
+    caplog.set_level(logging.DEBUG, "fusekit")
+    kernel = opened.load("sample/fc1", problem={"M": 4096})
+    for _ in range(2):
+        kernel(**tensors(), stream=STREAM)
+    kernel(**tensors(m=0), stream=STREAM)
+    chosen, loading, *plans = [log.getMessage() for log in caplog.records]
+    assert chosen == f"{kernel.name} (sm_90a): the fastest by the model among 2, for {{'M': 4096}}"
+    assert re.fullmatch(rf"loading {kernel.name} \(sm_90a\) on device 0: entry [0-9a-f]+ of {tmp_path}", loading)
+    assert [plan.partition(" on ")[2].partition(",")[0] for plan in plans] == ["x bf16[96", "x bf16[0"]
+    assert {log.name for log in caplog.records} == {"fusekit"}
+    assert not logging.getLogger("fusekit").handlers
+
+
+def test_a_process_that_does_not_log_does_not_import_logging() -> None:
+    code = "import sys, fusekit.library, fusekit.runtime.kernel, fusekit.store; sys.exit('logging' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

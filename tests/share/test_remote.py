@@ -28,7 +28,7 @@ def store(tmp_path):
 # -- there and back ---------------------------------------------------------------------------------------------------
 
 
-def test_there_and_back(store, url, tmp_path):
+def test_there_and_back(store, url, tmp_path, caplog):
     steps: list[Progress] = []
     sent = push(store, select(store), Remote(url), notify=steps.append)
     assert (sent.entries, sent.names, sent.skipped, sent.failed) == (3, 3, 0, [])
@@ -36,7 +36,12 @@ def test_there_and_back(store, url, tmp_path):
     assert steps[0] == Progress(0, 6, 0)
     assert (steps[-1].done, steps[-1].bytes) == (6, sent.bytes)
 
+    caplog.set_level("INFO", "fusekit")
     got = pull(Store(tmp_path / "seeded"), Remote(url))
+    assert [log.getMessage() for log in caplog.records] == [
+        f"downloaded {got.entries} kernels, {got.bytes} bytes, from {Remote(url).url} into {tmp_path / 'seeded'};"
+        " there already: 0, refused: 0"
+    ]
     assert (got.entries, got.names, got.skipped, got.failed) == (3, 3, 0, [])
     assert files(tmp_path / "seeded") == files(tmp_path / "store")
     assert not Store(tmp_path / "seeded").verify(full=True).bad
