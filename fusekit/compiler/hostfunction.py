@@ -87,7 +87,7 @@ class TracePlan:
     others than those of `arguments` that are not None. options: of the DSL, that change the cubin. traced: what the
     trace was given for i32 scalars that are fixed at it where a launch record has a constant. again: makes this plan
     anew; with it the function may ask for facts of the device while it is traced. asked: what was asked for already
-    when it was made (see `hardware.answering`).
+    when it was made (see `hardware.answering`). symbol: what the symbols of its kernels begin with, "" for the DSL's.
     """
 
     function: Callable[..., Any]
@@ -101,6 +101,7 @@ class TracePlan:
     traced: Mapping[str, int] = field(default_factory=dict)
     again: Callable[[], TracePlan] | None = None
     asked: Mapping[Expr, int] = field(default_factory=dict)
+    symbol: str = ""
 
     def fixed(self, scalars: Collection[str]) -> TracePlan:
         """The same with these scalars at what the trace was given: callers do not pass them."""

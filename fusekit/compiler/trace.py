@@ -23,6 +23,7 @@ from fusekit.compiler.lift import LIFT_VALUES
 from fusekit.compiler.options import compile_options
 from fusekit.compiler.prove import prove
 from fusekit.compiler.recorder import HostFunction
+from fusekit.compiler.symbols import naming
 from fusekit.errors import BuildError, ToolchainError, install
 
 _PREFIX = "fusekit"
@@ -130,7 +131,7 @@ def trace(plan: TracePlan, scratch: Path) -> Traced:
     except ImportError as error:
         raise ToolchainError(f"the CuTe DSL cannot be imported ({error}); {install('build')}") from error
     try:
-        with contextlib.chdir(scratch), hardware.target(plan.signature.arch):
+        with contextlib.chdir(scratch), hardware.target(plan.signature.arch), naming(plan.symbol):
             options = f"{compile_options(plan.signature.arch)} {plan.options}"
             compiled = cute.compile(plan.function, *plan.arguments, **plan.keywords, options=options)
     except BuildError:

@@ -23,6 +23,7 @@ from fusekit.compiler.hostfunction import TracePlan
 from fusekit.compiler.options import compile_options
 from fusekit.compiler.places import with_keys, with_places
 from fusekit.compiler.reads import Watch, check
+from fusekit.compiler.symbols import symbol_of
 from fusekit.compiler.toolchain import SUPPORTED, check_loaded, describe, distributions
 from fusekit.compiler.trace import Compiled, compile_plan
 from fusekit.errors import BuildError, FusekitError, ToolchainError, install
@@ -94,7 +95,7 @@ def plan(spec: Any) -> TracePlan:
     if row is None:
         raise BuildError(f"op {spec.op!r} has no kernels; install the package that has it")
     launch: TracePlan = row.load("planner")(spec)
-    return launch
+    return launch if isinstance(spec, ExternSpec) else replace(launch, symbol=symbol_of(spec))
 
 
 def _work(job: Job, cache: Path | None, watch: Watch | None) -> Done | FusekitError:

@@ -1,0 +1,64 @@
+"""The symbols of kernels, which profilers show: fusekit_grouped_bf16_swiglu_128x192_c2x1_dyn_<digest>_cutlass_0."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+_LONGEST = 60  # characters before the digest
+_SIZES = {"experts": "e", "topk": "k", "ranks": "r", "warps": "w"}
+
+
+def symbol_of(spec: Any) -> str:
+    """What the symbols of a kernel begin with: an identifier, made of what decides the cubin alone."""
+    facts = spec.device_spec()
+    words = (word for word in [spec.op.removesuffix("-gemm"), *_words(facts)] if word not in (None, "none", "identity"))
+    name = re.sub(r"[^0-9A-Za-z]+", "_", "-".join(["fusekit", *words]))[:_LONGEST].rstrip("_")
+    digest = hashlib.sha256(json.dumps([spec.op, facts], sort_keys=True).encode()).hexdigest()
+    return f"{name}_{digest[:8]}"
+
+
+def _words(facts: Mapping[str, Any]) -> list[str | None]:
+    match facts:
+        case {"activation": {"kind": kind}, "quant": str(quant), "tile": [m, n], "cluster": [across, down], **more}:
+            operands = re.match(r"in=(\S+)", quant)
+            return [
+                operands[1] if operands else more["dtype"],
+                kind,
+                "nmajor" if more["b_major"] == "n" else None,
+                f"{m}x{n}-c{across}x{down}",
+                "coop" if more["mainloop"] == "cooperative" else None,
+                "dyn" if more["schedule"] == "dynamic" else None,
+            ]
+    texts = [facts[field] for field in ("out", "dtype") if isinstance(facts.get(field), str)]
+    return texts + [f"{letter}{facts[field]}" for field, letter in _SIZES.items() if facts.get(field)]
+
+
+@contextmanager
+def naming(symbol: str) -> Iterator[None]:
+    """In the block the DSL calls kernels `symbol`, their function unless that is `kernel`, `cutlass` and their number;
+    "" leaves the names to the DSL. Imports the DSL.
+    """
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    if not symbol:
+        yield
+        return
+    usual = CuTeDSL._get_name_options
+
+    def options(function: Callable[..., Any]) -> Any:
+        given = usual(function)
+        if getattr(function, "_decorator_kind", "") != "kernel":
+            return given
+        name = symbol if function.__name__ == "kernel" else f"{symbol}_{function.__name__}"
+        # ptxas compiles a kernel to other code where its name lacks `cutlass`.
+        return type(given)(name, remove_cutlass_symbol=False, keep_mangled_name=False)
+
+    # `set_name_prefix` would have to be called, and taken back, on every kernel that the host function may launch.
+    with patch.object(CuTeDSL, "_get_name_options", staticmethod(options)):
+        yield
