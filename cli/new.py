@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from operator import methodcaller
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from fusekit.errors import FusekitError, UsageError
 from fusekit_cli import complete, output
 from fusekit_cli.options import Session, common, given
+
+if TYPE_CHECKING:
+    from fusekit.spec.new_spec import NewSpec
 
 
 @click.command("new")
@@ -78,7 +83,26 @@ def command(
     _check(stem, name)
     wanted = Request(stem, arch, tokens, ranks, training=not inference, origin=Path(source).name)
     spec = new_spec(read, wanted)
-    _answer(session, spec, stem, out, force, model_type=read.model_type)
+    contents = {
+        name: getattr(spec, name) for name in ("layers", "missing_layers", "kernels", "missing_kernels", "notes")
+    }
+    written = _answer(session, spec.text, stem, out, force, model_type=read.model_type, **contents)
+    _explain(session, spec, written or f"{stem}.toml")
+
+
+def _explain(session: Session, spec: NewSpec, file: str) -> None:
+    """What is in the file, what is not and why, and the next command, on stderr."""
+    for name, summary in spec.layers.items():
+        session.note(f"layer {name}: {summary}")
+    for name, why in spec.missing_layers.items():
+        session.note(f"warning: no layer {name}: {why}; those of its kernels that fit are listed one by one")
+    if spec.kernels:
+        session.note(f"single kernels: {', '.join(spec.kernels)}")
+    if spec.missing_kernels:
+        session.note(f"warning: left out, the file says why: {', '.join(spec.missing_kernels)}")
+    for note in spec.notes:
+        session.note(f"note: {note}")
+    session.note(f"next: fusekit build {shlex.quote(file)}")
 
 
 def _check(stem: str, name: str | None) -> None:
@@ -120,11 +144,12 @@ def _foreign(
     _answer(session, spec, stem, out, force, source=source)
 
 
-def _answer(session: Session, spec: str, stem: str, out: str | None, force: bool, **origin: str) -> None:
-    """Write the spec to `out`, or print it if `out` is None. origin: members of the JSON document."""
+def _answer(session: Session, spec: str, stem: str, out: str | None, force: bool, **members: Any) -> str | None:
+    """Write the spec to `out`, or print it if `out` is None; returns the path. members: of the JSON document."""
     written = _write(out, spec, stem, force) if out is not None else None
-    document = {"name": stem, **origin, "file": written, "spec": spec}
+    document = {"name": stem, **members, "file": written, "spec": spec}
     output.answer(session, document, lambda: click.echo(spec if written is None else written, nl=written is not None))
+    return written
 
 
 def _read(model: str) -> tuple[str, str]:

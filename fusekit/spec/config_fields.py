@@ -85,7 +85,8 @@ class Fields:
             if name in self.values and name not in read and self.values[name] not in computed:
                 raise self.error(
                     f"{name} = {show(self.values[name])}: {family} reads {' or '.join(read)} instead, and would "
-                    f"compute another MLP; choose another --family or, if its MLPs are those of {family}, give {read[0]} alone"
+                    f"compute another MLP; choose another --family or, if its MLPs are those of {family}, give "
+                    f"{read[0]} alone"
                 )
 
     def unread(self) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 import textwrap
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fusekit.errors import SpecError
@@ -19,8 +20,22 @@ WIDTH = 118
 SCHEMA_FILE = "fusekit.schema.json"
 
 
-def new_spec(model: Model, request: Request) -> str:
-    """The text of the spec file. Raises SpecError where no MLP fits, or the ranks do not divide the experts."""
+@dataclass(frozen=True, slots=True)
+class NewSpec:
+    """A spec file. layers: in it, name to summary; missing_layers: name to reason; kernels: single ones, likewise.
+    notes: what the file says of the model.
+    """
+
+    text: str
+    layers: Mapping[str, str]
+    missing_layers: Mapping[str, str]
+    kernels: Mapping[str, str]
+    missing_kernels: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+def new_spec(model: Model, request: Request) -> NewSpec:
+    """The spec file. Raises SpecError where no MLP fits, or the ranks do not divide the experts."""
     sizes = sizes_of(model, request)
     writer = _SpecWriter(model, request, sizes)
     writer.header()
@@ -29,10 +44,13 @@ def new_spec(model: Model, request: Request) -> str:
             for title, kernels in part.instead:
                 writer.section(title, kernels)
     if not writer.fits:
-        raise SpecError(f"{request.origin}: no kernel fits this model: {'; '.join(dict.fromkeys(writer.left_out))}")
+        whys = dict.fromkeys((*writer.missing_layers.values(), *writer.missing_kernels.values()))
+        raise SpecError(f"{request.origin}: no kernel fits this model: {'; '.join(whys)}")
     text = "\n".join(writer.lines) + "\n"
     parse_text(text, request.name)  # what is written can be read
-    return text
+    return NewSpec(
+        text, writer.layers, writer.missing_layers, writer.kernels, writer.missing_kernels, tuple(writer.notes)
+    )
 
 
 def toml(value: Any) -> str:
@@ -54,7 +72,11 @@ class _SpecWriter:
         self.lines: list[str] = []
         self.explained: set[str] = set()
         self.fits = False  # whether a kernel is of the model's dtype: what only chooses experts is no use alone
-        self.left_out: list[str] = []
+        self.layers: dict[str, str] = {}
+        self.missing_layers: dict[str, str] = {}
+        self.kernels: dict[str, str] = {}
+        self.missing_kernels: dict[str, str] = {}
+        self.notes = [*self._notes()]
 
     def comment(self, text: str, indent: str = "") -> None:
         """Wrapped lines of a comment; what TOML does not allow in one becomes a question mark."""
@@ -85,7 +107,7 @@ class _SpecWriter:
                 f"X = {router.experts} experts, K = {router.topk} of them for each token. "
                 f"E = {sizes.groups} experts{of} share M = T K = {sizes.rows} rows{', on average' if of else ''}."
             )
-        for note in self._notes():
+        for note in self.notes:
             self.comment(f"- {note}.", "  ")
         summary = f"{request.name}: MLP of one layer, {model.dtype}"
         self.lines += ["", "schema = 1", f"summary = {toml(summary)}", "", "[defaults]"]
@@ -96,6 +118,8 @@ class _SpecWriter:
     def _notes(self) -> Iterator[str]:
         model, request = self.model, self.request
         yield from model.notes
+        if model.router is not None and model.router.why:
+            yield f"the router is not covered: {model.router.why}"
         if request.ranks > 1:
             how = (
                 "moe has the experts of one rank. Its tokens are the rows that the exchange brings, one for each "
@@ -125,9 +149,10 @@ class _SpecWriter:
         why = kernel.why or self._refusal(table)
         self.lines += [""]
         if why:
-            self.left_out.append(why)
+            (self.missing_layers if "kind" in kernel.keys else self.missing_kernels)[kernel.name] = why
             self.comment(f"Left out: {kernel.name} ({kernel.summary}). {why}.", "  ")
             return False
+        (self.layers if "kind" in kernel.keys else self.kernels)[kernel.name] = kernel.summary
         self.comment(kernel.tensors, "  ")
         self.lines += ["[[kernel]]"]
         docs = {field.name: field for field in _schema(kernel.keys).fields}

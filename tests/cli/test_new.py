@@ -37,6 +37,30 @@ def test_to_stdout_to_a_file_and_to_a_folder(fusekit, model, tmp_path):
     assert 'summary = "other: ' in document["spec"]
 
 
+@pytest.mark.parametrize(
+    ("config", "changes", "lines"),
+    [
+        ("mixtral-8x7b", {}, ["layer moe: One layer, forward and backward: router and experts"]),
+        ("phi-3.5-moe", {}, ["layer moe: ", "note: the router is not covered: sparsemixer masks"]),
+        ("qwen2-57b-a14b", {}, ["layer moe: ", "layer shared: ", "note: the shared expert's output is multiplied"]),
+        ("mixtral-8x7b", {"torch_dtype": "float16"},
+         ['warning: no layer moe: dtype = "fp16": the kernels that move rows', "single kernels: router-topk, ",
+          "warning: left out, the file says why: permute, unpermute"]),
+        ("mixtral-8x7b", {"intermediate_size": 1150},
+         ["warning: no layer moe: intermediate = 1150: a row must be a multiple of 16 bytes", "single kernels: "]),
+    ],
+)  # fmt: skip
+def test_what_is_in_the_file_and_what_is_not_is_on_stderr(fusekit, tmp_path, config, changes, lines):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[config] | changes))
+    err = fusekit("new", str(tmp_path), "--name", "x", "--json").err.splitlines()
+    assert all(any(line.startswith(start) for line in err) for start in lines), err
+    assert any(line.startswith("warning: ") for line in err) == bool(changes)
+    assert err[-1] == "next: fusekit build x.toml"
+    out = tmp_path / "y.toml"
+    assert fusekit("new", str(tmp_path), "-o", str(out)).err.splitlines()[-1] == f"next: fusekit build {out}"
+    assert fusekit("new", str(tmp_path), "-q").err == ""
+
+
 def test_from_stdin(fusekit):
     run = subprocess.run(
         [sys.executable, "-m", "fusekit", "new", "-"], input=json.dumps(CONFIGS["llama-3-8b"]), text=True,

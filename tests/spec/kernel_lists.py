@@ -10,4 +10,4 @@ from fusekit.spec.new_spec import new_spec
 
 def kernel_list(model: Model, request: Request) -> str:
     with patch("fusekit.spec.new_spec.parts", lambda *given: [Part(*section) for section in sections(*given)]):
-        return new_spec(model, request)
+        return new_spec(model, request).text

@@ -28,8 +28,8 @@ CHOSEN = ("tile", "cluster", "mainloop", "schedule", "file", "summary")  # what 
 
 def text_of(config, name="model", family=None, kernels=True, **request):
     values = CONFIGS[config] if isinstance(config, str) else config
-    write = kernel_list if kernels else new_spec
-    return write(read_model(json.dumps(values), "config.json", family), Request(name, **request))
+    model, wanted = read_model(json.dumps(values), "config.json", family), Request(name, **request)
+    return kernel_list(model, wanted) if kernels else new_spec(model, wanted).text
 
 
 def kernels_of(text, name="model"):
