@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from functools import partial
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from fusekit.plan.layer import Options
     from fusekit.runtime.checked import Checks, OffsetsProblem
     from fusekit.runtime.kernel import Kernel
+    from fusekit.runtime.usage import KernelUsage, MemoryUse
     from fusekit.store import NameRecord, Store
 
 
@@ -58,6 +60,7 @@ class Library:
         self._checked = checked
         self._checks: Checks | None = None
         self._tuning: dict[str, tuning.Tuning] = {}
+        self._usages: list[KernelUsage] = []
         # Of equal layers, as long as one of them lives: 48 blocks of a model load and plan once.
         self.layer_kernels: WeakValueDictionary[Any, LayerKernels] = WeakValueDictionary()
 
@@ -201,11 +204,30 @@ class Library:
             if checkable(record):
                 if self._checks is None:
                     plain = Library(self.store, self.devices.driver)
-                    plain._devices = self.devices
+                    plain._devices, plain._usages = self.devices, self._usages
                     self._checks = Checks(self.devices, lambda device: plain.load(CHECK, device=device))
                 arguments = (self.devices, found.name, record, cubin, found.defaults, ordinal, found.spec)
-                return CheckedKernel(*arguments, self._checks)
-        return Kernel(self.devices, found.name, record, cubin, found.defaults, ordinal, found.spec)
+                return self._used(CheckedKernel(*arguments, self._checks))
+        return self._used(Kernel(self.devices, found.name, record, cubin, found.defaults, ordinal, found.spec))
+
+    def _used(self, kernel: Kernel) -> Kernel:
+        for usage in [usage for usage in self._usages if not usage.loaded]:  # of unloaded kernels
+            with contextlib.suppress(ValueError):  # another thread was first
+                self._usages.remove(usage)
+        self._usages.append(kernel.usage)
+        return kernel
+
+    def memory(self) -> list[MemoryUse]:
+        """Device memory that loaded kernels use besides tensors, kernel by kernel, device by device, stream by stream.
+
+        Windows of layers over ranks and `kept` and `scratch` of layers are not in it: the caller allocates them.
+
+        Returns
+        -------
+        list of MemoryUse
+            Bytes of code, workspaces and scratch.
+        """
+        return [row for usage in list(self._usages) for row in usage.rows()]
 
     def problems(self) -> list[OffsetsProblem]:
         """Errors in the `offsets` of launches since the last call, one for each kernel and stream.

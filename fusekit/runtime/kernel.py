@@ -27,6 +27,7 @@ from fusekit.runtime.peers import check_windows, placed, spread
 from fusekit.runtime.recent import Recent
 from fusekit.runtime.streams import handle_of
 from fusekit.runtime.tensors import Meta, describe, read, unhashable
+from fusekit.runtime.usage import KernelUsage
 from fusekit.runtime.workspace import Scratch, Workspaces
 
 # Signatures whose plan is kept, about 14 KB each. Token counts differ from step to step.
@@ -51,6 +52,8 @@ class Kernel(SharedHandle):
         Canonical form.
     defaults : dict
         Values of scalars that a call need not give.
+    usage : KernelUsage
+        Its device memory; `Library.memory` sums up.
     """
 
     again = "pickle its name, and load it there: library.load(name)"
@@ -80,6 +83,7 @@ class Kernel(SharedHandle):
         self._default_scalars = known if len(known) == len(record.scalars) else None
         self._plans: Recent[Any, LaunchPlan] = Recent(_PLANS_KEPT)
         self._loaded: dict[int, Loaded] = {}
+        self.usage = KernelUsage(name, len(cubin), self._loaded)
         # Both before the driver sees the cubin: its own errors would not say what was expected.
         first = devices.get(device)
         check_arch(record.arch, first, name)

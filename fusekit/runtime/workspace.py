@@ -9,6 +9,7 @@ they launch on streams that the program creates and keeps.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from typing import Any
 
 from fusekit.runtime.devices import Device, Devices
@@ -27,6 +28,10 @@ def owner_of(stream: int, devices: Devices) -> _Stream:
     return devices.thread() if stream == PER_THREAD else stream or LEGACY
 
 
+def _handle(key: _Stream) -> int:
+    return key if isinstance(key, int) else PER_THREAD
+
+
 class _Own:
     """Memory of one kernel on one device. Thread-safe; `close` frees it."""
 
@@ -34,13 +39,14 @@ class _Own:
         self._devices, self._device, self._name = devices, device, name
         self._api, self._check = devices.driver.api, devices.driver.check
         self._given: dict[_Stream, Any] = {}
-        self._allocations: list[int] = []
+        self._allocations: dict[int, int] = {}  # bytes by address
         self._closed = False
 
     def _allocate(self, size: int, what: str) -> int:
         """The context being current, and no capture being disturbed."""
-        self._allocations.append(int(self._check(self._api.cuMemAlloc(size), what)))
-        return self._allocations[-1]
+        address = int(self._check(self._api.cuMemAlloc(size), what))
+        self._allocations[address] = size
+        return address
 
     def close(self) -> None:
         """Frees the memory. No launch that uses it may be pending."""
@@ -48,7 +54,7 @@ class _Own:
         self._given.clear()
         with self._devices.active(self._device), self._devices.apart():
             while self._allocations:
-                self._check(self._api.cuMemFree(self._allocations.pop()), "cuMemFree")
+                self._check(self._api.cuMemFree(self._allocations.popitem()[0]), "cuMemFree")
 
 
 class Workspaces(_Own):
@@ -78,6 +84,14 @@ class Workspaces(_Own):
             self._free.append(address)
         return kept
 
+    def used(self) -> Counter[int | None]:
+        """Bytes by stream; None: of no stream yet."""
+        used = Counter[int | None]()
+        for key in list(self._given):
+            used[_handle(key)] += self._size
+        used[None] = sum(self._allocations.copy().values()) - used.total()
+        return used
+
     def _stock(self) -> None:
         """Allocates more. They are zeroed when this returns, whichever stream launches next."""
         api, check = self._api, self._check
@@ -102,6 +116,7 @@ class Scratch(_Own):
     def __init__(self, devices: Devices, device: Device, name: str) -> None:
         super().__init__(devices, device, name)
         self._growing = threading.Lock()
+        self._sizes: dict[_Stream, int] = {}  # with what was outgrown
 
     def of(self, stream: int, size: int) -> int:
         """The address of `size` bytes at least for launches in `stream`; 0 when closed."""
@@ -121,4 +136,12 @@ class Scratch(_Own):
             with self._devices.active(self._device), self._devices.apart(capturing=True):
                 address = self._allocate(wanted, what)
             self._given[key] = address, wanted
+            self._sizes[key] = self._sizes.get(key, 0) + wanted
         return address
+
+    def used(self) -> Counter[int | None]:
+        """Bytes by stream."""
+        used = Counter[int | None]()
+        for key, size in self._sizes.copy().items():
+            used[_handle(key)] += size
+        return used
