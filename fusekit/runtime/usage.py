@@ -53,5 +53,5 @@ class KernelUsage:
             workspaces = Counter() if loaded.workspaces is None else loaded.workspaces.used()
             scratch = Counter() if loaded.scratch is None else loaded.scratch.used()
             yield MemoryUse(self.name, device, None, self.code, workspaces.pop(None, 0))
-            for stream in sorted({*workspaces, *scratch}):
+            for stream in sorted(key for key in {*workspaces, *scratch} if key is not None):
                 yield MemoryUse(self.name, device, stream, 0, workspaces[stream], scratch[stream])
