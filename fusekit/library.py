@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
 from fusekit.choice import tuning
@@ -20,6 +20,7 @@ from fusekit.errors import (
     UsageError,
     how_to_build,
 )
+from fusekit.runtime.allocators import Allocator, check_allocator
 from fusekit.runtime.devices import Devices, archs_of, ordinal_of
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.log import debug_log
@@ -49,9 +50,17 @@ class Library:
         A driver for tests. Default: that of cuda.bindings, at first use.
     checked : bool, optional
         Kernels check on the device that their `offsets` do not decrease and are within the rows; see `problems`.
+    allocator : Allocator or "torch", optional
+        Allocates workspaces and scratch memory of kernels: an object with the methods of
+        fusekit.runtime.allocators.Allocator, or PyTorch's caching allocator. Default: the driver.
     """
 
-    def __init__(self, store: Store | Config, driver: Driver | None = None, *, checked: bool = False) -> None:
+    def __init__(
+        self, store: Store | Config, driver: Driver | None = None, *, checked: bool = False,
+        allocator: Allocator | Literal["torch"] | None = None,
+    ) -> None:  # fmt: skip
+        check_allocator(allocator)
+        self._allocator = allocator
         self._source = store
         self._store = None if isinstance(store, Config) else store
         self._driver = driver
@@ -66,7 +75,7 @@ class Library:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the configuration: a copy opens the store and starts the driver itself."""
-        return partial(Library, checked=self._checked), (self._source, self._driver)
+        return partial(Library, checked=self._checked, allocator=self._allocator), (self._source, self._driver)
 
     @property
     def store(self) -> Store:
@@ -86,7 +95,7 @@ class Library:
                 if self._devices is None:
                     config = self._source if isinstance(self._source, Config) else None
                     options = {} if config is None else {"debug": config.debug, "nvtx": config.nvtx}
-                    self._devices = Devices(self._driver or Driver(**options))
+                    self._devices = Devices(self._driver or Driver(**options), self._allocator)
         return self._devices
 
     def load(
@@ -357,7 +366,10 @@ def _check_name(name: Any) -> None:
     ArgumentError.unless(str, "name", name, "text such as 'quickstart/linear'; `fusekit ls` lists what the store has")
 
 
-def open_library(config: Config | None = None, *, driver: Any = None, checked: bool = False) -> Library:
+def open_library(
+    config: Config | None = None, *, driver: Any = None, checked: bool = False,
+    allocator: Allocator | Literal["torch"] | None = None,
+) -> Library:  # fmt: skip
     """Open the store of `config`.
 
     Parameters
@@ -366,7 +378,7 @@ def open_library(config: Config | None = None, *, driver: Any = None, checked: b
         Default: that of the environment (FUSEKIT_STORE, FUSEKIT_STORES).
     driver : Driver, optional
         A started driver. Default: one is started at the first `load`.
-    checked : bool, optional
+    checked, allocator
         As for `Library`.
 
     Returns
@@ -377,8 +389,8 @@ def open_library(config: Config | None = None, *, driver: Any = None, checked: b
     Raises
     ------
     ArgumentError
-        `config` is not a Config.
+        `config` is not a Config, or `allocator` not an Allocator.
     UsageError
         A path in the environment that cannot be used.
     """
-    return Library(Config.given(config), driver, checked=checked)
+    return Library(Config.given(config), driver, checked=checked, allocator=allocator)

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fusekit.errors import ArchMismatchError, ArgumentError, DriverError, how_to_build, whole
+from fusekit.runtime.allocators import Allocator, TorchAllocator, checked_address
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.streams import LEGACY
 
@@ -91,10 +92,14 @@ def check_arch(arch: str, device: Device, name: str) -> None:
 
 
 class Devices:
-    """The devices of one process for a library; a primary context is retained at its first use."""
+    """The devices of one process for a library; a primary context is retained at its first use.
 
-    def __init__(self, driver: Driver) -> None:
+    allocator: of workspaces and scratch memory. Default: the driver.
+    """
+
+    def __init__(self, driver: Driver, allocator: Allocator | Literal["torch"] | None = None) -> None:
         self.driver = driver
+        self._allocator = TorchAllocator(self) if allocator == "torch" else allocator
         self._devices: dict[int, Device] = {}
         self._thread = threading.local()
         self.count: int = driver.check(driver.api.cuDeviceGetCount(), "cuDeviceGetCount")
@@ -175,6 +180,19 @@ class Devices:
         handle, name, capability, sm_count = look_at(self.driver, ordinal)
         context = check(api.cuDevicePrimaryCtxRetain(handle), "cuDevicePrimaryCtxRetain")
         return Device(ordinal, name, capability, sm_count, handle, context)
+
+    def allocate(self, device: Device, size: int, what: str) -> int:
+        """The address of `size` bytes for kernels, the device's context being current. what: how an error begins."""
+        if self._allocator is None:
+            return int(self.driver.check(self.driver.api.cuMemAlloc(size), what))
+        return checked_address(self._allocator.allocate(size, device.ordinal), self._allocator)
+
+    def free(self, device: Device, address: int) -> None:
+        """Gives back what `allocate` returned."""
+        if self._allocator is None:
+            self.driver.check(self.driver.api.cuMemFree(address), "cuMemFree")
+        else:
+            self._allocator.free(address, device.ordinal)
 
     @contextmanager
     def active(self, device: Device) -> Iterator[None]:

@@ -12,10 +12,10 @@ import threading
 from collections import Counter
 from typing import Any
 
+from fusekit.runtime.allocators import ALIGNMENT
 from fusekit.runtime.devices import Device, Devices
 from fusekit.runtime.streams import LEGACY, PER_THREAD
 
-_ALIGNMENT = 256
 # So much is allocated at once: for a kernel's few counters, many streams' worth.
 _STOCK_BYTES, _STOCK_MOST = 1 << 16, 64
 _SCRATCH_GRANULE = 1 << 21  # what the driver allocates at least
@@ -44,7 +44,7 @@ class _Own:
 
     def _allocate(self, size: int, what: str) -> int:
         """The context being current, and no capture being disturbed."""
-        address = int(self._check(self._api.cuMemAlloc(size), what))
+        address = self._devices.allocate(self._device, size, what)
         self._allocations[address] = size
         return address
 
@@ -54,7 +54,7 @@ class _Own:
         self._given.clear()
         with self._devices.active(self._device), self._devices.apart():
             while self._allocations:
-                self._check(self._api.cuMemFree(self._allocations.popitem()[0]), "cuMemFree")
+                self._devices.free(self._device, self._allocations.popitem()[0])
 
 
 class Workspaces(_Own):
@@ -63,7 +63,7 @@ class Workspaces(_Own):
     def __init__(self, devices: Devices, device: Device, size: int, zeroed: bool, name: str) -> None:
         super().__init__(devices, device, name)
         self._zeroed = zeroed
-        self._size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._size = -(-size // ALIGNMENT) * ALIGNMENT
         self._count = min(max(_STOCK_BYTES // self._size, 1), _STOCK_MOST)
         self._free: list[int] = []
         self._stock()
