@@ -43,6 +43,7 @@ NAMED = 5  # names that a note lists
 @click.option(
     "--prune", is_flag=True, help="Remove the names that TARGET matches and its spec file no longer has, as `rm` does."
 )
+@click.option("--lineinfo", is_flag=True, help="Keep source lines in the cubins, for profilers. Their keys differ.")
 @click.option(
     "--executor-timeout",
     metavar="SECONDS",
@@ -60,6 +61,7 @@ NAMED = 5  # names that a note lists
 def command(
     session: Session, targets: tuple[str, ...], arch: str | None, jobs: int | None, dry_run: bool, check: str | None,
     executor: str | None, executor_timeout: float | None, prune: bool, allow_extern: bool, namespace: str | None,
+    lineinfo: bool,
 ) -> int:  # fmt: skip
     """Compile, prove and publish what the store lacks; no argument: every packaged spec. Needs no GPU and no driver.
 
@@ -70,15 +72,16 @@ def command(
     import time
 
     from fusekit.compiler.build import execute, look_up, of_arch, plan_build, tidy, trust
+    from fusekit.compiler.identity import Identity
     from fusekit.compiler.naming import left_behind
     from fusekit.spec.catalog import specs_of
 
     start = time.perf_counter()
     if check is not None:
-        if dry_run or arch or prune:
+        if dry_run or arch or prune or lineinfo:
             raise UsageError(
-                "--check with --dry-run, --arch or --prune: a manifest is for one architecture, and --check does "
-                "not change the store; leave those out"
+                "--check with --dry-run, --arch, --prune or --lineinfo: a manifest is for one architecture without "
+                "line information, and --check does not change the store; leave those out"
             )
         with _executor(session, executor, executor_timeout) as pool:
             return _check(session, check, targets, jobs, pool, namespace, allow_extern)
@@ -87,7 +90,7 @@ def command(
     catalog = look_up(targets, namespace, archs)
     allowed = allow_extern or session.config.allow_extern or (dry_run and bool(targets))  # a dry run runs nothing
     trusted = trust(specs_of(catalog), allowed, named=bool(targets))
-    wanted = plan_build(of_arch(trusted.specs, archs), store)
+    wanted = plan_build(of_arch(trusted.specs, archs), store, Identity(lineinfo=lineinfo))
     _untrusted(session, trusted.left_out)
     layers = _layers(wanted)
     if dry_run:
@@ -307,7 +310,7 @@ def _moved(session: Session, moved: list[Moved]) -> None:
         )
     if same := len(moved) - len(other):
         point = "now points to a new build" if same == 1 else "now point to new builds"
-        session.note(f"{output.plural(same, 'name')} {point}: same spec, other sources or another toolchain")
+        session.note(f"{output.plural(same, 'name')} {point}: same spec, other sources, options or toolchain")
 
 
 def _left(session: Session, left: list[Left], pruned: DiscardReport | None, *, prune: bool) -> None:

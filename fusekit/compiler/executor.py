@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 from fusekit.compiler.identity import key_fields_for
 from fusekit.compiler.memory import bound
+from fusekit.compiler.options import has_lineinfo
 from fusekit.compiler.pool import ForkServer, Team, Worker
 from fusekit.compiler.scratch import Scratch
 from fusekit.compiler.toolchain import distributions
@@ -300,7 +301,7 @@ def _stamp() -> str:
 def _same_identity(job: Job) -> None:
     if job.fields is None:
         return
-    here = key_fields_for(job.spec)
+    here = key_fields_for(job.spec, lineinfo=has_lineinfo(job.fields))
     odd = [label for label in sorted({*job.fields, *here}) if job.fields.get(label) != here.get(label)]
     if odd:
         raise BuildError(

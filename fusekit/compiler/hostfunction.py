@@ -103,6 +103,16 @@ class TracePlan:
     asked: Mapping[Expr, int] = field(default_factory=dict)
     symbol: str = ""
 
+    def with_option(self, option: str) -> TracePlan:
+        """The same with one more option of the DSL, also where it is traced again."""
+        again, lifted = self.again, self.lifted
+        return replace(
+            self,
+            options=f"{self.options} {option}",
+            again=None if again is None else lambda: again().with_option(option),
+            lifted=None if lifted is None else replace(lifted, plan=lifted.plan.with_option(option)),
+        )
+
     def fixed(self, scalars: Collection[str]) -> TracePlan:
         """The same with these scalars at what the trace was given: callers do not pass them."""
 

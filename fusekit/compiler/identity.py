@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The key fields of any number of specs, as of now: metadata and sources are read once."""
+    """The key fields of any number of specs, as of now: metadata and sources are read once.
+
+    lineinfo: of kernels with line information.
+    """
 
     toolchain: dict[str, str] = field(default_factory=distributions)
     sources: Sources = field(default_factory=Sources)
+    lineinfo: bool = False
     _common: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
     _foreign: Foreign = field(default_factory=Foreign)
 
@@ -34,7 +38,7 @@ class Identity:
             self._common[spec.arch, *roots] = common_fields(
                 arch=spec.arch,
                 toolchain=self.toolchain,
-                options=compile_options(spec.arch),
+                options=compile_options(spec.arch, lineinfo=self.lineinfo),
                 sources=self.sources.closure(roots),
             )
         fields = with_spec(self._common[spec.arch, *roots], spec.device_spec())
@@ -53,6 +57,6 @@ def roots_of(spec: Spec) -> tuple[str, ...]:
     return (*row.modules, *(spec.plan.modules if isinstance(spec, KernelSpec) else ()))
 
 
-def key_fields_for(spec: Spec) -> dict[str, str]:
+def key_fields_for(spec: Spec, *, lineinfo: bool = False) -> dict[str, str]:
     """The labelled key fields of one spec. Raises ToolchainError without the DSL, BuildError for an unknown op."""
-    return Identity().key_fields(spec)
+    return Identity(lineinfo=lineinfo).key_fields(spec)

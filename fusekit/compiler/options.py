@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 # Where Python and its libraries are, and whether byte code is written: without these a process may not start at all.
@@ -18,11 +18,21 @@ OPT_LEVEL = 3
 """The optimisation level of a kernel that names none."""
 
 
-def compile_options(arch: str) -> str:
+LINE_INFO = "--generate-line-info"
+"""The DSL's option for a cubin that says of which line of source an instruction is."""
+
+
+def compile_options(arch: str, *, lineinfo: bool = False) -> str:
     """The DSL's option string, with every option of the cubin that has a default. What it dumps goes into the current
     folder: no path is among the options.
     """
-    return f"--gpu-arch={arch} --opt-level={OPT_LEVEL} --keep-cubin --dump-dir=."
+    options = f"--gpu-arch={arch} --opt-level={OPT_LEVEL} --keep-cubin --dump-dir=."
+    return f"{options} {LINE_INFO}" if lineinfo else options
+
+
+def has_lineinfo(fields: Mapping[str, str] | None) -> bool:
+    """Whether a kernel of these key fields is compiled with line information."""
+    return fields is not None and LINE_INFO in fields["options"].split()
 
 
 def environment(folder: Path, arch: str | None = None) -> dict[str, str]:

@@ -20,7 +20,7 @@ from typing import Any
 from fusekit.compiler import foreign, values
 from fusekit.compiler.fakes import FAKES
 from fusekit.compiler.hostfunction import TracePlan
-from fusekit.compiler.options import compile_options
+from fusekit.compiler.options import LINE_INFO, compile_options, has_lineinfo
 from fusekit.compiler.places import with_keys, with_places
 from fusekit.compiler.reads import Watch, check
 from fusekit.compiler.symbols import symbol_of
@@ -115,6 +115,8 @@ def _compiled(job: Job, cache: Path | None) -> Done | FusekitError:
         _same_spec(job)
         _import_compiler()
         launch = (job.planner or plan)(job.spec)
+        if has_lineinfo(job.fields):
+            launch = launch.with_option(LINE_INFO)
         if isinstance(job.spec, ExternSpec) and FAKES in job.spec.params:
             called = launch.function, *launch.arguments, *launch.keywords.values()
             values.check(called, job.spec.params.get(values.VALUES, {}), foreign.Foreign(cache))
@@ -141,7 +143,8 @@ def _same_spec(job: Job) -> None:
     """Raises BuildError where the builder read the spec differently than the sources here do."""
     if job.fields is None:
         return
-    here = with_spec({"options": compile_options(job.spec.arch)}, job.spec.device_spec())
+    options = compile_options(job.spec.arch, lineinfo=has_lineinfo(job.fields))
+    here = with_spec({"options": options}, job.spec.device_spec())
     there = {label: value for label, value in job.fields.items() if label == "options" or label.startswith("spec.")}
     odd = sorted(label for label in {*here, *there} if here.get(label) != there.get(label))
     if odd:

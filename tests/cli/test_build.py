@@ -98,6 +98,7 @@ def test_a_hit_imports_no_compiler(fusekit):
         (["quickstart", "--jobs", "many"], 2, "--jobs"),
         (["quickstart", "--check", "x.json"], 2, "there is no manifest x.json"),
         (["--check", "x.json", "--dry-run"], 2, "--check with --dry-run"),
+        (["--check", "x.json", "--lineinfo"], 2, "or --lineinfo: a manifest is for one architecture without line"),
         (["quickstart", "--executor", "ssh://x"], 2, "it must be dask://host:port"),
         (["quickstart", "--executor", "dask://"], 2, "it must be dask://host:port"),
         (["quickstart", "--sign", ""], 2, "--sign"),

@@ -5,10 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from fusekit.abi import LaunchRecord
+from fusekit.abi import LaunchRecord, elf
 from fusekit.compiler import build as building
 from fusekit.compiler.build import Progress, execute, plan_build, select
 from fusekit.compiler.explain import explain
+from fusekit.compiler.hostfunction import Lifted
 from fusekit.compiler.identity import Identity
 from fusekit.config import Config
 from fusekit.errors import ArgumentError, StoreError, ToolchainError, UsageError
@@ -30,6 +31,36 @@ def build(tilecopy, store):
         return execute(plan_build(specs, store), store, planner=tilecopy.plan, **options)
 
     return run
+
+
+def test_line_information_has_a_key_of_its_own_and_the_same_code(tilecopy, store):
+    def built(**options):
+        identity = Identity(**options)
+        report = execute(plan_build([LINEAR], store, identity), store, planner=tilecopy.plan)
+        assert not report.failed
+        entry = store.find_entry(store.find_name(LINEAR.full_name, "sm_90a").key)
+        assert entry.fields == identity.key_fields(LINEAR)
+        cubin = elf.parse(store.read_cubin(entry), "cubin")
+        code = [section.data for section in cubin.sections if section.name.startswith(".text.")]
+        return entry, code, cubin.section(".debug_line") is not None, len(report.built)
+
+    plain, lined, again = built(), built(lineinfo=True), built()
+    assert [lines for _, _, lines, _ in (plain, lined, again)] == [False, True, False]
+    assert {label for label, value in plain[0].fields.items() if lined[0].fields[label] != value} == {"options"}
+    assert plain[1] == lined[1]
+    assert plain[0].launch == lined[0].launch
+    assert (again[0], again[3]) == (plain[0], 0)
+
+
+def test_an_option_is_one_of_all_traces_of_a_plan(tilecopy):
+    plan = tilecopy.plan()
+    lifted = Lifted("sm_count", (1, 2), plan)
+    several = dataclasses.replace(plan, lifted=lifted, again=lambda: plan, options="--opt-level=2").with_option("--x")
+    assert [each.options for each in (several, several.lifted.plan, several.again())] == [
+        "--opt-level=2 --x",
+        " --x",
+        " --x",
+    ]
 
 
 def test_a_miss_is_built_and_then_it_is_a_hit(build, store, tmp_path, monkeypatch):

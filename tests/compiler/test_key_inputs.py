@@ -166,7 +166,7 @@ def test_no_other_distribution(installed):
 def test_options_and_schema(monkeypatch):
     before = key()
     real = identity.compile_options
-    monkeypatch.setattr(identity, "compile_options", lambda arch: real(arch) + " --opt-level=2")
+    monkeypatch.setattr(identity, "compile_options", lambda arch, **given: real(arch, **given) + " --opt-level=2")
     assert key() != before
     monkeypatch.undo()
     monkeypatch.setattr(keys, "SCHEMA", keys.SCHEMA + 1)
