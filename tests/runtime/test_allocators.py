@@ -43,7 +43,7 @@ def opened(tmp_path: Path, allocator: Any) -> tuple[Library, FakeDriver]:
 
 
 def addresses(fake: FakeDriver) -> list[int]:
-    """Of workspace and scratch in the last launch."""
+    """Workspace and scratch of the last launch."""
     return [struct.unpack("<Q", data)[0] for data in fake.launches[-1].parameters[8:10]]
 
 
