@@ -14,7 +14,7 @@ import click
 from fusekit.errors import DriverError, StoreError, UsageError, install
 from fusekit_cli import complete, output
 from fusekit_cli.lookup import stored
-from fusekit_cli.options import Session, common, signing
+from fusekit_cli.options import Session, common, signing, stored_names
 from fusekit_cli.progress import progress
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ MOST_ROWS = 2**31 - 1
 
 
 @click.command("bench")
-@click.argument("targets", metavar="MODEL...", nargs=-1, required=True, shell_complete=complete.stored)
+@click.argument(
+    "targets", metavar="MODEL...", nargs=-1, required=True, shell_complete=complete.stored, callback=stored_names
+)
 @click.option(
     "-E", "--experts", type=click.IntRange(min=1), help="Groups: the experts of one device (default: the spec's)."
 )

@@ -8,11 +8,11 @@ import click
 
 from fusekit_cli import complete, output
 from fusekit_cli.lookup import stored
-from fusekit_cli.options import Session, common, one_arch
+from fusekit_cli.options import Session, common, one_arch, stored_names
 
 
 @click.command("copy")
-@click.argument("patterns", metavar="[NAME]...", nargs=-1, shell_complete=complete.stored)
+@click.argument("patterns", metavar="[NAME]...", nargs=-1, shell_complete=complete.stored, callback=stored_names)
 @one_arch
 @common
 def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> None:

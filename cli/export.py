@@ -14,7 +14,7 @@ import click
 from fusekit.errors import UsageError
 from fusekit_cli import complete, output
 from fusekit_cli.lookup import note_unbuilt
-from fusekit_cli.options import Session, common, given, one_arch, signing
+from fusekit_cli.options import Session, common, given, one_arch, signing, stored_names
 from fusekit_cli.terminal import writing
 
 STDOUT = "-"
@@ -22,7 +22,7 @@ STDOUT = "-"
 
 @click.command("export")
 @click.argument("file", metavar="FILE", type=click.Path())
-@click.argument("patterns", metavar="[NAME]...", nargs=-1, shell_complete=complete.stored)
+@click.argument("patterns", metavar="[NAME]...", nargs=-1, shell_complete=complete.stored, callback=stored_names)
 @one_arch
 @click.option("--lang", type=click.Choice(["c"]), help="Write source in this language into the folder FILE.")
 @click.option("--prefix", default="fusekit", show_default=True, help="Prefix of every public name in the source.")

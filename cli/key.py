@@ -8,7 +8,7 @@ import click
 
 from fusekit.errors import UsageError
 from fusekit_cli import complete, output
-from fusekit_cli.options import Session, common, one_arch, signing
+from fusekit_cli.options import Session, common, one_arch, signing, stored_names
 
 
 @click.group("key")
@@ -57,7 +57,7 @@ def show(session: Session, file: str) -> None:
 
 
 @command.command("sign")
-@click.argument("patterns", metavar="[NAME]...", nargs=-1, shell_complete=complete.stored)
+@click.argument("patterns", metavar="[NAME]...", nargs=-1, shell_complete=complete.stored, callback=stored_names)
 @one_arch
 @signing
 @common

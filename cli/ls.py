@@ -11,11 +11,11 @@ import click
 from fusekit.errors import NoStoreError, NotBuiltError
 from fusekit.store import NameRecord, Row
 from fusekit_cli import complete, output, sources
-from fusekit_cli.options import Session, common, one_arch
+from fusekit_cli.options import Session, common, one_arch, stored_names
 
 
 @click.command("ls")
-@click.argument("patterns", metavar="[GLOB]...", nargs=-1, shell_complete=complete.stored)
+@click.argument("patterns", metavar="[GLOB]...", nargs=-1, shell_complete=complete.stored, callback=stored_names)
 @one_arch
 @sources.sourced
 @common

@@ -118,6 +118,17 @@ namespaced = click.option(
 one_arch = click.option("--arch", help="Only this architecture, such as sm_90a.")
 
 
+def stored_names(_: click.Context, __: click.Parameter, value: Any) -> Any:
+    """Callback of a NAME, or of several: `FILE.toml/NAME` names what a build of it has put into the store."""
+    if isinstance(value, tuple):
+        return tuple(stored_names(_, __, name) for name in value)
+    if not isinstance(value, str) or ".toml" not in value:
+        return value
+    from fusekit.spec.catalog import stored_name
+
+    return stored_name(value)
+
+
 def given(*names: str) -> list[str]:
     """The options among `names` that the command line has, as --name."""
     context = click.get_current_context()

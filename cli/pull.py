@@ -8,7 +8,7 @@ import click
 
 from fusekit.errors import UsageError
 from fusekit_cli import complete, output, sources
-from fusekit_cli.options import Session, common, one_arch
+from fusekit_cli.options import Session, common, one_arch, stored_names
 from fusekit_cli.progress import progress, progress_of
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.command("pull")
 @click.argument("url", metavar="URL", shell_complete=complete.files)
-@click.argument("patterns", metavar="[NAME]...", nargs=-1)
+@click.argument("patterns", metavar="[NAME]...", nargs=-1, callback=stored_names)
 @one_arch
 @sources.checked
 @click.option("--dry-run", is_flag=True, help="Only show what would be copied.")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import click
 
 from fusekit_cli import complete, output
-from fusekit_cli.options import Session, common, one_arch, signing
+from fusekit_cli.options import Session, common, one_arch, signing, stored_names
 from fusekit_cli.progress import progress, progress_of
 
 
 @click.command("push")
 @click.argument("url", metavar="URL", shell_complete=complete.files)
-@click.argument("patterns", metavar="[NAME]...", nargs=-1, shell_complete=complete.stored)
+@click.argument("patterns", metavar="[NAME]...", nargs=-1, shell_complete=complete.stored, callback=stored_names)
 @one_arch
 @click.option("--full", is_flag=True, help="Read and check the files that are there, and replace damaged ones.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be written.")

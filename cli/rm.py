@@ -9,11 +9,13 @@ import click
 from fusekit.errors import NotBuiltError, some
 from fusekit.store import DiscardReport, Store
 from fusekit_cli import complete, output
-from fusekit_cli.options import Session, common, one_arch
+from fusekit_cli.options import Session, common, one_arch, stored_names
 
 
 @click.command("rm")
-@click.argument("patterns", metavar="NAME...", nargs=-1, required=True, shell_complete=complete.stored)
+@click.argument(
+    "patterns", metavar="NAME...", nargs=-1, required=True, shell_complete=complete.stored, callback=stored_names
+)
 @one_arch
 @click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @common

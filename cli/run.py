@@ -12,7 +12,7 @@ import click
 
 from fusekit.errors import UsageError, install, is_glob
 from fusekit_cli import complete, output
-from fusekit_cli.options import Session, common
+from fusekit_cli.options import Session, common, stored_names
 
 if TYPE_CHECKING:
     from fusekit.bench.trial import Trial
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @click.command("run")
-@click.argument("name", shell_complete=complete.stored)
+@click.argument("name", shell_complete=complete.stored, callback=stored_names)
 @click.option("--rows", type=click.IntRange(min=0), help="Rows of x, or tokens (default: the spec's).")
 @click.option(
     "--seed", type=click.IntRange(0, 2**32 - 9), default=0, show_default=True, help="Seed of the random inputs."

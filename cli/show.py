@@ -11,14 +11,14 @@ from fusekit.errors import IntegrityError
 from fusekit.store import Entry, NameListing, NameRecord, Store
 from fusekit_cli import complete, output, sources
 from fusekit_cli.lookup import chosen, is_layer, stored, to_load
-from fusekit_cli.options import Session, common
+from fusekit_cli.options import Session, common, stored_names
 
 if TYPE_CHECKING:
     from fusekit.share.push_pull import Survey
 
 
 @click.command("show")
-@click.argument("name", shell_complete=complete.stored)
+@click.argument("name", shell_complete=complete.stored, callback=stored_names)
 @click.option("--arch", help="The architecture, such as sm_90a, if the store has several.")
 @sources.sourced
 @common

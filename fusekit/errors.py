@@ -6,7 +6,7 @@ defaults, so that every error survives pickling on its way out of a worker proce
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from operator import index
 from pathlib import Path
@@ -85,38 +85,78 @@ class NotBuiltError(FusekitError):
         self.command = command
 
     @classmethod
-    def of(cls, name: str, arch: str | None = None, detail: str = "", absent: tuple[str, ...] = ()) -> "NotBuiltError":
+    def of(
+        cls, name: str, arch: str | None = None, detail: str = "", absent: tuple[str, ...] = (),
+        stored: Iterable[str] = (),
+    ) -> "NotBuiltError":  # fmt: skip
         """The error for `name` (for `arch`, if given), with the command that builds it. absent: why roots of
-        FUSEKIT_STORES are not stores, from `Store.absent`.
+        FUSEKIT_STORES are not stores, from `Store.absent`. stored: names that the store has, of which the nearest is
+        suggested.
         """
         wanted = f"'{name}' for {arch}" if arch is not None else f"'{name}'"
         detail = f" ({detail})" if detail else ""
-        command, remedy = how_to_build(name, arch)
+        command, remedy = how_to_build(name, arch, stored)
         mount = f"; {'; '.join(absent)}: check FUSEKIT_STORES, and that its file systems are mounted" if absent else ""
         return cls(f"{wanted} is not in the store{detail}; {remedy}{mount}", name=name, command=command)
 
 
-def how_to_build(name: str, arch: str | None = None) -> tuple[str, str]:
+def how_to_build(name: str, arch: str | None = None, stored: Iterable[str] = ()) -> tuple[str, str]:
     """(the `fusekit build` command for `name`, the remedy as text); the command is empty if none can build it.
 
     Packaged spec files are searched for the words that they must have. The spec file of another kernel is not known.
+    stored: as for `NotBuiltError.of`.
     """
     # Only the spec knows whether the variant exists: all variants of its kernel are built.
     wanted, variant = (name, "") if is_glob(name) else name.partition("@")[::2]
     stem, _, kernel = wanted.partition("@")[0].partition("/")
-    texts = _packaged_texts(stem)
+    texts = [text for file, text in _packaged_texts().items() if fnmatchcase(file, stem)]
     words = {f'"{kernel}"', f'"{kernel.partition(".")[0]}"'}  # its name, or that of its layer
     with_kernel = [text for text in texts if is_glob(kernel) or not kernel or any(word in text for word in words)]
     if with_kernel and arch is not None and not any(f'"{arch}"' in text for text in with_kernel):
         return "", f"its packaged spec is not for {arch}, so it cannot be built for that"
     if with_kernel:
-        target, remedy = wanted, "build its variants with" if variant else "build it with"
-    else:
-        target = f"{stem}.toml{wanted[len(stem) :]}"
-        remedy = f"no packaged spec has it; build it from its spec file{f', if that names {arch}' if arch else ''}"
+        command = _build_command(wanted, arch)
+        return command, f"{'build its variants with' if variant else 'build it with'}: {command}"
+    near, is_stored = ("", False) if is_glob(name) else _nearest(wanted, stored)
+    command, remedies = "", []
+    if near and is_stored:
+        remedies = [f"did you mean '{near}'?"]
+    elif near:
+        command = _build_command(near, arch)
+        remedies = [f"did you mean '{near}'? Build that with: {command}"]
+    is_file = Path(f"{stem}.toml").is_file()
+    if is_file or (not texts and (not near or near.startswith(f"{stem}/"))):
+        command = _build_command(f"{stem}.toml{wanted[len(stem) :]}", arch)
+        remedies.append(f"build it from its spec file{f', if that names {arch}' if arch else ''}: {command}")
+    elif texts and not near:
+        remedies.append(f"{stem} has {some([name for text in texts for name in _NAMES.findall(text)])}")
+    return command, "; ".join(["no packaged spec has it", *remedies])
+
+
+_ALIKE = 0.7  # fc1 and fc2 are less alike
+_NAMES = re.compile(r'^name = "([^"]+)"', re.MULTILINE)  # of kernels, in the text of a packaged spec file
+
+
+def _build_command(target: str, arch: str | None) -> str:
     command = f"fusekit build '{target}'" if is_glob(target) or " " in target else f"fusekit build {target}"
-    command += f" --arch {arch}" if arch is not None else ""
-    return command, f"{remedy}: {command}"
+    return f"{command} --arch {arch}" if arch is not None else command
+
+
+def _nearest(wanted: str, stored: Iterable[str]) -> tuple[str, bool]:
+    """The kernel or layer whose name is nearest to `wanted`, empty if none is near, and whether it is stored."""
+    from difflib import SequenceMatcher
+
+    def alike(name: str) -> float:
+        pairs = zip(fold(name), fold(wanted), strict=False)
+        return min(SequenceMatcher(None, part, other).ratio() for part, other in pairs)
+
+    def fold(name: str) -> list[str]:
+        return name.lower().replace("_", "-").split("/", 1)
+
+    kernels = {name.partition("@")[0] for name in stored}
+    packaged = {f"{file}/{kernel}" for file, text in _packaged_texts().items() for kernel in _NAMES.findall(text)}
+    near = max(sorted(packaged | kernels), key=alike, default="")
+    return (near, near in kernels) if near and "/" in wanted and alike(near) > _ALIKE else ("", False)
 
 
 def some(names: Sequence[str], most: int = 8) -> str:
@@ -132,8 +172,8 @@ def whole(value: Any) -> int | None:
         return None
 
 
-def _packaged_texts(stem: str) -> list[str]:
-    """The packaged spec files of `stem`, which may be a glob: inside an installed package, or next to it in a checkout.
+def _packaged_texts() -> dict[str, str]:
+    """The packaged spec files, stem to text: inside an installed package, or next to it in a checkout.
 
     Empty if they cannot be read: a remedy must not hide its error.
     """
@@ -141,9 +181,9 @@ def _packaged_texts(stem: str) -> list[str]:
     try:
         folder = package / "kernel_specs"
         files = (folder if folder.is_dir() else package.parent / "kernel_specs").glob("*.toml")
-        return [path.read_text(encoding="utf-8") for path in sorted(files) if fnmatchcase(path.stem, stem)]
+        return {path.stem: path.read_text(encoding="utf-8") for path in sorted(files)}
     except OSError:
-        return []
+        return {}
 
 
 def is_glob(text: str) -> bool:

@@ -103,13 +103,15 @@ def test_a_remedy_can_work():
     error = errors.NotBuiltError.of("mine/fc1@128x128-c1x1")
     assert error.command == "fusekit build mine.toml/fc1"
     assert str(error).endswith("no packaged spec has it; build it from its spec file: " + error.command)
-    assert errors.NotBuiltError.of("quickstart/mine").command == "fusekit build quickstart.toml/mine"
+    inside = errors.NotBuiltError.of("quickstart/mine")
+    assert inside.command == ""
+    assert "no packaged spec has it; quickstart has linear, " in str(inside)
     part = "gpt-oss-20b/moe.fc1-fwd"  # of a packaged layer
     assert errors.NotBuiltError.of(part).command == f"fusekit build {part}"
     variant = errors.NotBuiltError.of(f"{part}@128x192-c2x1")  # of which there may be none
     assert str(variant).endswith(f"; build its variants with: fusekit build {part}")
     assert errors.NotBuiltError.of("quickstart/*@128x*").command == "fusekit build 'quickstart/*@128x*'"
-    assert errors.NotBuiltError.of("gpt-oss-20b/mine.fc1").command == "fusekit build gpt-oss-20b.toml/mine.fc1"
+    assert errors.NotBuiltError.of("gpt-oss-20b/mine.fc1").command == ""
     assert errors.NotBuiltError.of("mine/*").command == "fusekit build 'mine.toml/*'"
     elsewhere = errors.NotBuiltError.of("quickstart/linear", "sm_100a", "only for sm_90a")
     assert elsewhere.command == ""
@@ -117,6 +119,34 @@ def test_a_remedy_can_work():
     assert "if that names sm_100a: fusekit build mine.toml/k --arch sm_100a" in str(
         errors.NotBuiltError.of("mine/k", "sm_100a")
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy", "command"),
+    [
+        (
+            "quickstart/moe_fc1",
+            "did you mean 'quickstart/moe-fc1'? Build that with: ",
+            "fusekit build quickstart/moe-fc1",
+        ),
+        ("gpt-oss-20/moe", "did you mean 'gpt-oss-20b/moe'? Build that with: ", "fusekit build gpt-oss-20b/moe"),
+        ("Gpt-Oss-20b/moe", "did you mean 'gpt-oss-20b/moe'? Build that with: ", "fusekit build gpt-oss-20b/moe"),
+        (
+            "ours/fc1-fw",
+            "did you mean 'ours/fc1-fwd'?; build it from its spec file: ",
+            "fusekit build ours.toml/fc1-fw",
+        ),
+        ("our/fc1-fwd", "did you mean 'ours/fc1-fwd'?", ""),
+    ],
+)
+def test_a_name_that_is_nearly_one(tmp_path, monkeypatch, name, remedy, command):
+    monkeypatch.chdir(tmp_path)
+    error = errors.NotBuiltError.of(name, stored=["ours/fc1-fwd@128x128-c2x1"])
+    assert error.command == command
+    assert str(error).endswith(f"no packaged spec has it; {remedy}{command}")
+    (tmp_path / f"{name.partition('/')[0]}.toml").touch()  # then the file here may have it
+    here = errors.NotBuiltError.of(name, stored=["ours/fc1-fwd@128x128-c2x1"]).command
+    assert here == f"fusekit build {name.replace('/', '.toml/')}"
 
 
 def test_what_an_extra_needs_is_installed_by_its_own_names():

@@ -107,6 +107,17 @@ def _found(pattern: str, namespace: str | None, archs: Sequence[str]) -> list[Fo
     raise _nothing(pattern)
 
 
+def stored_name(pattern: str) -> str:
+    """The name in a store of what `FILE.toml` or `FILE.toml/NAME` names; any other pattern is one already."""
+    path, kernels = _split(pattern)
+    if path is None:
+        return pattern
+    file = _files(path)[0] if not glob.has_magic(path) else Path(path)
+    namespace = document.parse(document.read(file), str(file)).get("namespace") if file.is_file() else None
+    stem = f"{namespace}.{file.stem}" if namespace else file.stem
+    return stem if kernels == "*" else f"{stem}/{kernels}"
+
+
 def _split(pattern: str) -> tuple[str | None, str]:
     """The path of a spec file and what is named in it; no path where no part of `pattern` ends in `.toml`."""
     if pattern.endswith(".toml"):

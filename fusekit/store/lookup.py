@@ -213,7 +213,8 @@ class Lookup:
         if variant and not detail and not is_glob(name):
             variants = sorted({listed.record.name for listed in self.names(kernel, arch)})
             detail = f"there are {some(variants)}" if variants else ""
-        return NotBuiltError.of(name, arch, detail, self.absent())
+        stored = (known for known, known_arch in self.recorded() if arch in (None, known_arch))
+        return NotBuiltError.of(name, arch, detail, self.absent(), stored)
 
     def verify(self, full: bool = False, inspect: Inspect | None = None) -> VerifyReport:
         """Check every root: see `VerifyReport`. `full` also hashes every blob and runs `inspect` on every document."""

@@ -90,6 +90,9 @@ def test_another_teams_file_of_the_same_stem(fusekit, tmp_path):
     assert fusekit("show", "moe/fc1", "--json").json["spec"]["activation"]["kind"] == "swiglu"
     assert fusekit("show", "team-b.moe/fc1", "--json").json["spec"]["activation"]["kind"] == "geglu"
     assert len(fusekit("ls", "team-b.*", "--json").json) == 1
+    assert fusekit("show", f"{theirs}/fc1", "--json").json["name"] == f"team-b.moe/{SMALL}"
+    assert [row["name"] for row in fusekit("ls", theirs, "--json").json] == [f"team-b.moe/{SMALL}"]
+    assert fusekit("show", "moe.toml/fc1", "--json").json["name"] == f"moe/{SMALL}"  # there is no such file here
     # Without: both kernels are in the store by now, and the name is moved all the same.
     taken = fusekit("build", spec(tmp_path / "c", "geglu", one), "--json")
     assert (taken.json["cached"], [row["name"] for row in taken.json["moved"]]) == ([f"moe/{SMALL}"], [f"moe/{SMALL}"])
