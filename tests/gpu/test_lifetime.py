@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from fusekit.library import Library
+
 from .cases import Case
+from .device import Gpu
 from .harness import faults, prepare
 
 NAME = "whole-epilogue@128x128-c1x1"
@@ -162,3 +165,16 @@ def test_a_fork_after_import_is_safe(gpu, specs):
     program = FORK_FIRST.format(name=specs[NAME].full_name)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_workspaces_and_scratch_from_pytorchs_allocator(gpu, specs, torch):
+    before = torch.cuda.memory_allocated()
+    library = Library(gpu.library.store, gpu.driver, allocator="torch")
+    other, spec = Gpu(library, gpu.give_up), specs["dswiglu-whole@128x160-c1x1-dynamic"]
+    for _ in range(3):
+        assert not other.trial(spec, Case("PyTorch's allocator", (90, 0, 100), 2 * spec.tile[1], 72, spare=20))
+    used = sum(row.workspace + row.scratch for row in library.memory())
+    assert 0 < used <= torch.cuda.memory_allocated() - before
+    other.kernel(spec).unload()
+    assert torch.cuda.memory_allocated() == before
+    library.close()
