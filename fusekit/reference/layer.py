@@ -41,6 +41,7 @@ from fusekit.spec import Activation
 
 SCALES = ("output", "input")
 WORKERS = 8  # experts whose weights are read at a time; each takes up to a gigabyte
+FEW = 1 << 18  # elements of a product that one thread makes sooner than several
 Tensors = Mapping[str, Array]
 Sums = Callable[[Array, Array, "Kept"], Any]
 
@@ -220,11 +221,15 @@ def _products(f: Factors, rows: Array, w: Array, bias: Array | None, kept: Kept)
     def multiply(expert: int, group: slice) -> None:
         product[group] = rows[group] @ f.weights(w[expert]).T + (0.0 if bias is None else bias[expert])
 
+    # w may be read expert by expert, at a cost: only where an expert has rows
+    wanted = [each for each in enumerate(groups(kept)) if each[1].start < each[1].stop]
+    if product.size < FEW:
+        for each in wanted:
+            multiply(*each)
+        return product
     with ThreadPoolExecutor(min(os.cpu_count() or 1, WORKERS)) as pool:
-        # w may be read expert by expert, at a cost: only where an expert has rows
-        waiting = [pool.submit(multiply, *each) for each in enumerate(groups(kept)) if each[1].start < each[1].stop]
-        for each in waiting:
-            each.result()
+        for waiting in [pool.submit(multiply, *each) for each in wanted]:
+            waiting.result()
     return product
 
 
