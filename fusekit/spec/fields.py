@@ -3,8 +3,10 @@
 from dataclasses import dataclass, replace
 
 from fusekit.plan.activations import kinds
+from fusekit.plan.arch import arch_hint
 from fusekit.plan.fields import Broken as Broken
 from fusekit.plan.fields import Field as Field
+from fusekit.plan.fields import type_hint
 from fusekit.plan.operands import fields as operand_fields
 from fusekit.plan.quant import ACCUMULATIONS, NONE, OUTPUTS, RECIPES, X_FORMATS
 from fusekit.plan.quantise import BLOCKS, LAYOUTS, SCALES
@@ -88,7 +90,7 @@ PROBLEM_FIELDS = (
 )  # fmt: skip
 
 _SWEPT = {
-    "arch": Field("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True),
+    "arch": Field("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True, hint=arch_hint),
     "tile": Field("tile", "pair",
         "CTA tile [M, N], K is 64; weight gradients: [N, K], 64 rows a step. Left out: chosen "
                 "for the problem.", sweep=True),
@@ -109,7 +111,7 @@ KERNEL_FIELDS = (
     Field("op", "choice", "The operation.", choices=OPS, required=True),
     _SWEPT["arch"],
     Field("dtype", "choice", "Type of x, w, bias, preactivation and dz; weight gradients: of dy and x.", choices=DTYPES,
-        default="bf16"),
+        default="bf16", hint=type_hint),
     Field("out_dtype", "choice", 'Type of y or dw; default: dtype. "f32": not with a backward activation.',
         choices=OUT_DTYPES),
     Field("b_major", "choice", '"k": w[E, N, K]; "n": w[E, K, N].', choices=("k", "n"), default="k"),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fusekit.errors import SpecError, SpecWarning
 from fusekit.plan.arch import DEFAULT
-from fusekit.plan.operations import Schema
+from fusekit.plan.operations import Schema, operation
 from fusekit.spec import document
 from fusekit.spec.fields import FILE_FIELDS, KERNEL_ONLY, NAME_PATTERN, NAME_RULE
 from fusekit.spec.schemas import Spec, schema_of, schemas
@@ -153,6 +153,9 @@ class _File:
                 rule = "a table has an op, and is a kernel, or a kind, and is a layer; leave one of the two out"
                 self.reader.report(where, "op", table["op"], rule)
                 table = {field: value for field, value in table.items() if field != "op"}
+            if schema.ops and operation(table.get("op", schema.ops[0])) is None:  # its fields are not known either
+                self.reader.table(where, {"op": table["op"]}, schema.fields, complete=False)
+                continue
             given, inherited = self.reader.table(where, table, schema.fields, complete=False), shared[schema.ops]
             for field in schema.fields:
                 if field.required and field.name not in given and field.name not in inherited:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, TypeVar
 
+from fusekit.plan.arch import arch_hint
 from fusekit.plan.tokens import TOKENS
 from fusekit.spec.fields import Field
 from fusekit.spec.model import ARCHES
@@ -12,7 +13,7 @@ S = TypeVar("S", bound="TokenSpec")
 
 NAME = Field("name", "string", "The kernel's name in this file.", required=True)
 SUMMARY = Field("summary", "string", "One line about the kernel; default: the file's.")
-ARCH = Field("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True)
+ARCH = Field("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True, hint=arch_hint)
 TOKENS_FIELD = Field("T", "int", "Tokens.", required=True, alias="tokens")
 PROBLEM = Field("problem", "table", "The shape that run and benchmarks use.", fields=(TOKENS_FIELD,))
 

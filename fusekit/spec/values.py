@@ -205,7 +205,8 @@ class TableReader:
             return self._wrong_type(where, field, value)
         value = dict(field.synonyms).get(value, value)
         if value not in field.choices:
-            hint = field.hint(value, field.choices) if field.hint else nearest(value, field.choices)
+            hint = field.hint(value, field.choices) if field.hint else None
+            hint = nearest(value, field.choices) if hint is None else hint
             must = f"must be {one_of(field.choices)}{hint}"
             return self.report(where, field.name, value, must)
         return value

@@ -390,6 +390,32 @@ def test_all_problems_come_together_once_each():
     assert "33 / 2" in problem(swept)
 
 
+@pytest.mark.parametrize(
+    "line", ['op = "extren"\nsource = "a:b"\nparams = { n = 1 }', "op = 3\nbia = true", 'op = "x"\ntile = 3\nhiden = 1']
+)
+def test_an_unknown_operation_is_one_problem(line):
+    text = f'schema = 1\n[[kernel]]\nname = "fc1"\narch = "sm_90a"\n{line}\n'
+    assert problem(text).startswith(f"{AT}op = ")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "hint"),
+    [
+        ('"sm_90a"', '"sm_100a"', 'must be "sm_90a"; only a foreign kernel (op = "extern") can be for sm_100a'),
+        ('"sm_90a"', '"sm_90"', 'must be "sm_90a"; did you mean "sm_90a"?'),
+        (
+            'name = "fc1"',
+            'name = "fc1"\ndtype = "fp8"',
+            'and, of a GEMM, quant = { in = "fp8-tensor" }',
+        ),
+        ('name = "fc1"', 'name = "fc1"\ndtype = "bfloat16"', 'must be "bf16" or "fp16"; say "bf16"'),
+        ('name = "fc1"', 'name = "fc1"\ndtype = "bf61"', 'did you mean "bf16"?'),
+    ],
+)
+def test_architectures_and_types_of_others(old, new, hint):
+    assert hint in problem(GOOD.replace(old, new))
+
+
 def test_too_wide_a_sweep():
     tiles = [f"[{m}, {n}]" for m in range(1, 21) for n in range(1, 21)]
     fits = [f"[{m}, {n}]" for m in (64, 128, 256) for n in range(16, 129, 16)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fusekit.plan.arch.base import Architecture
 
-__all__ = ["ARCHES", "ARCHITECTURES", "DEFAULT", "FOREIGN", "Architecture"]
+__all__ = ["ARCHES", "ARCHITECTURES", "DEFAULT", "FOREIGN", "Architecture", "arch_hint"]
 
 _NAMES = sorted(path.stem for path in Path(__file__).parent.glob("sm_*.py"))
 ARCHITECTURES: dict[str, Architecture] = {name: import_module(f"{__name__}.{name}").ROW for name in _NAMES}
@@ -19,3 +19,8 @@ FOREIGN = (
     "sm_120a", "sm_120f", "sm_121a",
 )  # fmt: skip
 """What a foreign kernel may be for: what the compiler knows."""
+
+
+def arch_hint(word: str, _: tuple[str, ...]) -> str | None:
+    """The hint of an architecture that fusekit has no kernels for."""
+    return f'; only a foreign kernel (op = "extern") can be for {word}' if word in FOREIGN else None

@@ -8,9 +8,9 @@ from typing import Any
 
 from fusekit.plan.activations import DERIVATIVE, kinds, no_gate
 from fusekit.plan.activations import kind as kind_of
-from fusekit.plan.arch import ARCHES
+from fusekit.plan.arch import ARCHES, arch_hint
 from fusekit.plan.exchange import MOST_RANKS
-from fusekit.plan.fields import Field
+from fusekit.plan.fields import Field, type_hint
 from fusekit.plan.gemm import SEGMENT
 from fusekit.plan.quant import BLOCK, NONE
 from fusekit.plan.quantise import BLOCKS, ROWS
@@ -118,8 +118,9 @@ def layer_fields(activation: tuple[Field, ...], dtypes: tuple[str, ...]) -> tupl
         Field("name", "string", "The layer's name in this file; its kernels are name.part.", required=True),
         Field("summary", "string", "One line about the layer; default: the file's."),
         Field("kind", "choice", 'A layer: "moe", or "mlp", the dense MLP.', choices=KINDS, required=True),
-        Field("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True),
-        Field("dtype", "choice", "Type of x, y, the weights and biases.", choices=dtypes, default="bf16"),
+        Field("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True, hint=arch_hint),
+        Field("dtype", "choice", "Type of x, y, the weights and biases.", choices=dtypes, default="bf16",
+            hint=type_hint),
         Field("hidden", "int", "H, elements of a token.", minimum=1, required=True),
         Field("intermediate", "int", "I, the columns between both projections.", minimum=1, required=True),
         Field("experts", "int", "X, the experts.", minimum=1),
