@@ -112,11 +112,6 @@ def command(
         raise UsageError(f"--table {table} without --sweep; only a sweep writes a table; add --sweep")
     if alone and peers:
         raise UsageError("--alone with --peer; --alone times no peers; leave one of them out")
-    try:
-        from fusekit.bench.gemms import Options
-        from fusekit.bench.shape import Shape
-    except ImportError as error:
-        raise UsageError(f"random inputs need NumPy: {error}; {install('check')}") from error
     from fusekit.library import open_library
 
     _check_files(html, csv)
@@ -125,6 +120,11 @@ def command(
     records = [listed.record for target in targets for listed in stored(library.store, target, None)]
     target = library.devices.get(library.devices.current() if device is None else device)
     arch = library.find(records[0].name, device=target.ordinal).arch
+    try:
+        from fusekit.bench.gemms import Options
+        from fusekit.bench.shape import Shape
+    except ImportError as error:
+        raise UsageError(f"random inputs need NumPy: {error}; {install('check')}") from error
     layers, single = _layers(targets, [record for record in records if record.arch == arch])
     gemms, tokens, others = _kernels(targets, single)
     if others and not (gemms or tokens or layers):

@@ -202,7 +202,8 @@ def _print(document: dict[str, Any]) -> None:
         memory = output.size(gpu["memory_bytes"])
         click.echo(f"        device {gpu['device']}: {gpu['name']}, {gpu['arch']}, {gpu['sm_count']} SMs, {memory}")
     for store in document["stores"]:
-        click.echo(f"\nstore   {store['path']} ({store['role']})")
+        role = "not writable" if store["writable"] is False else store["role"]
+        click.echo(f"\nstore   {store['path']} ({role})")
         if store["problem"]:
             click.echo(f"        {store['problem']}")
         if store["exists"] and "entries" in store:

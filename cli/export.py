@@ -27,11 +27,12 @@ STDOUT = "-"
 @click.option("--lang", type=click.Choice(["c"]), help="Write source in this language into the folder FILE.")
 @click.option("--prefix", default="fusekit", show_default=True, help="Prefix of every public name in the source.")
 @click.option("--loader", is_flag=True, help="With --lang c: source that loads kernels from bundles, without kernels.")
+@click.option("--force", is_flag=True, help="Replace a bundle that another key has signed, or this export would not.")
 @signing
 @common
 def command(
     session: Session, file: str, patterns: tuple[str, ...], arch: str | None, lang: str | None, prefix: str,
-    loader: bool,
+    loader: bool, force: bool,
 ) -> None:  # fmt: skip
     """Write the kernels that NAME matches (none: all) to FILE, a bundle. The same kernels give the same bytes. FILE may
     be - for standard output.
@@ -63,10 +64,17 @@ def command(
             raise UsageError("export --lang c names the kernels that the source holds; give at least one NAME")
         run(session, Path(file), patterns, prefix, arch)
         return
+    from fusekit.share.bundle import signed_by
     from fusekit.share.loader import export_bundle
     from fusekit.share.selection import select
 
     store = session.open_store()
+    signer = None if store.signer is None else store.signer.public.id
+    if file != STDOUT and not force and (before := signed_by(Path(file))) not in ("", signer):
+        by = "is not signed" if signer is None else f"is signed by {signer}"
+        raise UsageError(
+            f"{file} is signed by {before}, and this export {by}; give --force to replace it, or another FILE"
+        )
     selection = select(store, patterns, arch)
     with _place(session, file) as path:
         done = export_bundle(store, selection, path)
@@ -77,7 +85,7 @@ def command(
         "names": done.names,
         "bytes": done.bytes,
         "digest": done.digest,
-        "signed_by": None if store.signer is None else store.signer.public.id,
+        "signed_by": signer,
     }
 
     def text() -> None:

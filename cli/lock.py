@@ -56,6 +56,8 @@ def command(
             manifest = Manifest(arch, identity.toolchain, {})
             path = where / manifest.filename
             built, wrong = locked_in(store, wanted, identity)
+            known = {name for name, named_arch in store.recorded() if named_arch == arch} | {*wrong}
+            wrong |= {spec.full_name: "not built yet" for spec in wanted if spec.full_name not in known}
             present = exists(path)
             if present and not (write and not targets):
                 # Kernels of it that are kept are signed again.

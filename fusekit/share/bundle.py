@@ -145,6 +145,16 @@ def signature_name(key_id: str) -> str:
     return f"{INDEX}.{key_id}.sig"
 
 
+def signed_by(path: Path) -> str:
+    """The id of a key whose signature the file begins with, unchecked; empty if it is no signed bundle or no file."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        name = file.read(100).partition(b"\0")[0].decode("ascii", "replace")
+    key_id = name.removeprefix(f"{INDEX}.").removesuffix(".sig")
+    return key_id if name == signature_name(key_id) else ""
+
+
 def _members(selection: Selection) -> Iterator[Member]:
     """The members in the order of the file: kinds in order of publication, each sorted by path."""
     blobs = {entry.cubin_sha256: entry.cubin_bytes for entry, _ in selection.entries}

@@ -60,6 +60,13 @@ _FINAL = (
 )  # fmt: skip
 
 
+# Errors of libraries of object stores, which need not be installed: there are no credentials to try again with.
+_NO_CREDENTIALS = frozenset({
+    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError",
+    "ProfileNotFound", "DefaultCredentialsError", "RefreshError", "ClientAuthenticationError",
+})  # fmt: skip
+
+
 class Remote:
     """The files below an fsspec URL. Paths are relative to it, with '/'.
 
@@ -304,6 +311,8 @@ def _publish(publisher: Publisher, path: str, data: bytes) -> None:
 def _is_final(error: BaseException) -> bool:
     status = _status(error)
     refused = status is not None and 400 <= status < 500 and status not in _PASSING
+    if any(kind.__name__ in _NO_CREDENTIALS for kind in type(error).__mro__):
+        return True
     return refused or isinstance(error, _FINAL) or not isinstance(error, Exception)
 
 

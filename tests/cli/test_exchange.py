@@ -14,6 +14,7 @@ import pytest
 from fusekit.share.manifest import Locked, Manifest, write_manifest
 from fusekit.store import NameRecord, Store
 from fusekit.store.signature import read_signing_key
+from fusekit_cli.main import main
 from tests.cli.conftest import NAMES
 from tests.store.samples import build_entry
 
@@ -146,12 +147,28 @@ def test_a_store_that_trusts_a_key(fusekit, store, other, tmp_path):
     assert fusekit("verify", "--full", "--json", **trusted).json["bad"] == []
     done = fusekit("export", "signed.tar", FUSEKIT_SIGNING_KEY=str(tmp_path / "ours"))
     assert f"signed by {signed['id']}" in done.out
+    for options in ((), ("--sign", "stranger")):
+        refused = fusekit("export", "signed.tar", *options, code=2).err
+        assert f"signed.tar is signed by {signed['id']}, and this export is " in refused
+    fusekit("export", "foreign.tar", "--force")  # the stranger's
+    fusekit("export", "signed.tar", "--sign", "ours")
     other("import", "signed.tar", **trusted)
     assert len(other("ls", "--json", **trusted).json) == 3
     fusekit("push", "remote")
     pulled = fusekit("--store", "third", "pull", "remote", "--json", **trusted).json
     assert (pulled["entries"], pulled["failed"]) == (3, [])
     assert Store(tmp_path / "third").verify(full=True).bad == ()
+
+
+def test_a_store_without_signatures_has_no_line_for_every_kernel(fusekit, store, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("cryptography")
+    fusekit("key", "new", "ours")
+    monkeypatch.setenv("FUSEKIT_TRUSTED_KEYS", str(tmp_path / "ours.pub"))
+    monkeypatch.setattr("fusekit_cli.ls.SHOWN", 1)
+    main(["ls", "--store", str(fusekit.root)])
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("is not signed" in line for line in lines) == 1
+    assert lines[-1] == "left out: 2 more; `fusekit verify` lists them"
 
 
 def test_a_trusting_store_refuses_what_is_changed(fusekit, store, tmp_path):

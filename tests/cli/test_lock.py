@@ -67,7 +67,7 @@ def test_the_manifests_that_come_with_fusekit(fusekit):
     """Used where the working directory has none, as it is with every installed copy."""
     name = committed().name
     document = fusekit("lock", "quickstart/moe-fc2", "--json", code=1).json
-    assert [row["name"] for row in document["missing"]] == [NAME]
+    assert [(row["name"], row["reason"]) for row in document["missing"]] == [(NAME, "not built yet")]
     fusekit("build", "quickstart/moe-fc2")
     assert fusekit("lock", "quickstart/moe-fc2").out == "1 same, 0 changed, 0 missing\n"
     assert "there is no folder" in fusekit("lock", "quickstart/moe-fc2", "--write", code=2).err

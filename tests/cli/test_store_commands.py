@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -128,18 +129,18 @@ def test_show_of_several_is_a_list(store, fusekit):
 
 
 @pytest.mark.parametrize(
-    ("name", "target"),
+    ("name", "end"),
     [
-        ("nothing", "nothing.toml"),
-        ("quickstart/other", "quickstart.toml/other"),
-        ("quickstart/linear@64x64-c1x1", "quickstart/linear"),
-        ("x*", "'x*.toml'"),
+        ("nothing", "fusekit build nothing.toml"),
+        ("quickstart/other", "quickstart has linear, moe-fc1, moe-fc2"),
+        ("quickstart/linear@64x64-c1x1", "fusekit build quickstart/linear"),
+        ("x*", "fusekit build 'x*.toml'"),
     ],
 )
-def test_show_of_what_is_not_there(store, fusekit, name, target):
+def test_show_of_what_is_not_there(store, fusekit, name, end):
     result = fusekit("show", name, "--json", code=3)
     assert result.out == ""
-    assert result.err.endswith(f"fusekit build {target}\n")
+    assert result.err.endswith(f"{end}\n")
     assert ("(there are quickstart/linear@128x128-c2x1); build its variants with" in result.err) == ("@" in name)
 
 
@@ -207,7 +208,7 @@ def test_a_root_that_is_not_mounted(store, fusekit, tmp_path, kind):
     assert "none bad" in fusekit("verify", code=3, **roots).out
     for arguments in (["show", "quickstart/none"], ["run", "quickstart/none"], ["export", "b.tar", "quickstart/none"]):
         message = fusekit(*arguments, code=3, **roots).err
-        assert "build it from its spec file: fusekit build quickstart" in message
+        assert "no packaged spec has it; quickstart has linear, " in message
         assert kind in message
         assert f"{root}" in message
         assert "check FUSEKIT_STORES, and that its file systems are mounted" in message
@@ -324,6 +325,23 @@ def test_doctor_looks_at_tuning_tables(doctor, tmp_path):
     document, text = doctor(Bindings())
     assert f"{path} is no tuning table of sm_90a" in document["stores"][0]["problem"]
     assert "fusekit bench --sweep" in text
+
+
+def test_bench_without_a_gpu_and_without_numpy_names_the_gpu(store, fusekit, monkeypatch, capsys):
+    monkeypatch.setattr("fusekit.runtime.driver._import_bindings", lambda: Bindings(count=0))
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    for name in ("gemms", "shape"):
+        monkeypatch.delitem(sys.modules, f"fusekit.bench.{name}", raising=False)
+    assert main(["bench", "quickstart/linear", "--store", str(fusekit.root)]) == 4
+    assert "NumPy" not in capsys.readouterr().err
+
+
+def test_doctor_of_a_store_that_cannot_be_written(doctor, monkeypatch):
+    assert "store (writable)" in doctor(Bindings())[1]
+    monkeypatch.setattr("fusekit.store.files.is_writable", lambda root: False)
+    document, text = doctor(Bindings())
+    assert "store (not writable)\n        it cannot be written; building needs another --store" in text
+    assert document["stores"][0]["writable"] is False
 
 
 def test_a_store_that_everybody_may_write_in(store, fusekit, doctor):

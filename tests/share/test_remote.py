@@ -199,6 +199,21 @@ def test_no_server(tmp_path):
         pull(Store(tmp_path / "seeded"), Remote("http://127.0.0.1:9/kernels", attempts=2, pause=0.001))
 
 
+def test_without_credentials_there_is_one_attempt(tmp_path):
+    class NoCredentialsError(Exception):
+        """As botocore's, which need not be installed."""
+
+    tries = []
+
+    def step():
+        tries.append(1)
+        raise NoCredentialsError("Unable to locate credentials")
+
+    with pytest.raises(StoreError, match=r"cannot read .*: NoCredentialsError: Unable to locate credentials"):
+        Remote(str(tmp_path), attempts=3, pause=0.001).attempt("x", "read", step)
+    assert len(tries) == 1
+
+
 # -- URLs -------------------------------------------------------------------------------------------------------------
 
 
