@@ -30,6 +30,7 @@ NAMED = 5  # names that a note lists
 @click.argument("targets", metavar="[TARGET]...", nargs=-1, shell_complete=complete.packaged)
 @click.option("--arch", metavar="A,B", help="Only for these, such as sm_90a; a packaged spec: instead of its own.")
 @click.option(
+    "-j",
     "--jobs",
     metavar="N",
     type=click.IntRange(min=1),

@@ -19,6 +19,13 @@ def files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> li
     return [CompletionItem(incomplete, type="file")]
 
 
+def families(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Model types that `new` reads."""
+    from fusekit.spec.hf_config import FAMILIES
+
+    return sorted(name for name in FAMILIES if name.startswith(incomplete))
+
+
 def packaged(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """Names of packaged specs, and spec files."""
     from fusekit.spec.catalog import packaged_files

@@ -23,7 +23,7 @@ FOLDER = "cache_manifests"
 @click.option(
     "--folder", metavar="DIR", help=f"Where the manifests are (default: ./{FOLDER}, else the installed ones)."
 )
-@click.option("--jobs", metavar="N", type=click.IntRange(min=1), help="Compile processes, with --write.")
+@click.option("-j", "--jobs", metavar="N", type=click.IntRange(min=1), help="Compile processes, with --write.")
 @namespaced
 @signing
 @common

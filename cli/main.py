@@ -47,6 +47,7 @@ COMMANDS = {
     "bench": "Compare kernels with other libraries; tune.",
     "doctor": "Report what this machine can do.",
     "schema": "Print the JSON Schema of spec files.",
+    "help": "Show the help of a command.",
 }
 
 

@@ -45,7 +45,12 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--inference", is_flag=True, help="Layers without a backward pass and a load-balancing loss.")
 @click.option("--arch", metavar="ARCH", default="sm_90a", show_default=True, help="Target architecture.")
-@click.option("--family", metavar="TYPE", help="Read the config as this model type, instead of its own.")
+@click.option(
+    "--family",
+    metavar="TYPE",
+    shell_complete=complete.families,
+    help="Read the config as this model type, instead of its own.",
+)
 @common
 def command(
     session: Session, model: str | None, source: str | None, params: str | None, out: str | None, force: bool,

@@ -41,6 +41,8 @@ def complete(fusekit):
     ("words", "offered"),
     [
         (("sch",), ["schema"]),
+        (("new", "--family", "nemo"), ["nemotron", "nemotron_h"]),
+        (("help", "ex"), ["explain", "export"]),
         (("build", "--dry"), ["--dry-run"]),
         (("bench", "--gr"), ["--groups"]),
         (("bench", "--groups", "o"), ["one"]),
