@@ -54,7 +54,7 @@ def run_block(holds, place):
 
 def test_the_page_says_what_a_workspace_is():
     (size, zeroed) = re.findall(r"^\| `arguments\.NAME\.(?:bytes|zeroed)` .*$", PAGE, re.MULTILINE)
-    assert all(message in size for message in ("needs", "in place of a shape", "of dims", "fixed extents"))
+    assert all(message in size for message in ("needs", "instead of a shape", "of dims", "fixed extents"))
     assert all(message in zeroed for message in ("before the first launch", "the last one left", "`sm_count` at most"))
 
 
