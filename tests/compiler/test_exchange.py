@@ -115,7 +115,7 @@ def test_parts_of_a_window_overlap_nowhere():
         starts = list(result)
         assert starts[0] == 512 and all(start % 128 == 0 for start in starts)
         assert all(start + size <= after for start, size, after in zip(starts, sizes, starts[1:], strict=False))
-    words = {"EPOCH": 1, "TICKET": 1, "DONE": 1, "STATUS": 3, "CAME": 1, "OWN": 2, "WAIT": 1, "BEGUN": 1,
+    words = {"EPOCH": 1, "TICKET": 1, "DONE": 1, "STATUS": 3, "CAME": 1, "LOCAL_TOKENS": 2, "WAIT": 1, "BEGUN": 1,
              "ROWS_TICKET": 1, "ROWS_DONE": 1, "DRAWN": 2, "NEXT": 2}  # fmt: skip
     taken = [getattr(exchange, name) // 4 + index for name, count in words.items() for index in range(count)]
     assert len(taken) == len(set(taken)) and max(taken) < exchange.OPEN // 4
