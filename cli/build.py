@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,7 @@ def command(
     from fusekit.compiler.identity import Identity
     from fusekit.compiler.naming import left_behind
     from fusekit.spec.catalog import specs_of
+    from fusekit.spec.extern import EXTERN
 
     start = time.perf_counter()
     if check is not None:
@@ -97,6 +99,8 @@ def command(
     if dry_run:
         return _dry_run(session, wanted, layers, store, left_behind(store, catalog, archs))
     _explain(session, wanted, store)
+    if not targets and wanted.misses and not _confirmed(session, len(wanted.misses)):
+        return 1
     with (
         _executor(session, executor if wanted.misses else None, executor_timeout) as pool,
         progress(session, "compiling") as update,
@@ -109,8 +113,24 @@ def command(
     _moved(session, report.moved)
     _left(session, report.left, report.pruned, prune=prune)
     failures(session, report.failed)
+    if report.built and not session.json:
+        name = layers[0]["name"] if layers else report.built[0].name.partition("@")[0]
+        foreign = any(spec.op == EXTERN for spec in wanted.specs)  # --check has no definition of theirs
+        on_gpu = "" if foreign else f", or on a GPU: fusekit run {name} --check"
+        session.note(f"next: fusekit show {name}{on_gpu}")
     kept = 0 if report.pruned is None else unread(session, report.pruned)
     return kept if report.ok else 1
+
+
+def _confirmed(session: Session, kernels: int) -> bool:
+    """Whether to compile every packaged kernel; asked on a terminal only."""
+    if session.json or session.quiet or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return True
+    count = output.plural(kernels, "kernel")
+    if click.confirm(f"without a TARGET every packaged spec is built: {count} to compile; continue?", err=True):
+        return True
+    session.note("nothing was built; `fusekit build quickstart` builds three kernels, `--dry-run` lists them all")
+    return False
 
 
 def _layers(wanted: BuildPlan) -> list[dict[str, Any]]:

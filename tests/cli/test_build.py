@@ -10,11 +10,36 @@ from pathlib import Path
 
 import pytest
 
+from fusekit.errors import UsageError
 from fusekit.store import Store
+from fusekit_cli.main import main
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
 PROC = Path("/proc")
 NAME = "quickstart/moe-fc2@128x128-c2x1"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_every_packaged_spec_is_asked_for_on_a_terminal_alone(fusekit, monkeypatch, capsys, terminal):
+    questions, ran = [], []
+
+    def confirm(text, **_):
+        questions.append(text)
+        return False
+
+    def execute(*_, **__):
+        ran.append(1)
+        raise UsageError("far enough")
+
+    for stream in ("stdin", "stderr"):
+        monkeypatch.setattr(getattr(sys, stream), "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr("click.confirm", confirm)
+    monkeypatch.setattr("fusekit.compiler.build.execute", execute)
+    assert main(["build", "--store", str(fusekit.root)]) == (1 if terminal else 2)
+    assert (len(questions), len(ran)) == ((1, 0) if terminal else (0, 1))
+    if terminal:
+        assert "every packaged spec is built: " in questions[0]
+        assert "nothing was built; `fusekit build quickstart`" in capsys.readouterr().err
 
 
 def test_build_and_build_again(fusekit):
@@ -38,7 +63,9 @@ def test_build_and_build_again(fusekit):
 
     again = fusekit("build", "quickstart/moe-fc2", "--json")
     assert (again.json["built"], again.json["cached"], again.err) == ([], [NAME], "")
-    assert fusekit("build", "quickstart/moe-fc2").out.startswith("1 kernel, all cached (")
+    cached = fusekit("build", "quickstart/moe-fc2")
+    assert cached.out.startswith("1 kernel, all cached (")
+    assert "next: " not in cached.err
     assert fusekit("build", "quickstart/moe-fc2", "--dry-run").out == "0 to build (0 kernels to compile), 1 cached\n"
     shown = fusekit("show", NAME, "--json").json
     assert (shown["key"], shown["proof"]["launches"]) == (built["key"], built["proved_launches"])
@@ -75,7 +102,10 @@ def test_a_dry_run_says_why(fusekit, tmp_path):
 
 
 def test_a_hit_imports_no_compiler(fusekit):
-    fusekit("build", "quickstart/moe-fc2")
+    built = fusekit("build", "quickstart/moe-fc2").err
+    assert built.endswith(
+        "next: fusekit show quickstart/moe-fc2, or on a GPU: fusekit run quickstart/moe-fc2 --check\n"
+    )
     code = (
         "import sys; from fusekit_cli.main import main; code = main(['build', 'quickstart/moe-fc2']);"
         "assert not {'cutlass', 'llvmlite', 'numpy', 'cuda', 'rich', 'multiprocessing'} & set(sys.modules);"
