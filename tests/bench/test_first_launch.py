@@ -97,4 +97,4 @@ def test_the_module_prints_a_document(store: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(first_launch, "CASES", (Case("quack/absent@base", {}, "", "", ""), CASE))
     assert main([]) == 1
     absent, there = json.loads(capsys.readouterr().out)["kernels"]
-    assert "fusekit build" in absent["error"] and there["name"] == NAME
+    assert "is not in the store" in absent["error"] and there["name"] == NAME

@@ -25,7 +25,8 @@ class HostLayer(Layer):
 
     def __init__(self, options):
         self.name, self.options, self.program = f"{options.file}/{options.name}", options, program(options)
-        self._library = SimpleNamespace(devices=SimpleNamespace(driver=None, current=lambda: 0))
+        driver = SimpleNamespace(annotate=None)
+        self._library = SimpleNamespace(devices=SimpleNamespace(driver=driver, current=lambda: 0))
         self._arch = self._device = None
         self._records = {}
         self._moving = Recent(128)

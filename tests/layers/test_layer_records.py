@@ -179,6 +179,7 @@ def test_numbers_beyond_what_kernels_count_are_refused(library):
 
 
 def test_a_capture_before_kernels_are_loaded_is_refused_and_goes_on(library):
+    library.layer_kernels.clear()  # those that another test has loaded
     layer = library.layer("fp8-layers/qwen3")
     fake, arguments = layer._library.devices.driver.api, given(layer, FORWARD)
     before = len(fake.calls)
