@@ -83,8 +83,7 @@ class Launching:
             moving = self._bind_moving(which, kept, scratch, arguments, cluster_margin, in_place)
         else:
             if not moving.knows(addresses):
-                if not moving.fits(addresses):
-                    check_addresses(self.name, moving.lying(addresses), outputs)
+                check_addresses(self.name, moving.lying(addresses), outputs)
                 moving.trust(addresses)
             moving.move(addresses)
         # Every launch is checked before the first is queued: half a pass would leave half of the sums updated.
@@ -147,10 +146,8 @@ class Launching:
             for launch, where in zip(launches, places, strict=True)
         ]
         addresses = [address for address, _ in tensors.values()]
-        return MovingPass(
-            names, list(views.values()), addresses, launches, parts, self._in_order(plan, launches), outputs,
-            self._runner(which),
-        )  # fmt: skip
+        queue = self._in_order(plan, launches)
+        return MovingPass(names, list(views.values()), addresses, launches, parts, queue, self._runner(which))
 
     def _bound(
         self, calls: Sequence[tuple[Kernel, dict[str, Any]]], places: Sequence[Mapping[str, tuple[str, int]]]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError
-from fusekit.layers import memory
 from fusekit.runtime.handle import Handle
 from fusekit.runtime.side_stream import Queue, Run, run
 from fusekit.runtime.streams import handle_of
@@ -118,22 +117,16 @@ class MovingPass:
 
     names, views: of the arguments, in the order of their addresses. launches: of the kernels. parts: for each launch
     its tensors in order, as (number of the argument in whose memory it lies, bytes from its begin), or (-1, address).
-    queue: the launches, with those that use the side stream. outputs: names of the pass's.
-    run: queues the launches.
+    queue: the launches, with those that use the side stream. run: queues them.
     """
 
-    __slots__ = ("_addresses", "_launches", "_parts", "_placed", "_spans", "_users", "names", "queue", "run", "views")
+    __slots__ = ("_addresses", "_launches", "_parts", "_placed", "_users", "names", "queue", "run", "views")
 
     def __init__(
         self, names: Sequence[str], views: Sequence[View], addresses: Sequence[int], launches: Sequence[Launch],
-        parts: Sequence[Sequence[tuple[int, int]]], queue: list[Queue], outputs: Collection[str], run: Run,
+        parts: Sequence[Sequence[tuple[int, int]]], queue: list[Queue], run: Run,
     ) -> None:  # fmt: skip
         self.names, self.views, self.queue, self.run = names, views, queue, run
-        # For each argument: its bytes, whether it is an output, and what its address must be a multiple of.
-        self._spans = [
-            (0, False, memory.ALIGNMENT) if name in ("kept", "scratch") else (view.span, name in outputs, 1)
-            for name, view in zip(names, views, strict=True)
-        ]
         self._launches, self._parts, self._addresses = launches, parts, addresses
         self._placed = {tuple(addresses)}
         self._users = [
@@ -144,20 +137,6 @@ class MovingPass:
     def knows(self, addresses: Sequence[int]) -> bool:
         """Whether these addresses are known to be valid."""
         return addresses == self._addresses or tuple(addresses) in self._placed
-
-    def fits(self, addresses: Sequence[int]) -> bool:
-        """Whether these addresses are valid: `check_addresses`, without its words."""
-        last = written = 0
-        for address, (span, output, alignment) in sorted(zip(addresses, self._spans, strict=True)):
-            if address % alignment:
-                return False
-            if span:
-                if address < (last if output else written):
-                    return False
-                end = address + span
-                last = max(last, end)
-                written = max(written, end) if output else written
-        return True
 
     def lying(self, addresses: Sequence[int]) -> dict[str, tuple[int, View]]:
         """Its arguments at these addresses: (address, view) by name."""
