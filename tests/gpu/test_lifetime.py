@@ -1,6 +1,8 @@
-"""Threads, loading and unloading again and again, and processes that fork."""
+"""Threads, loading and unloading again and again, processes that fork or replace themselves, and their end."""
 
 import multiprocessing
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 from fusekit.library import Library
 
 from .cases import Case
-from .device import Gpu
+from .device import NOT_READY, Gpu
 from .harness import faults, prepare
 
 NAME = "whole-epilogue@128x128-c1x1"
@@ -159,12 +161,60 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_fork_after_import_is_safe(gpu, specs):
-    import subprocess
-    import sys
+    ran(FORK_FIRST.format(name=specs[NAME].full_name))
 
-    program = FORK_FIRST.format(name=specs[NAME].full_name)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+
+def ran(program):
+    """What a process of its own prints."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+FORK_AND_EXEC = """
+import os, sys
+import fusekit
+kernel = fusekit.open_library().load({name!r})
+child = os.fork() if len(sys.argv) == 1 else None
+if child == 0:
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], "replaced"])
+kernel.unload()
+if child is not None:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print("loaded and unloaded")
+"""
+
+
+def test_a_fork_that_replaces_the_process_starts_cuda_anew(gpu, specs):
+    assert ran(FORK_AND_EXEC.format(name=specs[NAME].full_name)) == "loaded and unloaded\n"
+
+
+EXIT = """
+import atexit, sys
+import fusekit
+from fusekit.spec import parse_file
+from tests.gpu.cases import Case
+from tests.gpu.conftest import MATRIX
+from tests.gpu.device import Gpu
+from tests.gpu.harness import prepare
+
+spec = next(spec for spec in parse_file(MATRIX) if spec.full_name == {name!r})
+library = fusekit.open_library()
+gpu = Gpu(library, sys.exit)
+with library.devices.active(library.devices.get(0)):
+    placed = gpu.arguments(prepare(spec, Case("large", (4096, 4096), 16 * spec.tile[1], 4096)))
+    flags = int(gpu.api.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    stream = int(gpu.driver.check(gpu.api.cuStreamCreate(flags), "cuStreamCreate"))
+bound = gpu.kernel(spec).bind(**placed)
+for _ in range(500):
+    bound(stream)
+atexit.register(lambda: (bound(stream), print("pending:", int(gpu.api.cuStreamQuery(stream)[0]))))
+"""
+
+
+def test_a_process_ends_with_launches_open(gpu, specs):
+    assert ran(EXIT.format(name=specs[NAME].full_name)) == f"pending: {NOT_READY}\n"
 
 
 def test_workspaces_and_scratch_from_pytorchs_allocator(gpu, specs, torch):

@@ -1,4 +1,4 @@
-"""Loading, unloading, captures, threads that race to load, and processes that fork."""
+"""Loading, unloading, captures, threads, processes that fork or replace themselves, and the end of a process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import copy
 import gc
 import multiprocessing
 import pickle
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,6 +134,101 @@ def test_threads_that_load_at_once_keep_one_workspace_and_one_context() -> None:
     assert len(scratch) == 4  # one a stream
     kernel.unload()
     assert fake.memory == {}
+
+
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Threads take turns after every few instructions. Without a GIL they run at once anyway."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_threads_launch_on_a_stream_each(switching: None) -> None:
+    launch_record = with_workspace()
+    kernel, fake = load(launch_record)
+    count, times = 8, 100
+
+    def work(number: int) -> None:
+        """A call of the same shapes as the other threads', one of new shapes, a bound launch, in turn."""
+        stream, base = 100 + number, (number + 1) << 32
+        bound = kernel.bind(**lying(tensors(), base), cluster_margin=number)
+        for time in range(times):
+            kernel(**lying(tensors(), base), stream=stream)
+            kernel(**lying(tensors(m=1 + number * times + time), base), stream=stream)
+            bound(stream)
+
+    at_once(count, work)
+    assert len(fake.launches) == 3 * count * times
+    workspaces = set()
+    for stream in range(100, 100 + count):
+        base, mine = (stream - 99) << 32, [launched for launched in fake.launches if launched.stream == stream]
+        addresses = [[int.from_bytes(launched.parameters[at][:8], "little") for at in (0, 2, 3)] for launched in mine]
+        assert addresses == [[base + 0x1000_0000, base + 0x3000_0004, base + 0x4000_0000]] * len(mine)
+        rows = [int.from_bytes(launched.parameters[5], "little") for launched in mine]
+        assert rows == [row for time in range(times) for row in (96, 1 + (stream - 100) * times + time, 96)]
+        assert [launched.grid[0] for launched in mine] == [132, 132, 132 - 2 * (stream - 100)] * times
+        (workspace,) = {launched.parameters[8] for launched in mine}
+        workspaces.add(workspace)
+    assert len(workspaces) == count
+
+
+def lying(arguments: dict[str, Any], base: int) -> dict[str, Any]:
+    """The same tensors, so many bytes further on."""
+    return {
+        name: replace(value, address=value.address + base) if isinstance(value, Torchlike) else value
+        for name, value in arguments.items()
+    }
+
+
+ROOT = Path(__file__).parents[2]
+FORK_AND_EXEC = """
+import os, sys
+from tests.runtime.samples import load, tensors
+kernel, fake = load()
+kernel(**tensors(), stream=9)
+child = os.fork() if len(sys.argv) == 1 else None
+if child == 0:
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], "replaced"])
+if child is not None:
+    kernel(**tensors(), stream=9)
+    assert len(fake.launches) == 2
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print("launched", len(fake.launches))
+"""
+EXIT = """
+import atexit, threading
+from tests.runtime.samples import load, tensors, with_workspace
+from fusekit.runtime import DeviceArray
+kernel, fake = load(with_workspace())
+array = DeviceArray(kernel._devices, (1024,), "f32")
+bound = kernel.bind(**tensors())
+bound(9)
+started = threading.Event()
+def work():
+    while True:
+        kernel(**tensors(), stream=10)
+        started.set()
+threading.Thread(target=work, daemon=True).start()
+started.wait()
+atexit.register(lambda: (bound(9), print("launched late")))
+"""
+
+
+def ran(program: str) -> str:
+    """What a process of its own prints."""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_a_fork_that_replaces_the_process_launches_anew() -> None:
+    assert ran(FORK_AND_EXEC) == "launched 1\n"
+
+
+def test_a_process_ends_with_launches_open() -> None:
+    assert ran(EXIT) == "launched late\n"
 
 
 def in_child(queue: Any, action: Any) -> None:
