@@ -331,7 +331,10 @@ def _moved(session: Session, moved: list[Moved]) -> None:
         )
     if same := len(moved) - len(other):
         point = "now points to a new build" if same == 1 else "now point to new builds"
-        session.note(f"{output.plural(same, 'name')} {point}: same spec, other sources, options or toolchain")
+        session.note(
+            f"{output.plural(same, 'name')} {point}: same spec, other sources, options or toolchain; earlier builds of "
+            "another cubin format stay for the drivers that need them"
+        )
 
 
 def _left(session: Session, left: list[Left], pruned: DiscardReport | None, *, prune: bool) -> None:

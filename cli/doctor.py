@@ -7,8 +7,9 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +17,10 @@ import fusekit
 from fusekit.errors import FusekitError, install
 from fusekit_cli import output
 from fusekit_cli.options import Session, common
+
+if TYPE_CHECKING:
+    from fusekit.store import Row, Store
+    from fusekit.store.listing import Build
 
 IMPORT_SECONDS = 120
 
@@ -38,7 +43,7 @@ def command(session: Session) -> None:
         "compiler": compiler,
         "driver": {name: value for name, value in driver.items() if name != "gpus"},
         "gpus": driver["gpus"],
-        "stores": _stores(session),
+        "stores": _stores(session, driver["cuda"]),
         "trust": _trust(session),
     }
     output.answer(session, document, lambda: _print(document))
@@ -109,7 +114,7 @@ def _driver() -> dict[str, Any]:
     return answer
 
 
-def _stores(session: Session) -> list[dict[str, Any]]:
+def _stores(session: Session, cuda: str | None) -> list[dict[str, Any]]:
     from fusekit.store import Store
     from fusekit.store.files import exists, is_writable
     from fusekit.store.folders import printable
@@ -131,6 +136,7 @@ def _stores(session: Session) -> list[dict[str, Any]]:
             answer["bad"] = len(report.bad)
             answer["free_bytes"] = _free(root)
             answer["tuning"] = _tuning(root)
+            answer["toolchains"], unreadable = _toolchains(Store(root), cuda)
             if report.bad:
                 answer["problem"] = f"{len(report.bad)} bad; `fusekit verify` lists them"
             elif index and root in report.absent:
@@ -143,12 +149,34 @@ def _stores(session: Session) -> list[dict[str, Any]]:
                     f"every user of this machine may write in {where}, and so add or replace kernels; "
                     f"`chmod -R o-w {shlex.quote(where)}` ends that"
                 )
+            elif unreadable:
+                answer["problem"] = (
+                    f"{output.plural(len(unreadable), 'name')}, such as {unreadable[0]}, have no build that this driver"
+                    f" (CUDA {cuda}) reads; update the driver, or build them with the CuTe DSL's library of CUDA "
+                    f"{cuda.partition('.')[0] if cuda else ''}"
+                )
             elif answer["writable"] is False:
                 answer["problem"] = "it cannot be written; building needs another --store or FUSEKIT_STORE"
         except Exception as error:
             answer["problem"] = _text(error)
         answers.append(answer)
     return answers
+
+
+def _toolchains(store: Store, cuda: str | None) -> tuple[list[dict[str, Any]], list[str]]:
+    """How many names have a build of each toolchain, and the names of which no build is for a driver of `cuda`."""
+    counts: Counter[tuple[str, str]] = Counter()
+    unreadable = []
+    major, _, minor = (cuda or "").partition(".")
+    for row in store.overview().rows:
+        builds: tuple[Row | Build, ...] = (row, *row.candidates)
+        counts.update({(build.toolchain or "", output.driver(build.lowest_driver) or "") for build in builds})
+        lowest = [build.lowest_driver for build in builds if build.lowest_driver is not None]
+        if cuda and len(lowest) == len(builds) and min(lowest) > int(major) * 1000 + int(minor) * 10:
+            unreadable.append(row.name)
+    rows = [{"toolchain": label or None, "lowest_driver": lowest or None, "names": count}
+            for (label, lowest), count in sorted(counts.items())]  # fmt: skip
+    return rows, unreadable
 
 
 def _tuning(root: Path) -> dict[str, int]:
@@ -209,6 +237,10 @@ def _print(document: dict[str, Any]) -> None:
         if store["exists"] and "entries" in store:
             held = f"{output.plural(store['names'], 'name')}, {output.plural(store['entries'], 'entry')}"
             click.echo(f"        {held}, {output.size(store['free_bytes'])} free")
+            for row in store.get("toolchains", ()):
+                built = row["toolchain"] or "an unknown toolchain"
+                lowest = f", for drivers of CUDA {row['lowest_driver']} and newer" if row["lowest_driver"] else ""
+                click.echo(f"        {output.plural(row['names'], 'name')} built by {built}{lowest}")
             for arch, rows in store.get("tuning", {}).items():
                 click.echo(f"        tuning table of {arch}: {output.plural(rows, 'row')}")
         elif store["exists"] is False and store["role"] == "writable":

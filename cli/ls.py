@@ -23,7 +23,8 @@ SHOWN = 3  # problems; a store without signatures has one a kernel
 @common
 def command(session: Session, patterns: tuple[str, ...], arch: str | None, source: str | None) -> int:
     """List the kernels of all roots of the store, or those that GLOB matches. PART OF is the layer of a model that a
-    kernel belongs to.
+    kernel belongs to, DRIVER the CUDA version of the first driver that reads the cubin. A name with builds in several
+    cubin formats has a row for each, the last build first.
 
     Exit code 1 if a root cannot be listed, or is missing; the others are listed anyway.
     """
@@ -43,18 +44,20 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, sourc
             problems += overview.problems
             unlisted |= overview.unlisted
         roots = {root.path: str(root.path) for root in store.roots}
-    rows = [row._asdict() | {"root": roots[row.root]} for _, row in sorted(kernels.items())]
+    rows = [_document(row) | {"root": roots[row.root]} for _, row in sorted(kernels.items())]
 
     def text() -> None:
         several = len({row["root"] for row in rows}) > 1
         parts = any(row["part_of"] for row in rows)
         more = {"PART OF": "part_of"} if parts else {}
         more |= {"ROOT": "root"} if several else {}
-        headings = ["NAME", "ARCH", "REGISTERS", "SPILLS", "BYTES", "KEY", *more]
+        headings = ["NAME", "ARCH", "REGISTERS", "SPILLS", "BYTES", "KEY", "DRIVER", "TOOLCHAIN", *more]
         keys = ("name", "arch", "registers", "spill_bytes", "bytes")
-        cells = [
-            (*(row[key] for key in keys), row["key"][:12], *(row[key] or "" for key in more.values())) for row in rows
-        ]
+        cells = []
+        for row in rows:
+            cells.append((*(row[key] for key in keys), *_build(row), *(row[key] or "" for key in more.values())))
+            for build in row["candidates"]:
+                cells.append((row["name"], row["arch"], "", "", build["bytes"], *_build(build), *[""] * len(more)))
         if rows:
             output.table(session, headings, cells, right=("REGISTERS", "SPILLS", "BYTES"))
 
@@ -80,6 +83,18 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, sourc
     for why in absent:
         session.note(f"{why}: there is no store to list; check FUSEKIT_STORES and the mount")
     return 1 if unlisted or absent else 0
+
+
+def _document(row: Row) -> dict[str, Any]:
+    of_name: dict[str, Any] = row._asdict()
+    of_name["candidates"] = [build._asdict() for build in row.candidates]
+    for build in (of_name, *of_name["candidates"]):
+        build["lowest_driver"] = output.driver(build["lowest_driver"])
+    return of_name
+
+
+def _build(build: Mapping[str, Any]) -> tuple[str, str, str]:
+    return build["key"][:12], build["lowest_driver"] or "", build["toolchain"] or ""
 
 
 def _elsewhere(

@@ -58,6 +58,11 @@ def table(
     click.echo("\n".join(lines))
 
 
+def driver(version: int | None) -> str | None:
+    """13000 -> "13.0"."""
+    return None if version is None else f"{version // 1000}.{version % 1000 // 10}"
+
+
 def tree(document: Mapping[str, Any], indent: str = "") -> None:
     """Print nested JSON values as indented `name  value` lines; a list of plain values stays on one line."""
     width = max((len(name) for name, value in document.items() if _flat(value)), default=0)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fusekit.errors import IntegrityError
-from fusekit.store import Entry, NameListing, NameRecord, Store
+from fusekit.store import Entry, NameListing, NameRecord, Store, names
+from fusekit.store.listing import SUMMARY, Build
 from fusekit_cli import complete, output, sources
 from fusekit_cli.lookup import chosen, is_layer, stored, to_load
 from fusekit_cli.options import Session, common, stored_names
@@ -84,7 +85,11 @@ def _stored(store: Store, listed: NameListing) -> dict[str, Any]:
     if entry is None:
         why = f"its name points to entry {record.key}, which no root holds"
         raise store.not_built(record.name, record.arch, why)
-    return _describe(record, entry, str(listed.root))
+    others = names.one_per_format(store.candidates(record))[1:]
+    builds = [Build.of(other.key, other.summary) for other in others if other.summary.keys() >= SUMMARY]
+    return _describe(record, entry, str(listed.root)) | {
+        "candidates": [build._asdict() | {"lowest_driver": output.driver(build.lowest_driver)} for build in builds]
+    }
 
 
 def _describe(record: NameRecord, entry: Entry, root: str) -> dict[str, Any]:
@@ -93,6 +98,7 @@ def _describe(record: NameRecord, entry: Entry, root: str) -> dict[str, Any]:
 
     check_entry(entry)
     check_name(record)
+    build = Build.of(record.key, entry.summary())
     return {
         "name": record.name,
         "arch": record.arch,
@@ -102,7 +108,9 @@ def _describe(record: NameRecord, entry: Entry, root: str) -> dict[str, Any]:
         "cubin": {"sha256": entry.cubin_sha256, "bytes": entry.cubin_bytes},
         "resources": entry.resources,
         "proof": entry.proof,
+        "lowest_driver": output.driver(build.lowest_driver),
         "toolchain": entry.toolchain,
+        "candidates": [],
         "spec": record.spec,
         "defaults": record.defaults,
         "launch": entry.launch,

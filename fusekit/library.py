@@ -15,14 +15,16 @@ from fusekit.config import Config
 from fusekit.errors import (
     ArchMismatchError,
     ArgumentError,
+    DriverError,
     IntegrityError,
     NotBuiltError,
     UsageError,
     how_to_build,
+    some,
 )
 from fusekit.runtime.allocators import Allocator, check_allocator
 from fusekit.runtime.devices import Devices, archs_of, ordinal_of
-from fusekit.runtime.driver import Driver
+from fusekit.runtime.driver import Driver, version_text
 from fusekit.runtime.log import debug_log
 from fusekit.runtime.wake import Waking
 
@@ -152,6 +154,7 @@ class Library:
         """Load the kernel of `found`, a result of `find`, even if its name points to a new build since; device and
         errors as for `load`.
         """
+        (found,) = self._readable([found])
         record, cubin = self._read(found)
         ordinal = self.devices.current() if device is None else ordinal_of(device)
         return self._open(found, record, cubin, ordinal)
@@ -316,7 +319,7 @@ class Library:
         for candidate in wanted:
             variants = self.variants(name, candidate)
             if variants:
-                return self._choose(variants, problem, target.name), ordinal
+                return self._choose(self._readable(variants), problem, target.name), ordinal
         if arch is not None:
             raise self.store.not_built(name, arch, f"only for {', '.join(elsewhere)}")
         stored = ", ".join(elsewhere)
@@ -325,6 +328,30 @@ class Library:
             f"'{name}' is in the store for {stored}; expected a device of {stored}, found {target}; {remedy}",
             expected=stored,
             found=target.arch,
+        )
+
+    def _readable(self, variants: list[NameRecord]) -> list[NameRecord]:
+        """Those of `variants` that the driver reads, each with the key of its last build that it reads. Raises
+        DriverError if it reads none.
+        """
+        driver = self.devices.driver
+        builds = (self.store.readable(variant, driver.version) for variant in variants)
+        if readable := [build for build in builds if build is not None]:
+            return readable
+        first = variants[0]
+        kernel, lowest = first.name.partition("@")[0], self.store.lowest_driver(first)
+        stored = self.store.variants(kernel, first.arch)
+        others = [other.name for other in stored if self.store.readable(other, driver.version) is not None]
+        toolchain = first.summary.get("toolchain") or "an unknown toolchain"
+        major = driver.version // 1000
+        _, remedy = how_to_build(first.name, first.arch)
+        raise DriverError(
+            f"the NVIDIA driver supports CUDA {version_text(driver.version)}; {first.name} ({first.arch}) was built by"
+            f" {toolchain} for CUDA {version_text(lowest)} or newer, and no build of it is for an older one;"
+            + (f" load {some(others)}, which this driver reads, or" if others else "")
+            + f" update the driver, or where the DSL's library of CUDA {major} is installed (nvidia-cutlass-dsl-libs-cu"
+            f"{major}), {remedy}",
+            name="CUDA_ERROR_INSUFFICIENT_DRIVER",
         )
 
     def _choose(self, variants: list[NameRecord], problem: Mapping[str, int] | None, device: str | None) -> NameRecord:

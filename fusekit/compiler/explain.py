@@ -12,6 +12,7 @@ from fusekit.store import Entry, Store, key_of
 if TYPE_CHECKING:
     from fusekit.compiler.identity import Identity
     from fusekit.spec import Spec
+    from fusekit.store import NameRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,13 @@ def explain(store: Store, spec: Spec, fields: Mapping[str, str], *, compiler: bo
     return Explanation(spec.full_name, spec.arch, key, status, reason, differs)
 
 
+def _nearest(store: Store, record: NameRecord, fields: Mapping[str, str]) -> Entry | None:
+    """The entry of the build of a name that differs least from `fields`; the last one if several do."""
+    entries = [store.find_entry(build.key) for build in store.candidates(record)]
+    present = [entry for entry in entries if entry is not None]
+    return min(present, key=lambda entry: len(entry.fields.items() ^ fields.items()), default=None)
+
+
 def _met(
     store: Store, spec: Spec, fields: Mapping[str, str], key: str | None
 ) -> tuple[str, str, tuple[Difference, ...]]:
@@ -77,7 +85,7 @@ def _met(
             check_usable(stored[0])
             return "hit", f"the store has entry {key}", ()
         record = store.find_name(spec.full_name, spec.arch)
-        entry = None if record is None else store.find_entry(record.key)
+        entry = None if record is None else _nearest(store, record, fields)
     except OtherSchemaError as error:
         return "miss", str(error), ()
     except SignatureError as error:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fusekit.errors import IntegrityError, StoreError
 from fusekit.store import NameRecord, Store
+from fusekit.store.names import differences
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
     from fusekit.spec import Spec
     from fusekit.spec.catalog import Found
     from fusekit.store import Entry
-
-# Of a spec: for people, for benchmarks; and the table of a layer, of which each kernel has its own share.
-_TEXT = frozenset({"summary", "problem", "layer"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ def give_names(store: Store, key: str, specs: Sequence[Spec], entry: Entry | Non
             before = store.find_name(record.name, record.arch)
         store.publish_name(record, entry)
         if before is not None and (before.key, before.defaults) != (record.key, record.defaults):
-            moved.append(Moved(record.name, record.arch, before.key, record.key, _differs(before.spec, record.spec)))
+            moved.append(Moved(record.name, record.arch, before.key, record.key, differences(before.spec, record.spec)))
     return moved
 
 
@@ -75,7 +73,3 @@ def left_behind(store: Store, chosen: Sequence[Found], archs: Collection[str] | 
             if (name, arch) not in there and file.means(name) and (archs is None or arch in archs):
                 left[name, arch] = Left(name, arch, root)
     return [left[where] for where in sorted(left)]
-
-
-def _differs(before: Any, now: Any) -> tuple[str, ...]:
-    return tuple(key for key in sorted({*before, *now}) if key not in _TEXT and before.get(key) != now.get(key))

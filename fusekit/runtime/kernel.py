@@ -18,7 +18,7 @@ from fusekit.errors import ArgumentError, DriverError, IntegrityError, whole
 from fusekit.runtime.binding import bind, check_names, check_scalar, pairs
 from fusekit.runtime.debug import description
 from fusekit.runtime.devices import Device, Devices, check_arch
-from fusekit.runtime.driver import Driver
+from fusekit.runtime.driver import MINIMUM_VERSION, Driver
 from fusekit.runtime.handle import SharedHandle
 from fusekit.runtime.launch import Launch, Launches, filled, launch, launch_parts
 from fusekit.runtime.launch_plan import LaunchPlan, Loaded, Settings, active_clusters
@@ -29,11 +29,10 @@ from fusekit.runtime.streams import handle_of
 from fusekit.runtime.tensors import Meta, describe, read, unhashable
 from fusekit.runtime.usage import KernelUsage
 from fusekit.runtime.workspace import Scratch, Workspaces
+from fusekit.store.entries import CUBIN_FORMAT, lowest_driver
 
 # Signatures whose plan is kept, about 14 KB each. Token counts differ from step to step.
 _PLANS_KEPT = 512
-# EI_ABIVERSION of the cubin's ELF header, and the CUDA version of the first driver that reads it.
-_ELF_ABI_OFFSET, _ELF_ABI_CUDA13, _CUDA13 = 8, 8, 13000
 _Scalars = list[float | int]
 
 
@@ -88,8 +87,8 @@ class Kernel(SharedHandle):
         first = devices.get(device)
         check_arch(record.arch, first, name)
         counts = check_cubin(cubin, [step.symbol for step in record.launches], name)
-        if cubin[_ELF_ABI_OFFSET] >= _ELF_ABI_CUDA13:
-            self._driver.require(_CUDA13, f"{name} (a cubin of CUDA 13's format)")
+        if (lowest := lowest_driver(cubin[CUBIN_FORMAT])) > MINIMUM_VERSION:
+            self._driver.require(lowest, f"{name} (a cubin of CUDA {lowest // 1000}'s format)")
         devices.refuse_capture(first, f"loading {name}")
         with (
             self._devices.active(first),

@@ -7,6 +7,7 @@ A bundle is a plain tar file, so that `tar -t` lists it. Its members, in this or
     blobs/...                    sorted; paths as in a store
     signatures/...
     entries/...
+    candidates/...               only where a name has builds in several cubin formats
     names/...
     loader.bin                   the data of the C loader; only in a bundle that was exported for it
 
@@ -33,27 +34,38 @@ from fusekit.errors import UsageError
 from fusekit.share.selection import Selection, Step
 from fusekit.store.files import exists
 from fusekit.store.keys import canonical_json, sha256
+from fusekit.store.names import candidate_path
 from fusekit.store.publishing import replace_file
 from fusekit.store.root import RELATIVE
 from fusekit.store.signature import SIGNATURE_BYTES
 from fusekit.store.store import Store
 
-SCHEMAS = (1, 2)
-"""Versions of the index: 2 has the member for the C loader."""
+SCHEMAS = (1, 2, 3)
+"""Versions of the index: 2 has the member for the C loader, 3 candidates. The lowest that can list all is written."""
 INDEX = "bundle.json"
 LOADER = "loader.bin"
 
 BLOCK = tarfile.BLOCKSIZE
 END = bytes(2 * BLOCK)
 _MODE = 0o644
-_LABELS = {"blob": "blobs", "signature": "signatures", "entry": "entries", "name": "names", "loader": "loader"}
+_LABELS = {
+    "blob": "blobs",
+    "signature": "signatures",
+    "entry": "entries",
+    "candidate": "candidates",
+    "name": "names",
+    "loader": "loader",
+}
+SINCE = {"loader": 2, "candidates": 3}
+"""The schema of the index that first had a list, of those that were not always there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member after the index. kind: `blob`, `signature`, `entry`, `name` or `loader`. path: in a store.
+    """A member after the index. kind: `blob`, `signature`, `entry`, `candidate`, `name` or `loader`. path: in a store.
 
-    subject: the digest of a blob, the key of an entry, (name, architecture), or (digest of the document, key id). row:
+    subject: the digest of a blob, the key of an entry, (name, architecture), the same with the first digits of the key
+    of a candidate, or (digest of the document, key id). row:
     its row of the index, from which the functions below make it.
     """
 
@@ -104,7 +116,7 @@ def export_bundle(store: Store, selection: Selection, path: Path, loader: Loader
     signatures = {} if store.signer is None else store.signer.sign("bundle", index)
     entries = {entry.cubin_sha256: entry for entry, _ in selection.entries}
     content: dict[str, bytes] = {sha256(loader_content): loader_content}
-    for _, signed in (*selection.entries, *selection.records):
+    for signed in selection.documents:
         content[signed.digest] = signed.data
         content |= {sha256(signature): signature for signature in signed.signatures.values()}
 
@@ -160,12 +172,16 @@ def _members(selection: Selection) -> Iterator[Member]:
     blobs = {entry.cubin_sha256: entry.cubin_bytes for entry, _ in selection.entries}
     signatures = {
         (signed.digest, key_id): signature
-        for _, signed in (*selection.entries, *selection.records)
+        for signed in selection.documents
         for key_id, signature in signed.signatures.items()
     }
     yield from (blob_of(digest, size) for digest, size in sorted(blobs.items()))
     yield from (signature_of(*of, sha256(signature)) for of, signature in sorted(signatures.items()))
     yield from (entry_of(entry.key, len(signed.data), signed.digest) for entry, signed in selection.entries)
+    yield from (
+        candidate_of(record.name, record.arch, record.key[:12], len(signed.data), signed.digest)
+        for record, signed in selection.candidates
+    )
     yield from (
         name_of(record.name, record.arch, len(signed.data), signed.digest) for record, signed in selection.records
     )
@@ -189,6 +205,11 @@ def name_of(name: str, arch: str, size: int, digest: str) -> Member:
     return Member("name", path, size, digest, (name, arch), (name, arch, size, digest))
 
 
+def candidate_of(name: str, arch: str, digits: str, size: int, digest: str) -> Member:
+    path = candidate_path(name, arch, digits)
+    return Member("candidate", path, size, digest, (name, arch, digits), (name, arch, digits, size, digest))
+
+
 def loader_of(digest: str, size: int) -> Member:
     return Member("loader", LOADER, size, digest, LOADER, (digest, size))
 
@@ -207,6 +228,8 @@ def before(members: tuple[Member, ...]) -> dict[str, int]:
 
 def _index_bytes(members: tuple[Member, ...]) -> bytes:
     rows = {label: [member.row for member in members if member.kind == kind] for kind, label in _LABELS.items()}
-    if not rows["loader"]:
-        del rows["loader"]
-    return (canonical_json({"schema": SCHEMAS["loader" in rows], **rows}, "bundle index") + "\n").encode()
+    schema = 3 if rows["candidates"] else 2 if rows["loader"] else 1
+    for label, since in SINCE.items():
+        if schema < since:
+            del rows[label]
+    return (canonical_json({"schema": schema, **rows}, "bundle index") + "\n").encode()

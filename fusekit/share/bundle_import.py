@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ from fusekit.share.bundle import (
     INDEX,
     LOADER,
     SCHEMAS,
+    SINCE,
     Member,
     Transfer,
     before,
     blob_of,
+    candidate_of,
     entry_of,
     header,
     loader_of,
@@ -123,12 +126,17 @@ def _is_arch(value: object) -> bool:
     return False
 
 
+def _is_digits(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{12}", value) is not None
+
+
 _ROWS: tuple[tuple[str, tuple[_Column, ...], Callable[..., Member]], ...] = (
     ("blobs", (is_digest, _size_up_to(CUBIN_LIMIT)), blob_of),
     ("signatures", (is_digest, is_key_id, is_digest), signature_of),
     ("entries", (is_digest, _size_up_to(LIMIT), is_digest), entry_of),
+    ("candidates", (_is_name, _is_arch, _is_digits, _size_up_to(LIMIT), is_digest), candidate_of),
     ("names", (_is_name, _is_arch, _size_up_to(LIMIT), is_digest), name_of),
-    ("loader", (is_digest, _size_up_to(CUBIN_LIMIT)), loader_of),  # of schema 2
+    ("loader", (is_digest, _size_up_to(CUBIN_LIMIT)), loader_of),
 )
 
 
@@ -191,7 +199,7 @@ class _Reader:
                 signatures.setdefault(of, {})[key_id] = data
             elif member.kind == "loader":
                 loader = data
-            elif member.kind in ("entry", "name"):
+            elif member.kind in ("entry", "candidate", "name"):
                 signed.discard(member.sha256)
                 document = self._document(member, data, signatures)
                 if isinstance(document, Entry):
@@ -207,7 +215,8 @@ class _Reader:
                     raise self._bad(
                         f"has the name {document.name} for {document.arch}, but no such entry {document.key}"
                     )
-                records.append(document)
+                if member.kind == "name":
+                    records.append(document)
         if unused := sorted(blobs.keys() - {entry.cubin_sha256 for entry in entries.values()}):
             raise self._bad(f"has the cubin {unused[0]}, which is of none of its entries")
         if signed:
@@ -256,7 +265,10 @@ class _Reader:
                 continue
             document = self._document(member, data, signatures)
             over = signatures.get(member.sha256, {})
-            if isinstance(document, NameRecord):
+            if member.kind == "candidate" and isinstance(document, NameRecord):
+                if not dry_run:
+                    target.publish_candidate(document, over)
+            elif isinstance(document, NameRecord):
                 if document.key in fresh or not _has(target, document):
                     steps.append(Step(document.name, document.arch, document.key, fresh.get(document.key, 0)))
                     fresh[document.key] = 0
@@ -282,7 +294,7 @@ class _Reader:
         schema = document.get("schema") if isinstance(document, dict) else None
         if type(schema) is not int or schema not in SCHEMAS:
             raise self._bad(f"has an index of schema {schema!r}, and this fusekit reads {SCHEMAS}")
-        rows_of = _ROWS[: 3 + schema]
+        rows_of = [row for row in _ROWS if schema >= SINCE.get(row[0], 1)]
         if not canonical or set(document) != {"schema", *(label for label, _, _ in rows_of)}:
             raise self._bad("has an index that is not in canonical form: sorted keys, no spaces, no other members")
         members: list[Member] = []
@@ -304,12 +316,15 @@ class _Reader:
     def _document(self, member: Member, data: bytes, signatures: dict[str, dict[str, bytes]]) -> Entry | NameRecord:
         where = f"{self._path}:{member.path}"
         if self._trust is not None:
-            self._trust.check(member.kind, data, signatures.get(member.sha256, {}), where)
+            kind = "entry" if member.kind == "entry" else "name"
+            self._trust.check(kind, data, signatures.get(member.sha256, {}), where)
         document: Entry | NameRecord
         if member.kind == "entry":
             document = Entry.from_bytes(data, where, member.subject)
         else:
-            document = NameRecord.from_bytes(data, where, *member.subject)
+            document = NameRecord.from_bytes(data, where, *member.subject[:2])
+            if member.kind == "candidate" and document.key[:12] != member.subject[2]:
+                raise self._bad(f"has {member.path} for the key {document.key}")
         if document.to_bytes() != data:
             raise self._bad(f"has {member.path} in another form than a store writes")
         return document

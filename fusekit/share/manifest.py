@@ -20,7 +20,7 @@ from typing import Any
 from fusekit.errors import IntegrityError, StoreError, UsageError
 from fusekit.store import names
 from fusekit.store.documents import parse
-from fusekit.store.entries import Entry
+from fusekit.store.entries import Entry, toolchain_label
 from fusekit.store.files import close, file_error, read_file
 from fusekit.store.given import given_file
 from fusekit.store.keys import is_digest
@@ -33,8 +33,6 @@ SCHEMA = 2
 """Version of manifests. 2 has the digests of launch records; 1, of fusekit 0.1, is read too."""
 LIMIT = 64 << 20
 """Largest manifest accepted, in bytes."""
-_FAMILY = "nvidia-cutlass-dsl"
-_PLAIN = ("base", "core")  # parts of every installation, named only if their version differs
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+!_-]{0,99}")  # a distribution or its version: both become part of a path
 
 
@@ -198,17 +196,6 @@ def differences(
             check.entry(kernel[1], None)
         except (IntegrityError, StoreError) as error:
             yield name, locked.key, str(error)
-
-
-def toolchain_label(toolchain: Mapping[str, str]) -> str:
-    """A toolchain as part of a file name: `cutlass-dsl-4.8.1-cu12`."""
-    version = toolchain.get(_FAMILY, "none")
-    parts = [f"cutlass-dsl-{version}"]
-    for name, installed in sorted(toolchain.items()):
-        part = name.removeprefix(f"{_FAMILY}-").removeprefix("libs-")
-        if name != _FAMILY and (installed != version or part not in _PLAIN):
-            parts.append(part if installed == version else f"{part}-{installed}")
-    return "-".join(parts)
 
 
 def read_manifest(path: Path, trust: Trust | None = None) -> Manifest:

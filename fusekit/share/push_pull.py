@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 from fusekit.errors import FusekitError, IntegrityError, NotBuiltError
@@ -130,17 +130,21 @@ class _Push(Task):
     def run(self) -> Report:
         self.remote.admit()
         self._sizes = self.list_signatures()
-        for folder in ("blobs", "entries", "names"):
+        for folder in ("blobs", "entries", "candidates", "names"):
             self._sizes |= self.remote.sizes(folder)
-        entries, records = self._selection.entries, self._selection.records
-        total = len(entries) + len(records)
+        entries, records, candidates = self._selection.entries, self._selection.records, self._selection.candidates
+        total = len(entries) + len(candidates) + len(records)
         self.notify(0, total)
         done = 0
         for (entry, _), outcome in self.each(entries, lambda item: self._entry(*item)):
             done += 1
             self.count_entry(entry.key, raised(outcome))
             self.notify(done, total, entry.key[:12])
-        for (record, _), outcome in self.each(records, lambda item: self._name(*item)):
+        for (record, _), outcome in self.each(candidates, lambda item: self._candidate(*item)):
+            done += 1
+            self.report.bytes += raised(outcome)
+            self.notify(done, total, record.name)
+        for (record, _), outcome in self.each(records, lambda item: self._last(*item)):
             done += 1
             moved = raised(outcome)
             self.report.bytes += moved
@@ -207,8 +211,23 @@ class _Push(Task):
             if self._full or not self._has_size(path, len(signature)):
                 self._write(path, signature)
 
-    def _name(self, record: NameRecord, signed: Signed) -> int:
+    def _candidate(self, record: NameRecord, signed: Signed) -> int:
+        return self._name(record, signed, names.candidate_path(record.name, record.arch, record.key))
+
+    def _last(self, record: NameRecord, signed: Signed) -> int:
+        """As `_name`; what the name pointed to there before, and a puller may need, stays a candidate."""
         path = RELATIVE.name_path(record.name, record.arch).as_posix()
+        moved = 0
+        if path in self._sizes:
+            with suppress(IntegrityError):
+                data = self.remote.read(path, limit=LIMIT)
+                before = data and NameRecord.from_bytes(data, self.remote.at(path), record.name, record.arch)
+                if data and before and before.key != record.key:
+                    self._write(names.candidate_path(record.name, record.arch, before.key), data)
+                    moved = len(data) + self._candidate(record, signed)
+        return moved + self._name(record, signed, path)
+
+    def _name(self, record: NameRecord, signed: Signed, path: str) -> int:
         if path in self._sizes and self._is_current(path, record, signed):
             self._sign(signed)
             return 0
@@ -243,7 +262,8 @@ class _Reading(Task):
         self.list_signatures()
         self.notify(0, len(wanted))
         records: dict[tuple[str, str], tuple[NameRecord, dict[str, bytes]]] = {}
-        for where, outcome in self.each(wanted, self._record):
+        paths = [(where, RELATIVE.name_path(*where).as_posix()) for where in wanted]
+        for (where, _), outcome in self.each(paths, lambda item: self._record(*item)):
             if isinstance(outcome, FusekitError):
                 self.report.failed.append((where[0], str(outcome)))
             else:
@@ -251,11 +271,8 @@ class _Reading(Task):
         return records
 
     def _wanted(self, patterns: Sequence[str], arch: str | None) -> list[tuple[str, str]]:
-        stems = {pattern.partition("/")[0] for pattern in patterns}
-        listable = stems and all(names.is_part(stem) for stem in stems)  # no glob: only those folders are listed
-        folders = [f"names/{stem}" for stem in sorted(stems)] if listable else ["names"]
         listed: set[tuple[str, str]] = set()
-        for folder in folders:
+        for folder in _folders("names", patterns):
             for path in self.remote.sizes(folder):
                 try:
                     listed.add(names.of_path(*path.removeprefix("names/").split("/", 1)))
@@ -276,6 +293,33 @@ class _Reading(Task):
             wanted |= chosen
         return sorted(wanted)
 
+    def candidates(
+        self, patterns: Sequence[str], last: Mapping[tuple[str, str], tuple[NameRecord, dict[str, bytes]]]
+    ) -> list[tuple[NameRecord, dict[str, bytes]]]:
+        """The newest candidate of each name in `last`, of each other cubin format, that computes the same, with its
+        signatures; problems go into the report.
+        """
+        listed = []
+        for folder in _folders("candidates", patterns):
+            for path in sorted(self.remote.sizes(folder)):
+                with suppress(IntegrityError, TypeError):
+                    where = names.of_candidate(*path.removeprefix("candidates/").split("/", 1))
+                    if where in last:
+                        listed.append((where, path))
+        candidates: dict[tuple[str, str], list[tuple[NameRecord, dict[str, bytes]]]] = {}
+        for (where, _), outcome in self.each(listed, lambda item: self._record(*item)):
+            if isinstance(outcome, FusekitError):
+                self.report.failed.append((where[0], str(outcome)))
+            elif not names.differences(outcome[0].spec, last[where][0].spec):
+                candidates.setdefault(where, []).append(outcome)
+        chosen = []
+        for where, builds in sorted(candidates.items()):
+            signatures = {record.key: signed for record, signed in builds}
+            by_key = sorted((record for record, _ in builds), key=lambda record: record.key)
+            kept = names.one_per_format([last[where][0], *names.newest(by_key)])[1:]
+            chosen += [(record, signatures[record.key]) for record in kept]
+        return chosen
+
     def _absent(self, pattern: str, arch: str | None) -> NotBuiltError:
         what = f"'{pattern}'" if pattern else "any kernel"
         what += f" for {arch}" if arch else ""
@@ -285,9 +329,7 @@ class _Reading(Task):
             name=pattern,
         )
 
-    def _record(self, where: tuple[str, str]) -> tuple[NameRecord, dict[str, bytes]]:
-        path = RELATIVE.name_path(*where).as_posix()
-
+    def _record(self, where: tuple[str, str], path: str) -> tuple[NameRecord, dict[str, bytes]]:
         def take() -> tuple[NameRecord, dict[str, bytes]]:
             document = self.document("name", path)
             if document is None:
@@ -335,6 +377,12 @@ class _Reading(Task):
         return IntegrityError(f"{self.remote.at(blob)} {what}; push it again with --full from a whole store")
 
 
+def _folders(top: str, patterns: Sequence[str]) -> list[str]:
+    """The folders of records below `top` that `patterns` need: without a glob, only those of their files."""
+    stems = {pattern.partition("/")[0] for pattern in patterns}
+    return [f"{top}/{stem}" for stem in sorted(stems)] if stems and all(map(names.is_part, stems)) else [top]
+
+
 class _Pull(_Reading):
     def __init__(self, store: Store, remote: Remote, notify: Notify | None, inspect: Inspect | None) -> None:
         super().__init__(store.trust, remote, notify, inspect)
@@ -342,16 +390,17 @@ class _Pull(_Reading):
 
     def run(self, patterns: Sequence[str], arch: str | None, dry_run: bool) -> Report:
         records = self.records(patterns, arch)
-        summaries = {record.key: record for record, _ in records.values()}
+        candidates = self.candidates(patterns, records)
         with nullcontext() if dry_run else self.store.lease(make=False):
-            return self._take(records, summaries, dry_run)
+            return self._take(records, candidates, dry_run)
 
     def _take(
         self,
         records: Mapping[tuple[str, str], tuple[NameRecord, dict[str, bytes]]],
-        summaries: Mapping[str, NameRecord],
+        candidates: Sequence[tuple[NameRecord, dict[str, bytes]]],
         dry_run: bool,
     ) -> Report:
+        summaries = {record.key: record for record, _ in (*candidates, *records.values())}
         keys, done = sorted(summaries), 0
         total = len(keys) + len(records)
         refused: set[str] = set()
@@ -359,10 +408,14 @@ class _Pull(_Reading):
             done += 1
             if isinstance(moved, FusekitError):
                 refused.add(key)
-                self.report.failed += [(record.name, str(moved)) for record, _ in records.values() if record.key == key]
+                wanting = (record for record, _ in (*candidates, *records.values()) if record.key == key)
+                self.report.failed += [(record.name, str(moved)) for record in wanting]
             else:
                 self.count_entry(key, moved)
             self.notify(done, total, key[:12])
+        for record, signatures in candidates:
+            if record.key not in refused and not dry_run:
+                self.store.publish_candidate(record, signatures)
         for where in sorted(records):
             record, signatures = records[where]
             done += 1

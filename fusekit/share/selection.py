@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fusekit.errors import IntegrityError
+from fusekit.store import names
 from fusekit.store.entries import Entry
 from fusekit.store.keys import sha256
 from fusekit.store.names import NameRecord
@@ -36,16 +37,25 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Documents to copy, each once. records: sorted by name and architecture. entries: sorted by key."""
+    """Documents to copy, each once. records: sorted by name and architecture. entries: sorted by key. candidates: of
+    each name the newest build of each other cubin format that computes the same, sorted by name, architecture and key.
+    """
 
     records: tuple[tuple[NameRecord, Signed], ...]
     entries: tuple[tuple[Entry, Signed], ...]
+    candidates: tuple[tuple[NameRecord, Signed], ...] = ()
+
+    @property
+    def documents(self) -> tuple[Signed, ...]:
+        """All of them."""
+        return tuple(signed for _, signed in (*self.entries, *self.candidates, *self.records))
 
     def signed(self, store: Store) -> Selection:
         """The same, with the signatures of `store`'s signing key, if it has one, added."""
         return Selection(
             tuple((record, _sign(store, "name", signed)) for record, signed in self.records),
             tuple((entry, _sign(store, "entry", signed)) for entry, signed in self.entries),
+            tuple((record, _sign(store, "name", signed)) for record, signed in self.candidates),
         )
 
 
@@ -62,8 +72,9 @@ def select(store: Store, patterns: Sequence[str] = (), arch: str | None = None) 
         if not listing.names and patterns:
             raise store.not_built(pattern, arch)
         records.update({(listed.record.name, listed.record.arch): listed.record for listed in listing.names})
+    others = [build for record in records.values() for build in names.one_per_format(store.candidates(record))[1:]]
     entries: dict[str, Entry] = {}
-    for record in records.values():
+    for record in (*records.values(), *others):
         if record.key not in entries:
             entry = store.find_entry(record.key)
             if entry is None:
@@ -76,7 +87,13 @@ def select(store: Store, patterns: Sequence[str] = (), arch: str | None = None) 
     return Selection(
         tuple((records[where], _signed(store, records[where].to_bytes())) for where in sorted(records)),
         tuple((entries[key], _signed(store, entries[key].to_bytes())) for key in sorted(entries)),
+        tuple((build, _signed(store, build.to_bytes())) for build in sorted(others, key=candidate_order)),
     )
+
+
+def candidate_order(record: NameRecord) -> tuple[str, str, str]:
+    """The order of candidates in a selection and in a bundle."""
+    return record.name, record.arch, record.key[:12]
 
 
 def sign_selection(store: Store, selection: Selection) -> None:
@@ -84,7 +101,7 @@ def sign_selection(store: Store, selection: Selection) -> None:
     for entry, _ in selection.entries:
         store.read_cubin(entry)
     signed = selection.signed(store)
-    for _, document in (*signed.entries, *signed.records):
+    for document in signed.documents:
         store.publish_signatures(document.data, document.signatures)
 
 

@@ -17,6 +17,11 @@ from fusekit.store.keys import SCHEMA, canonical_json, is_digest, key_of, sha256
 
 CUBIN_LIMIT = 1 << 30
 """Largest cubin accepted, in bytes."""
+CUBIN_FORMAT = 8
+"""Offset of a cubin's format: EI_ABIVERSION of its ELF header."""
+_CUDA13_FORMAT, CUDA13, _CUDA12 = 8, 13000, 12040
+_FAMILY = "nvidia-cutlass-dsl"
+_PLAIN = ("base", "core")  # parts of every installation, named only if their version differs
 
 _MEMBERS = {
     "schema": int,
@@ -63,8 +68,10 @@ class Entry:
 
     def summary(self) -> dict[str, Any]:
         """The columns of a listing: cubin_sha256, bytes (of the cubin), registers, spill_bytes, seconds, launches (that
-        were proved) and entry_bytes (size of the entry's file). A value that the entry lacks is None.
+        were proved), entry_bytes (size of the entry's file), toolchain (its label) and cubin_format. A value that the
+        entry lacks is None.
         """
+        distributions = self.toolchain.get("distributions")
         return {
             "cubin_sha256": self.cubin_sha256,
             "bytes": self.cubin_bytes,
@@ -73,6 +80,8 @@ class Entry:
             "seconds": self.seconds,
             "launches": self.proof.get("launches"),
             "entry_bytes": len(self.to_bytes()),
+            "toolchain": toolchain_label(distributions) if isinstance(distributions, Mapping) else None,
+            "cubin_format": self.resources.get("cubin_format"),
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -115,6 +124,22 @@ class Entry:
         )
 
 
+def lowest_driver(cubin_format: int) -> int:
+    """The CUDA version, such as 13000, of the first driver that reads cubins of `cubin_format`."""
+    return CUDA13 if cubin_format >= _CUDA13_FORMAT else _CUDA12
+
+
+def toolchain_label(toolchain: Mapping[str, str]) -> str:
+    """A toolchain (distribution -> version) as part of a file name: `cutlass-dsl-4.8.1-cu12`."""
+    version = toolchain.get(_FAMILY, "none")
+    parts = [f"cutlass-dsl-{version}"]
+    for name, installed in sorted(toolchain.items()):
+        part = name.removeprefix(f"{_FAMILY}-").removeprefix("libs-")
+        if name != _FAMILY and (installed != version or part not in _PLAIN):
+            parts.append(part if installed == version else f"{part}-{installed}")
+    return "-".join(parts)
+
+
 def _check(document: dict[str, Any], key: str, path: AnyPath) -> None:
     try:
         if document["key"] != key:
@@ -129,7 +154,8 @@ def _check(document: dict[str, Any], key: str, path: AnyPath) -> None:
             raise damaged(path, f"names its cubin by {cubin!r}")
         if type(cubin["bytes"]) is not int or not 0 < cubin["bytes"] <= CUBIN_LIMIT:
             raise damaged(path, f"has a cubin of {cubin['bytes']!r} bytes, where 1 to {CUBIN_LIMIT} are allowed")
-        for table, label in (("resources", "registers"), ("resources", "spill_bytes"), ("proof", "launches")):
+        counts = ("registers", "spill_bytes", "cubin_format")
+        for table, label in (*(("resources", label) for label in counts), ("proof", "launches")):
             count = document[table].get(label)
             if count is not None and (type(count) is not int or count < 0):
                 raise damaged(path, f"has {label} {count!r}, which is not a count")

@@ -23,6 +23,10 @@ temporary for the next collection, which puts a cubin back if an entry needs it 
 and names together have at most `max_bytes`. What a running build published or looked up stays (see
 fusekit.store.marks). A cubin is removed with the last entry that mentions it, names with their entry.
 
+**Candidates.** A use of a name's last build counts for the newest candidate of each other cubin format that computes
+the same, and the other way round: of a name in use, one build of each format stays. If the last build goes and such a
+candidate stays, the name points to that one.
+
 A document that cannot be read may need anything: while there is one, no cubin and no signature is removed, and while
 there is such a name, no entry is evicted.
 
@@ -51,10 +55,11 @@ from pathlib import Path
 
 from fusekit.errors import IntegrityError, StoreError, some
 from fusekit.store import locks, marker, marks, process
-from fusekit.store.files import exists, store_error
+from fusekit.store.files import exists, quietly, store_error
 from fusekit.store.folders import printable
 from fusekit.store.keys import is_digest, sha256
-from fusekit.store.names import of_path
+from fusekit.store.layout import CANDIDATES
+from fusekit.store.names import NameRecord, differences, newest, of_candidate, of_path, one_per_format
 from fusekit.store.publishing import Disk, Publisher
 from fusekit.store.removal import Remover
 from fusekit.store.reports import CollectReport, DiscardReport, Evicted
@@ -137,7 +142,11 @@ def _alone(root: Root, publisher: Publisher) -> Iterator[None]:
 def _names(files: Iterable[File]) -> Iterator[tuple[str, str]]:
     for file in files:
         with contextlib.suppress(IntegrityError):  # not a name record; it keeps what it mentions
-            yield of_path(file.path.parent.name, file.path.name)
+            yield (of_candidate if _is_candidate(file) else of_path)(file.path.parent.name, file.path.name)
+
+
+def _is_candidate(file: File) -> bool:
+    return file.path.parent.parent.name == CANDIDATES.parts[0]
 
 
 def _now(publisher: Publisher, report: CollectReport) -> int:
@@ -174,6 +183,7 @@ class _Collection:
         # Read after the scan: a lease is taken before anything is marked under it.
         self.lease, self.ended = marks.leases(publisher.folders, now)
         self.gone: set[str] = set()  # digests of evicted documents
+        self.spare = self._spare()
         # How many entries need each blob.
         self.needed = Counter(
             digest for item in scanned.entries.values() for digest in item.digests & scanned.blobs.keys()
@@ -199,6 +209,7 @@ class _Collection:
         stay: set[str] = set()
         while not self.scan.unread_names and (victims := self._victims(max_bytes, max_age, stay, unneeded)):
             stay |= self._evict(victims, unneeded)
+        self._promote()
         self._remove_blobs(unneeded)
         self._signatures()
         self._leftovers()
@@ -213,6 +224,9 @@ class _Collection:
     def discard(self, unwanted: Collection[tuple[str, str]], report: DiscardReport) -> None:
         """Remove `unwanted` names, and the files that only they needed."""
         paths = {self.root.name_path(*name): name for name in unwanted}
+        listed = [file for item in self.scan.entries.values() for file in item.names] + [*self.scan.loose.values()]
+        candidates = {file.path: name for file in filter(_is_candidate, listed) for name in _names([file])}
+        paths |= {path: name for path, name in candidates.items() if name in unwanted}
         gone: set[Path] = set()
         victims: list[tuple[Item, str]] = []
         for item in list(self.scan.entries.values()):
@@ -220,7 +234,7 @@ class _Collection:
             if len(left) == len(item.names):
                 continue
             if left:
-                report.shared[item.key] = sorted(_names(left))
+                report.shared[item.key] = sorted({*_names(left)})
             elif self.scan.unread_names:
                 report.may_be_needed.append(item.key)
             elif self._in_use(item):
@@ -242,7 +256,7 @@ class _Collection:
             if (loose := self.scan.loose.get(path)) is not None and self._remove_name(loose):
                 gone.add(path)
                 report.without_entry.append(paths[path])
-        report.without_entry.sort()
+        report.without_entry = sorted({*report.without_entry})
         removed = self._remove_blobs(unneeded)
         if self.scan.unread:  # the cubin of an entry that could not be read stays, too
             unknown = [item for item, _ in victims if item.key not in stay and str(item.file.path) in self.scan.unread]
@@ -250,8 +264,8 @@ class _Collection:
         if report.may_be_needed or report.cubins or not gone.isdisjoint(map(Path, self.scan.unread)):
             report.unread = self.unread()
         self._signatures()
-        report.names = sorted(paths[path] for path in gone)
-        report.missing = sorted(paths[path] for path in paths.keys() - gone)
+        report.missing = sorted({paths[path] for path in paths.keys() - gone})
+        report.names = sorted({paths[path] for path in gone} - {*report.missing})
         report.entries, report.freed_bytes = len(self.report.evicted), self.report.freed_bytes
 
     def _remove_name(self, file: File) -> bool:
@@ -312,13 +326,46 @@ class _Collection:
                     freed += self.scan.blobs[digest].bytes
                     unneeded.append(digest)
             self._gone(*(name.path for name in item.names), item.file.path, *([item.mark.path] if item.mark else []))
-            names = tuple(str(name.path.relative_to(self.root.path / "names")) for name in item.names)
+            names = tuple("/".join(name.path.parts[-2:]) for name in item.names)
             self.report.evicted.append(Evicted(item.key, names, freed, round(self._idle(item), 3), reason))
         return stay
 
     def _idle(self, item: Item) -> float:
         used = item.used(self.now)
         return 0.0 if used is None else (self.now - used) / _SECOND
+
+    # -- candidates ---------------------------------------------------------------------------------------------------
+
+    def _spare(self) -> dict[Path, list[NameRecord]]:
+        """Path of each last build that has candidates -> of each other cubin format the newest that computes the same;
+        these entries are `with_it`.
+        """
+        candidates: dict[tuple[str, str], list[tuple[int, str]]] = {}
+        for item in self.scan.entries.values():
+            for file in filter(_is_candidate, item.names):
+                for name in _names([file]):
+                    candidates.setdefault(name, []).append((-file.stamp, item.key))
+        spare: dict[Path, list[NameRecord]] = {}
+        for name, builds in candidates.items():
+            last = quietly(self.root.name, *name)
+            if last is None:
+                continue
+            records = [quietly(self.root.candidate, *name, key) for _, key in sorted(builds)]
+            same = [record for record in records if record and not differences(record.spec, last.spec)]
+            first = one_per_format([last, *newest(same)])
+            spare[self.root.name_path(*name)] = first[1:]
+            items = [self.scan.entries[record.key] for record in first if record.key in self.scan.entries]
+            for item in items:
+                item.with_it += items
+        return spare
+
+    def _promote(self) -> None:
+        """Let names whose last build was evicted point to the newest candidate that stays."""
+        for path, records in self.spare.items():
+            left = [record for record in records if record.key in self.scan.entries]
+            if left and not self.report.dry_run and not exists(path):
+                with contextlib.suppress(StoreError):  # a full disk; the next build gives the name
+                    self.publisher.claim(path, left[0].to_bytes())
 
     # -- blobs --------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fusekit.store.files import TEMPORARY_SUFFIX, store_error
 from fusekit.store.folders import Folders
-from fusekit.store.names import FOLDER, RECORD
+from fusekit.store.names import CANDIDATE, FOLDER, RECORD
 
 _OWNER = r"[0-9a-f]{12}-[0-9]{1,10}-[0-9a-f]{12}"
 _TEMPORARY = re.compile(rf"\.(.+)\.{_OWNER}{re.escape(TEMPORARY_SUFFIX)}", re.DOTALL)
@@ -40,12 +40,13 @@ class Part:
 BLOBS = Part(("blobs", "sha256"), _PAIR, re.compile(_DIGEST))
 ENTRIES = Part(("entries",), _PAIR, re.compile(rf"{_DIGEST}\.json"))
 NAMES = Part(("names",), FOLDER, RECORD)
+CANDIDATES = Part(("candidates",), FOLDER, CANDIDATE)
 SIGNATURES = Part(("signatures",), _PAIR, re.compile(rf"{_DIGEST}\.[0-9a-f]{{16}}"))
 USED = Part(("used",), _PAIR, re.compile(_DIGEST))
 LEASES = Part(("leases",), None, re.compile(_OWNER))
 LOCKS = Part(("locks",), None, re.compile(r"[0-9a-f]{64}\.lock"))
 TUNING = Part(("tuning",), None, re.compile(r"[a-z0-9_]{1,32}\.json"))
-PARTS = (BLOBS, ENTRIES, NAMES, SIGNATURES, USED, LEASES, LOCKS, TUNING)
+PARTS = (BLOBS, ENTRIES, NAMES, CANDIDATES, SIGNATURES, USED, LEASES, LOCKS, TUNING)
 
 MARKER = "fusekit-store.json"
 ROOT = Part((), None, re.compile(rf"{re.escape(MARKER)}|now"))
@@ -137,7 +138,7 @@ def kind(part: Part, name: str, prefix: str = "") -> str:
     if part.ours.fullmatch(prefix + name):
         return "file"
     if (match := _TEMPORARY.fullmatch(name)) and (
-        part.ours.fullmatch(prefix + match[1]) or (part is NAMES and len(match[1]) == _CUT)
+        part.ours.fullmatch(prefix + match[1]) or (part in (NAMES, CANDIDATES) and len(match[1]) == _CUT)
     ):
         return "temporary"
     return "stray"

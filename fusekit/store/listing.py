@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from fusekit.errors import IntegrityError, OtherSchemaError, StoreError, is_glob
 from fusekit.store import names
+from fusekit.store.entries import lowest_driver
+from fusekit.store.files import quietly
 from fusekit.store.names import Brief, NameRecord
 from fusekit.store.root import Root, first_good
 
@@ -39,9 +41,29 @@ class Listing:
     problems: tuple[str, ...]
 
 
+class Build(NamedTuple):
+    """A build of a kernel. toolchain: label of its compiler. lowest_driver: CUDA version of the first driver that reads
+    it, such as 13000. None: not recorded, by fusekit 0.1.
+    """
+
+    key: str
+    cubin_sha256: str
+    bytes: int
+    toolchain: str | None
+    lowest_driver: int | None
+
+    @classmethod
+    def of(cls, key: str, summary: Mapping[str, Any]) -> Build:
+        """The build of `key`. summary: of its entry; see `Entry.summary`."""
+        cubin_format = summary.get("cubin_format")
+        lowest = None if cubin_format is None else lowest_driver(cubin_format)
+        return cls(key, summary["cubin_sha256"], summary["bytes"], summary.get("toolchain"), lowest)
+
+
 class Row(NamedTuple):  # a listing has thousands, and dataclasses are slower
     """A name and its kernel. bytes: of the cubin. registers, spill_bytes: None if the entry has none. root: path of the
-    root that has the name. part_of: `file/layer` for a kernel of a layer of a model, else None.
+    root that has the name. part_of: `file/layer` for a kernel of a layer of a model, else None. toolchain,
+    lowest_driver: as in `Build`. candidates: the newest build of each other cubin format that computes the same.
     """
 
     name: str
@@ -53,6 +75,9 @@ class Row(NamedTuple):  # a listing has thousands, and dataclasses are slower
     spill_bytes: int | None
     root: Path
     part_of: str | None
+    toolchain: str | None = None
+    lowest_driver: int | None = None
+    candidates: tuple[Build, ...] = ()
 
     @classmethod
     def of(cls, record: NameRecord | Brief, summary: Mapping[str, Any], root: Path) -> Row:
@@ -60,7 +85,7 @@ class Row(NamedTuple):  # a listing has thousands, and dataclasses are slower
         resources = summary["registers"], summary["spill_bytes"]
         whole = record.name.partition("@")[0].rpartition(".")[0] if names.is_of_layer(record) else None
         kernel = record.name, record.arch, record.key, summary["cubin_sha256"], summary["bytes"]
-        return cls(*kernel, *resources, root, whole)
+        return cls(*kernel, *resources, root, whole, *Build.of(record.key, summary)[3:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +140,45 @@ def overview(roots: Sequence[Root], pattern: str, arch: str | None) -> Overview:
             problems.append(f"{brief.name} for {brief.arch} points to entry {brief.key}, which no root holds")
             continue
         rows.append(Row.of(brief, summary, root.path))
+    if several := _several(roots, pattern):
+        rows = [_with_candidates(roots, row) if (row.name, row.arch) in several else row for row in rows]
     return Overview(tuple(rows), tuple(problems), problems.unlisted)
+
+
+def _several(roots: Sequence[Root], pattern: str) -> set[tuple[str, str]]:
+    """Full name and architecture of each name with candidates, also where a root hides that of another."""
+    stem = pattern.partition("/")[0]
+    file = None if is_glob(stem) or not names.is_part(stem) else stem
+    several: set[tuple[str, str]] = set()
+    for root in roots:
+        with contextlib.suppress(StoreError):
+            for folder, filename in root.name_files(file, below="candidates"):
+                with contextlib.suppress(IntegrityError):
+                    several.add(names.of_candidate(folder, filename))
+    return several
+
+
+def _with_candidates(roots: Sequence[Root], row: Row) -> Row:
+    try:
+        record = first_good(roots, lambda root: root.name(row.name, row.arch))
+    except (IntegrityError, StoreError):
+        return row
+    builds = [] if record is None else names.one_per_format(candidates(roots, record))[1:]
+    summaries = [build for build in builds if build.summary.keys() >= SUMMARY]
+    return row._replace(candidates=tuple(Build.of(build.key, build.summary) for build in summaries))
+
+
+def candidates(roots: Sequence[Root], record: NameRecord) -> list[NameRecord]:
+    """The builds of a name that compute what `record`, its last build, does, and `record` first; then those of the
+    newest toolchain, and of one toolchain the last published. Builds of another spec are left out.
+    """
+    others: dict[str, NameRecord] = {}
+    for root in roots:
+        heads = [head] if (head := quietly(root.name, record.name, record.arch)) is not None else []
+        for candidate in heads + root.candidates(record.name, record.arch):
+            if candidate.key != record.key and not names.differences(candidate.spec, record.spec):
+                others.setdefault(candidate.key, candidate)
+    return [record, *names.newest(others.values())]
 
 
 def _search(

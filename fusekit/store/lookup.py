@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fusekit.errors import IntegrityError, NotBuiltError, StoreError, is_glob, some
 from fusekit.store import listing, marker, marks, names
-from fusekit.store.entries import Entry
+from fusekit.store.entries import CUBIN_FORMAT, CUDA13, Entry, lowest_driver
 from fusekit.store.files import exists, quietly, revalidate
 from fusekit.store.keys import sha256
 from fusekit.store.listing import Listing, NameListing, Overview
@@ -166,6 +167,29 @@ class Lookup:
                 return record
             time.sleep(pause)
         return look()
+
+    def candidates(self, record: NameRecord) -> list[NameRecord]:
+        """The builds of a name: see `listing.candidates`."""
+        return listing.candidates(self.roots, record)
+
+    def lowest_driver(self, record: NameRecord) -> int:
+        """The CUDA version, such as 13000, of the first driver that reads the cubin of `record`."""
+        cubin_format = record.summary.get("cubin_format")
+        if cubin_format is None:  # of fusekit 0.1
+            entry = self.find_entry(record.key)
+            cubin_format = 0 if entry is None else self.read_cubin(entry)[CUBIN_FORMAT]
+        return lowest_driver(cubin_format)
+
+    def readable(self, record: NameRecord, driver: int) -> NameRecord | None:
+        """`record`, if a driver of that CUDA version reads its cubin; else with the key of the first candidate that it
+        reads; None if there is none.
+        """
+        if driver >= CUDA13 or self.lowest_driver(record) <= driver:
+            return record
+        for other in self.candidates(record)[1:]:
+            if self.lowest_driver(other) <= driver:
+                return replace(record, key=other.key, summary=other.summary)
+        return None
 
     def variants(self, name: str, arch: str) -> list[NameRecord]:
         """Records of every variant of the kernel `name` (`<file>/<kernel>`) for `arch`, sorted by name; empty if there

@@ -26,10 +26,15 @@ _ARCH = re.compile(r"[a-z0-9_]{1,32}")
 FOLDER = re.compile(_PART)
 RECORD = re.compile(rf"{_PART}/{_PART}@{_PART}\.[a-z0-9_]{{1,32}}\.json")
 """Folder and path of a record below `names`."""
+CANDIDATE = re.compile(rf"{_PART}/{_PART}@{_PART}\.[a-z0-9_]{{1,32}}\.[0-9a-f]{{12}}\.json")
+"""Path of a record below `candidates`: with the first digits of its key."""
 _MEMBERS = {"schema": int, "name": str, "arch": str, "key": str, "spec": dict, "defaults": dict, "summary": dict}
 
-_COUNTS = frozenset({"bytes", "entry_bytes", "registers", "spill_bytes", "launches"})
-_OPTIONAL = frozenset({"registers", "spill_bytes", "launches"})  # None if the entry does not give it
+_COUNTS = frozenset({"bytes", "entry_bytes", "registers", "spill_bytes", "launches", "cubin_format"})
+_OPTIONAL = frozenset({"registers", "spill_bytes", "launches", "cubin_format"})  # None if the entry does not give it
+
+# Of a spec: for people, for benchmarks; and the table of a layer, of which each kernel has its own share.
+_TEXT = frozenset({"summary", "problem", "layer"})
 
 SCHEMA = 2
 """Version of the name record. 2: with a summary of its entry."""
@@ -142,6 +147,8 @@ def is_summary(summary: Mapping[str, Any]) -> bool:
             fits = (type(value) is int and 0 <= value < 2**63) or (value is None and label in _OPTIONAL)
         elif label == "cubin_sha256":
             fits = is_digest(value)
+        elif label == "toolchain":
+            fits = value is None or isinstance(value, str)
         else:
             fits = label != "seconds" or value is None or (type(value) in (int, float) and 0 <= value < math.inf)
         if not fits:
@@ -218,6 +225,42 @@ def record_path(name: str, arch: str) -> str:
     """Path of the record of `name` for `arch`, relative to a root."""
     split(name)
     return f"names/{name}.{check_arch(arch)}.json"
+
+
+def candidate_path(name: str, arch: str, key: str) -> str:
+    """Path of the record of `name` for `arch` that points to `key`, as a candidate, relative to a root."""
+    split(name)
+    return f"candidates/{name}.{check_arch(arch)}.{key[:12]}.json"
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys in which two specs of one name differ and that reach the kernel; if none does, both compute the same."""
+    return tuple(key for key in sorted({*before, *now}) if key not in _TEXT and before.get(key) != now.get(key))
+
+
+def newest(candidates: Iterable[NameRecord]) -> list[NameRecord]:
+    """`candidates`, those of the newest toolchain first; those of one toolchain keep their order."""
+
+    def version(record: NameRecord) -> list[int]:
+        return [int(part) for part in re.findall(r"[0-9]+", record.summary.get("toolchain") or "")]
+
+    return sorted(candidates, key=version, reverse=True)
+
+
+def one_per_format(records: Iterable[NameRecord]) -> list[NameRecord]:
+    """The first of `records` of each cubin format."""
+    first: dict[int | None, NameRecord] = {}
+    for record in records:
+        first.setdefault(record.summary.get("cubin_format"), record)
+    return [*first.values()]
+
+
+def of_candidate(file: str, filename: str) -> tuple[str, str]:
+    """As `of_path`, for `candidates/<file>/<filename>`."""
+    stem, _, digits = filename.removesuffix(".json").rpartition(".")
+    if not filename.endswith(".json") or re.fullmatch(r"[0-9a-f]{12}", digits) is None:
+        raise IntegrityError(f"candidates/{file}/{filename} is not a name record; only those belong there; remove it")
+    return of_path(file, f"{stem}.json")
 
 
 def of_path(file: str, filename: str) -> tuple[str, str]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """An evicted entry. names: paths of its name records below `names`. bytes: freed with it. idle: seconds since its
-    last use. reason: "age" or "size".
+    """An evicted entry. names: paths of its name records below `names` or `candidates`. bytes: freed with it. idle:
+    seconds since its last use. reason: "age" or "size".
     """
 
     key: str

@@ -3,14 +3,16 @@
     <root>/fusekit-store.json                            the marker, with the format (fusekit.store.marker)
     <root>/blobs/sha256/<2 digits>/<64 digits>           a cubin, under its own digest
     <root>/entries/<2 digits>/<key>.json                 an entry, under its key
-    <root>/names/<file>/<kernel>@<variant>.<arch>.json   a name record
+    <root>/names/<file>/<kernel>@<variant>.<arch>.json   a name record: the last build
+    <root>/candidates/<file>/<kernel>@<variant>.<arch>.<12 digits of the key>.json   a name record of each build, once
+                                                         a name has several
     <root>/signatures/<2 digits>/<64 digits>.<key id>    a signature over the entry or name record of that SHA-256
     <root>/used/<2 digits>/<key>                         an empty file; its time stamp is the last use of the entry
     <root>/leases/<host>-<process>-<random>              the lease of a running build
     <root>/locks/<key>.lock                              an empty file that a builder locks
     <root>/tuning/<arch>.json                            measured times (fusekit.choice.tuning)
 
-The first five are the store; the others only save work and may be removed at any time. Temporary files are
+The first six are the store; the others only save work and may be removed at any time. Temporary files are
 `.<name>.<host>-<process>-<random>.tmp`, in the folder of the final file. Readers open files by name only, so what a
 killed writer left is never taken for a part of the store.
 
@@ -33,7 +35,7 @@ from fusekit.errors import IntegrityError, StoreError
 from fusekit.store import names
 from fusekit.store.documents import LIMIT, damaged
 from fusekit.store.entries import CUBIN_LIMIT, Entry
-from fusekit.store.files import TEMPORARY_SUFFIX, read_file, size_of, store_error
+from fusekit.store.files import TEMPORARY_SUFFIX, quietly, read_file, size_of, store_error
 from fusekit.store.folders import Folders
 from fusekit.store.keys import is_digest, sha256
 from fusekit.store.layout import TUNING
@@ -126,6 +128,29 @@ class Root:
         data = self._document("name", path)
         return None if data is None else Brief.from_bytes(data, path, name, arch)
 
+    def candidate(self, name: str, arch: str, key: str) -> NameRecord | None:
+        """The record of `name` for `arch`, checked, whose key begins with the first digits of `key`, from `candidates`;
+        None if there is none.
+        """
+        path = f"{self.path}/{names.candidate_path(name, arch, key)}"
+        data = self._document("name", path)
+        record = None if data is None else NameRecord.from_bytes(data, path, name, arch)
+        if record is not None and record.key[:12] != key[:12]:
+            raise damaged(path, f"has the key {record.key}")
+        return record
+
+    def candidates(self, name: str, arch: str) -> list[NameRecord]:
+        """The readable candidates of `name` for `arch`, the last that was published first."""
+        file, _, kernel = name.partition("/")
+        start = f"{kernel}.{arch}."
+        stamps: dict[str, int] = {}
+        for filename in self._listing("candidates", file, start=start):
+            with contextlib.suppress(OSError, IntegrityError):
+                names.of_candidate(file, filename)
+                stamps[filename[len(start) :]] = os.lstat(f"{self.path}/candidates/{file}/{filename}").st_mtime_ns
+        records = (quietly(self.candidate, name, arch, tag) for tag in sorted(stamps, key=lambda tag: -stamps[tag]))
+        return [record for record in records if record is not None]
+
     def tuning(self, arch: str) -> bytes | None:
         """The tuning table for `arch`, signed if there is a trust; None if there is none."""
         return self._document("tuning", str(self.tuning_path(arch)))
@@ -134,13 +159,13 @@ class Root:
         """The architectures that have a tuning table."""
         return [name.removesuffix(".json") for name in self._listing("tuning") if TUNING.ours.fullmatch(name)]
 
-    def name_files(self, file: str | None = None, start: str = "") -> Iterator[tuple[str, str]]:
-        """(folder, file name) of the files under `names`, sorted; only those in the folder `file`, if given, and only
-        those that begin with `start`. Reads no record.
+    def name_files(self, file: str | None = None, start: str = "", below: str = "names") -> Iterator[tuple[str, str]]:
+        """(folder, file name) of the files under `names`, or `candidates`, sorted; only those in the folder `file`, if
+        given, and only those that begin with `start`. Reads no record.
         """
         self.check()
-        for folder in [file] if file is not None else self._listing("names", top=True):
-            for entry in self._listing("names", folder, start=start, top=file is not None):
+        for folder in [file] if file is not None else self._listing(below, top=True):
+            for entry in self._listing(below, folder, start=start, top=file is not None):
                 yield folder, entry
 
     def has_temporary_name(self, file: str, start: str) -> bool:
@@ -195,7 +220,7 @@ class Root:
 
     def temporary_files(self) -> Iterator[Path]:
         """Temporaries that writers use now or have left."""
-        for top in (("entries",), ("blobs", "sha256"), ("names",), ("signatures",)):
+        for top in (("entries",), ("blobs", "sha256"), ("names",), ("candidates",), ("signatures",)):
             for folder in self._listing(*top):
                 directory = self.path.joinpath(*top, folder)
                 yield from (directory / name for name in self._listing(*top, folder, temporary=True))

@@ -21,6 +21,7 @@ from fusekit.store.folders import Folders
 from fusekit.store.keys import sha256
 from fusekit.store.layout import (
     BLOBS,
+    CANDIDATES,
     ENTRIES,
     LEASES,
     LOCKS,
@@ -60,7 +61,8 @@ class File:
 @dataclass(slots=True)
 class Item:
     """An entry. digests: every digest in its bytes. mark: the file of its mark, if it has one. names: files of the name
-    records that point to it. documents: digests of the entry and of those records.
+    records that point to it, of candidates too. documents: digests of the entry and of those records. with_it: entries
+    that compute the same under one name, in another cubin format: a use of one is a use of all.
     """
 
     key: str
@@ -69,6 +71,7 @@ class Item:
     mark: File | None
     names: list[File] = field(default_factory=list)
     documents: set[str] = field(default_factory=set)
+    with_it: list[Item] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def bytes(self) -> int:
@@ -81,8 +84,8 @@ class Item:
         return max(self.file.stamp, self.mark.stamp if self.mark else 0)
 
     def used(self, now: int) -> int | None:
-        """Time of its last use that is not after `now`; None if every stamp is."""
-        stamps = (self.file.stamp, *([self.mark.stamp] if self.mark else []))
+        """Time of its last use, or of an entry `with_it`, that is not after `now`; None if every stamp is."""
+        stamps = [file.stamp for item in (self, *self.with_it) for file in (item.file, item.mark) if file]
         return max((stamp for stamp in stamps if stamp <= now), default=None)
 
 
@@ -117,7 +120,7 @@ def scan(folders: Folders) -> Scan:
 
     def unread(path: Path, part: Part) -> None:
         result.unread.append(str(path))
-        result.unread_names |= part is NAMES
+        result.unread_names |= part in (NAMES, CANDIDATES)
 
     def files(part: Part) -> Iterator[tuple[File, int]]:
         for node in walk(folders, part, status=True):
@@ -127,7 +130,7 @@ def scan(folders: Folders) -> Scan:
                 result.temporaries.append(File.of(node))
             elif part is not ROOT:
                 result.strays.append(node.path)
-                if node.kind == "link" and part in (ENTRIES, NAMES):
+                if node.kind == "link" and part in (ENTRIES, NAMES, CANDIDATES):
                     unread(node.path, part)
 
     def document(file: File, at: int, part: Part) -> bytes:
@@ -147,15 +150,16 @@ def scan(folders: Folders) -> Scan:
         key = file.path.stem
         data = document(file, at, ENTRIES)
         result.entries[key] = Item(key, file, _digests(data), marks.get(key), documents={sha256(data)})
-    for file, at in files(NAMES):
-        data = document(file, at, NAMES)
-        keys = [key for key in _digests(data) if key in result.entries]
-        for key in keys:
-            result.entries[key].names.append(file)
-            result.entries[key].documents.add(sha256(data))
-        if not keys:
-            result.loose[file.path] = file
-            result.other_bytes += file.bytes
+    for part in (NAMES, CANDIDATES):
+        for file, at in files(part):
+            data = document(file, at, part)
+            keys = [key for key in _digests(data) if key in result.entries]
+            for key in keys:
+                result.entries[key].names.append(file)
+                result.entries[key].documents.add(sha256(data))
+            if not keys:
+                result.loose[file.path] = file
+                result.other_bytes += file.bytes
     result.signatures = [file for file, _ in files(SIGNATURES)]
     result.locks = [file for file, _ in files(LOCKS)]
     for file, at in files(TUNING):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusekit.errors import IntegrityError, SignatureError, StoreError
-from fusekit.store import marker, marks
+from fusekit.store import marker, marks, names
 from fusekit.store.documents import check_readable
 from fusekit.store.entries import Entry
 from fusekit.store.files import quietly, read_file
@@ -135,7 +135,8 @@ class Store(Lookup):
     def publish_name(
         self, record: NameRecord, entry: Entry | None = None, signatures: Mapping[str, bytes] | None = None
     ) -> None:
-        """Publish `record`, with a summary of its entry, replacing the record of its name.
+        """Publish `record`, with a summary of its entry, as the last build of its name. What its name pointed to before
+        stays a candidate.
 
         Its entry must be in a root already: a name always points to an entry. Who has just read or published it may
         pass it as `entry`, which saves reading it. signatures: over the bytes of the record, as for `publish`.
@@ -157,20 +158,36 @@ class Store(Lookup):
             record = dataclasses.replace(record, summary=entry.summary())
         root, data = self.roots[0], record.to_bytes()
         check_readable(data, f"name record {record.name}")
+        path = root.name_path(record.name, record.arch)
         with contextlib.suppress(IntegrityError):  # a damaged record, or one without a trusted signature, is replaced
             root.name(record.name, record.arch)
             # A record that a lower root has is not copied.
             current = self._first_good(lambda root: root.name(record.name, record.arch))
             if current is not None and current == record and current.summary == record.summary:
                 self.publish_signatures(data, signatures or {})
-                path = root.name_path(record.name, record.arch)
                 # Younger than an entry that was repaired: see `settled`.
                 self._publisher.touch(path, data)
                 with contextlib.suppress(StoreError):  # read-only
                     self._publisher.settle(path)  # its writer may have been killed before it synced
                 return
         self.publish_signatures(data, self._vouched("name", data, signatures, record.name))
-        self._publisher.put(root.name_path(record.name, record.arch), data)
+        if quietly(root.name, record.name, record.arch) is None and self._publisher.claim(path, data):
+            return
+        before = quietly(root.name, record.name, record.arch)  # who was first, else, may be replaced with no copy
+        if before is not None and before.key != record.key:
+            for build in (before, record):
+                self.publish_candidate(build)
+        self._publisher.put(path, data)
+
+    def publish_candidate(self, record: NameRecord, signatures: Mapping[str, bytes] | None = None) -> None:
+        """Publish `record`, whose entry is in a root, as a candidate of its name. signatures: as for `publish_name`;
+        those of its bytes that are there stay.
+        """
+        data = record.to_bytes()
+        if signatures is not None:
+            self.publish_signatures(data, self._vouched("name", data, signatures, record.name))
+        root, key = self.roots[0], record.key
+        self._publisher.put(root.path / names.candidate_path(record.name, record.arch, key), data)
 
     def ensure(self, key: str, make: Make, patience: float = PATIENCE) -> tuple[Entry, bool]:
         """The entry of `key`, and whether `make` was called for it: looked up, and if it is missing looked up again

@@ -182,15 +182,26 @@ class _Check:
                 self._add(root, path, error, key)
 
     def names_of(self, root: Root) -> None:
+        for below in ("names", "candidates"):
+            self._names_of(root, below)
+
+    def _names_of(self, root: Root, below: str) -> None:
+        is_name = below == "names"
+
+        def read(folder: str, filename: str) -> NameRecord | None:
+            if is_name:
+                return root.name(*names.of_path(folder, filename))
+            return root.candidate(*names.of_candidate(folder, filename), filename[-len("0123456789ab.json") :])
+
         try:
-            for folder, filename in root.name_files():
-                self.names += 1
-                path = root.path / "names" / folder / filename
+            for folder, filename in root.name_files(below=below):
+                self.names += is_name
+                path = root.path / below / folder / filename
                 key = ""
                 try:
-                    record = root.name(*names.of_path(folder, filename))
+                    record = read(folder, filename)
                     if record is None:
-                        self.names -= 1
+                        self.names -= is_name
                         continue
                     key = record.key
                     if self._inspect is not None:
@@ -200,8 +211,8 @@ class _Check:
                     if key not in self._keys and (entry := self._published_since(key)) is not None:
                         self._keys[key] = entry.arch
                     if key not in self._keys:
-                        if root.name(record.name, record.arch) != record:  # collected or replaced since it was read
-                            self.names -= 1
+                        if read(folder, filename) != record:  # collected or replaced since it was read
+                            self.names -= is_name
                             continue
                         raise damaged(path, f"points to entry {key}, which no root holds whole")
                     if self._keys[key] != record.arch:

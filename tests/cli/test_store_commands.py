@@ -11,9 +11,11 @@ from fusekit.abi import LaunchRecord
 from fusekit.compiler.gemm import signature
 from fusekit.spec import parse_text
 from fusekit.store import NameRecord, Store
+from fusekit_cli.doctor import _toolchains
 from fusekit_cli.main import main
 from tests.cli.conftest import NAMES
 from tests.store.samples import build_entry, cut
+from tests.store.test_candidates import CU12, CU13, NAME, publish
 
 
 def test_ls(store, fusekit):
@@ -30,12 +32,15 @@ def test_ls(store, fusekit):
         "spill_bytes": 0,
         "root": str(fusekit.root),
         "part_of": None,
+        "toolchain": None,
+        "lowest_driver": None,
+        "candidates": [],
     }
 
 
 def test_ls_for_people_can_be_cut_and_searched(store, fusekit):
     lines = fusekit("ls").out.splitlines()
-    assert lines[0].split() == ["NAME", "ARCH", "REGISTERS", "SPILLS", "BYTES", "KEY"]
+    assert lines[0].split() == ["NAME", "ARCH", "REGISTERS", "SPILLS", "BYTES", "KEY", "DRIVER", "TOOLCHAIN"]
     assert [line.split()[0] for line in lines[1:]] == list(NAMES)
     assert all(line.isascii() and line == line.rstrip() for line in lines)
 
@@ -418,3 +423,32 @@ def test_doctor_says_how_the_stores_are(store, fusekit, tmp_path):
     assert "fusekit verify" in own["problem"]
     assert "there is no folder" in gone["problem"]
     assert json.dumps(document)
+
+
+def test_builds_of_two_toolchains(tmp_path, fusekit):
+    """ls, show and doctor say toolchain and lowest driver; rm removes both."""
+    store = Store(fusekit.root)
+    first, last = publish(store, CU12), publish(store, CU13)
+    (row,) = fusekit("ls", "--json").json
+    assert (row["key"], row["lowest_driver"], row["toolchain"]) == (last.key, "13.0", "cutlass-dsl-4.8.0-cu13")
+    assert [(build["key"], build["lowest_driver"]) for build in row["candidates"]] == [(first.key, "12.4")]
+    assert [line.split()[-2:] for line in fusekit("ls").out.splitlines()[1:]] == [
+        ["13.0", "cutlass-dsl-4.8.0-cu13"],
+        ["12.4", "cutlass-dsl-4.8.1-cu12"],
+    ]
+    assert _toolchains(store, "12.8") == (
+        [
+            {"toolchain": "cutlass-dsl-4.8.0-cu13", "lowest_driver": "13.0", "names": 1},
+            {"toolchain": "cutlass-dsl-4.8.1-cu12", "lowest_driver": "12.4", "names": 1},
+        ],
+        [],
+    )
+    publish(store, CU13, name="quickstart/fc2@a")
+    assert _toolchains(store, "12.8")[1] == ["quickstart/fc2@a"]
+    assert (_toolchains(store, "13.0")[1], _toolchains(store, None)[1]) == ([], [])
+    (held,) = fusekit("doctor", "--json").json["stores"]
+    assert [row["names"] for row in held["toolchains"]] == [2, 1]
+    shown = fusekit("show", NAME, "--json").json
+    assert (shown["lowest_driver"], [build["key"] for build in shown["candidates"]]) == ("13.0", [first.key])
+    fusekit("rm", "quickstart")
+    assert fusekit("verify", "--json").json["checked"] == 0

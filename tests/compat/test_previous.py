@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import tarfile
 from pathlib import Path
@@ -17,7 +19,8 @@ from fusekit.share.bundle_import import import_bundle
 from fusekit.share.loader import export_bundle
 from fusekit.share.manifest import Manifest, differences, read_manifest, write_manifest
 from fusekit.share.selection import select
-from fusekit.store import Store
+from fusekit.store import Store, key_of
+from fusekit.store.entries import CUBIN_FORMAT
 from fusekit.store.signature import Trust
 from tests.cabi.bundles import BundleLauncher
 from tests.cabi.launcher import OK, build
@@ -103,6 +106,27 @@ def test_its_loader_opens_a_bundle_of_now(frozen, store, tmp_path):
     texts = {name: (frozen / "loader" / name).read_text(encoding="utf-8") for name in ("compat.h", "compat.c")}
     export_bundle(store, select(store), tmp_path / "kernels.tar")
     check_loader(build(tmp_path, texts, "compat"), tmp_path / "kernels.tar", exported(store))
+
+
+def test_its_loader_opens_a_bundle_with_candidates(frozen, tmp_path):
+    """And takes the last build of each name, as it did."""
+    both = Store(tmp_path / "store")
+    import_bundle(both, frozen / "kernels.tar", inspect=WELLFORMED)
+    record = both.names("frozen/wgrad")[0].record
+    entry, cubin = both.load(record.key)
+    cubin = cubin[:CUBIN_FORMAT] + b"\x08" + cubin[CUBIN_FORMAT + 1 :]
+    fields = entry.fields | {"toolchain.nvidia-cutlass-dsl-libs-cu13": "4.8.0"}
+    built = dataclasses.replace(
+        entry, key=key_of(fields), fields=fields, cubin_sha256=hashlib.sha256(cubin).hexdigest(),
+        resources=entry.resources | {"cubin_format": 8},
+    )  # fmt: skip
+    both.publish(built, cubin)
+    both.publish_name(dataclasses.replace(record, key=built.key, summary={}))
+    selection = select(both)
+    assert [candidate.key for candidate, _ in selection.candidates] == [entry.key]
+    export_bundle(both, selection, tmp_path / "kernels.tar")
+    texts = {name: (frozen / "loader" / name).read_text(encoding="utf-8") for name in ("compat.h", "compat.c")}
+    check_loader(build(tmp_path, texts, "compat"), tmp_path / "kernels.tar", exported(both))
 
 
 def test_its_bundle_opens_in_the_loader_of_now(frozen, store, tmp_path):

@@ -141,24 +141,25 @@ def load(
 
 
 def publish(
-    root: Path, name: str = "sample/fc1@128x160-c2x1", launch_record: LaunchRecord | None = None, **spec: Any
-) -> Store:
+    root: Path, name: str = "sample/fc1@128x160-c2x1", launch_record: LaunchRecord | None = None, cubin: bytes = CUBIN,
+    **spec: Any,
+) -> Store:  # fmt: skip
     """A store at `root` that holds `launch_record` under `name`."""
     launch_record = record() if launch_record is None else launch_record
     store = Store.open(Config(store=root))
-    fields = {"arch": launch_record.arch, "spec": name}
+    fields = {"arch": launch_record.arch, "spec": name} | ({} if cubin == CUBIN else {"cubin": str(hash(cubin))})
     entry = Entry(
         key=key_of(fields),
         fields=fields,
-        cubin_sha256=hashlib.sha256(CUBIN).hexdigest(),
-        cubin_bytes=len(CUBIN),
+        cubin_sha256=hashlib.sha256(cubin).hexdigest(),
+        cubin_bytes=len(cubin),
         launch=launch_record.to_json(),
-        resources={},
+        resources={} if cubin == CUBIN else {"cubin_format": cubin[8]},
         proof={},
         toolchain={},
         seconds=1.0,
     )
-    store.publish(entry, CUBIN)
+    store.publish(entry, cubin)
     store.publish_name(
         NameRecord(name, launch_record.arch, entry.key, SPEC | spec, {"act_alpha": 1.0, "cluster_margin": 0})
     )

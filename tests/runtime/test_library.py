@@ -186,6 +186,32 @@ def test_an_old_driver_says_expected_and_found() -> None:
         assert "cuLibraryLoadData" not in fake.calls
 
 
+def test_an_older_driver_takes_the_build_that_it_reads(tmp_path: Path) -> None:
+    older = publish(tmp_path).find_name("sample/fc1@128x160-c2x1", "sm_90a")
+    store = publish(tmp_path, cubin=cubin_of("kernel", abi=8))
+    newer = store.find_name("sample/fc1@128x160-c2x1", "sm_90a")
+    assert older is not None and newer is not None and older.key != newer.key
+    for version, key in ((13000, newer.key), (12080, older.key)):
+        opened, _ = library(store, version=version)
+        for name in ("sample/fc1", "sample/fc1@128x160-c2x1"):
+            assert opened.find(name).key == key
+            assert opened.load(name).digest == store.load(key)[0].cubin_sha256  # type: ignore[index]
+    assert opened.load_record(newer).digest == store.load(older.key)[0].cubin_sha256  # type: ignore[index]
+    assert opened.find("sample/fc1").spec == newer.spec
+
+
+def test_no_build_for_the_driver_says_what_there_is(tmp_path: Path) -> None:
+    store = publish(tmp_path, cubin=cubin_of("kernel", abi=8))
+    opened, _ = library(store, version=12080)
+    for name in ("sample/fc1", "sample/fc1@128x160-c2x1"):
+        with pytest.raises(DriverError, match=r"supports CUDA 12\.8; .*for CUDA 13\.0 or newer.*update the driver, or"):
+            opened.load(name)
+    publish(tmp_path, "sample/fc1@128x256-c2x1", tile=[128, 256])
+    assert opened.load("sample/fc1").name == "sample/fc1@128x256-c2x1"
+    with pytest.raises(DriverError, match="load sample/fc1@128x256-c2x1, which this driver reads, or update the"):
+        opened.load("sample/fc1@128x160-c2x1")
+
+
 def test_no_driver_and_no_device() -> None:
     class NoLibrary:
         def cuDriverGetVersion(self) -> Any:  # noqa: N802

@@ -131,7 +131,8 @@ def test_a_lie_about_a_digest(bundle, tmp_path, label, column):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda d: d.update(schema=3), "schema 3, and this"),
+        (lambda d: d.update(schema=4), "schema 4, and this"),
+        (lambda d: d.update(schema=3), "not in canonical form"),
         (lambda d: d.update(schema=True), "schema True"),
         (lambda d: d.update(schema=2), "not in canonical form"),
         (lambda d: d.update(loader=[]), "not in canonical form"),

@@ -490,14 +490,15 @@ def age(root, seconds=7200):
 
 def test_collection_takes_the_signatures_of_what_is_gone(keys):
     store = signed_store(keys)
-    entry, _ = fill(store)
-    kept, record = fill(store, seed=1)  # the same name, for another kernel
+    entry, first = fill(store)
+    store.publish_name(dataclasses.replace(first, defaults={"cluster_margin": 1}))
+    kept, record = fill(store, seed=1)  # the same name, for another kernel: what it replaces is a candidate
     assert store.collect().removed == 0
     signatures = keys / "store" / "signatures"
-    assert len(list(signatures.glob("*/*"))) == 4  # they are young: a publisher may be about to need them
+    assert len(list(signatures.glob("*/*"))) == 5  # they are young: a publisher may be about to need them
     age(keys / "store")
     assert store.collect(dry_run=True).freed_bytes == 64
-    assert len(list(signatures.glob("*/*"))) == 4
+    assert len(list(signatures.glob("*/*"))) == 5
     assert store.collect().freed_bytes == 64  # of the record that was replaced
     assert trusting(keys).load(entry.key)[0] == entry
     age(keys / "store")

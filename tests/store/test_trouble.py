@@ -203,7 +203,7 @@ class TestAFolderThatNobodyMayEnter:
             assert f"{closed.root}" in out + err
             assert "Permission denied" in out + err
             assert "defect" not in err
-        (answer,) = _stores(SimpleNamespace(config=Config(closed.root)))
+        (answer,) = _stores(SimpleNamespace(config=Config(closed.root)), None)
         assert "Permission denied" in answer["problem"]
         with pytest.raises(StoreError, match="Permission denied"):
             read_any_keys(closed.root / "key")
