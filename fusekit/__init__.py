@@ -1,11 +1,10 @@
 """fusekit: GPU kernels compiled ahead of time from declarative specs, launched without the compiler.
 
-    library = fusekit.open_library()
-    kernel = library.load("quickstart/moe-fc1")
+    kernel = fusekit.load("quickstart/moe-fc1")
     kernel(x=x, w=w, offsets=offsets, y=y)
 
-`open_library` needs cuda-bindings; `build`, `capture` and `compile` need the `build` extra. They and `Config` are
-imported on first use.
+`load` and `open_library` need cuda-bindings; `build`, `capture` and `compile` need the `build` extra. They and `Config`
+are imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from fusekit.compiler.build import build
     from fusekit.compiler.capture import capture
     from fusekit.config import Config
-    from fusekit.library import open_library
+    from fusekit.library import load, open_library
     from fusekit.stand_in import compile
 
 __version__ = "0.2.0"
@@ -64,13 +63,14 @@ __all__ = [
     "build",
     "capture",
     "compile",
+    "load",
     "open_library",
 ]
 
 
 _HOMES = {
-    "open_library": "library", "build": "compiler.build", "capture": "compiler.capture", "compile": "stand_in",
-    "Config": "config",
+    "load": "library", "open_library": "library", "build": "compiler.build", "capture": "compiler.capture",
+    "compile": "stand_in", "Config": "config",
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
@@ -160,8 +160,8 @@ class Library:
         return self._open(found, record, cubin, ordinal)
 
     def layer(
-        self, name: str, arch: str | None = None, device: int | None = None, *, ranks: Ranks | None = None,
-        tokens: int | None = None, rows: int | None = None,
+        self, name: str, arch: str | None = None, device: int | Literal["cpu"] | None = None, *,
+        ranks: Ranks | None = None, tokens: int | None = None, rows: int | None = None,
     ) -> Layer:  # fmt: skip
         """Open a layer. Loads no kernel yet.
 
@@ -170,7 +170,9 @@ class Library:
         name : str
             ``file/layer``.
         arch, device
-            As for `load`. The device of a layer over ranks is that of its rank.
+            As for `load`. The device of a layer over ranks is that of its rank. "cpu": the layer computes its
+            definition, slowly, on tensors in host memory; then `name` may be of a spec file that was not built, also
+            ``FILE.toml/layer``.
         ranks : Ranks, optional
             The ranks of a layer with expert parallelism.
         tokens, rows : int, optional
@@ -194,6 +196,13 @@ class Library:
         from fusekit.layers import open_layer
 
         _check_name(name)
+        if isinstance(device, str) and device == "cpu":
+            from fusekit.interop.cpu import cpu_layer
+
+            for key, value in {"arch": arch, "ranks": ranks, "tokens": tokens, "rows": rows}.items():
+                if value is not None:
+                    raise ArgumentError(f'a layer with device="cpu" takes no {key}; leave it out', argument=key)
+            return cpu_layer(self, name)
         return open_layer(self, name, arch, device, ranks=ranks, tokens=tokens, rows=rows)
 
     def layers(self) -> dict[str, Options]:
@@ -387,6 +396,23 @@ class Library:
 
     def __repr__(self) -> str:
         return f"<Library over {', '.join(str(root.path) for root in self.store.roots)}>"
+
+
+def load(
+    name: str, arch: str | None = None, device: int | None = None, problem: Mapping[str, int] | None = None
+) -> Kernel:
+    """`Library.load` of the default library."""
+    return default_library().load(name, arch, device, problem)
+
+
+def default_library() -> Library:
+    """The library over the store of the environment (FUSEKIT_STORE, FUSEKIT_STORES), the same in all of a process."""
+    return _over(Config.given(None))
+
+
+@cache
+def _over(config: Config) -> Library:
+    return Library(config)
 
 
 def _check_name(name: Any) -> None:

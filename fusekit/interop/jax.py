@@ -102,7 +102,7 @@ def operator(
 
 def moe(
     layer: Layer, name: str, *, mesh: Any = None, axis: str | None = None, timeout: int = TIMEOUT, gather: Any = None,
-    in_place: bool = False, platform: str = "CUDA",
+    in_place: bool = False, platform: str | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
     """Registers `layer` with XLA and returns a function that jax.jit and jax.grad see through.
 
@@ -128,8 +128,8 @@ def moe(
     in_place : bool
         The backward pass writes dz over z, which saves as much memory as z takes. XLA copies it before if something
         else still needs it.
-    platform : str
-        XLA's name of the platform.
+    platform : str, optional
+        XLA's name of the platform. Default: "CUDA", or "cpu" for a layer with ``device="cpu"``.
 
     Returns
     -------
@@ -153,6 +153,7 @@ def moe(
             " allow; build it with accumulate = false and add in JAX",
             argument="accumulate",
         )
+    platform = platform or ("cpu" if layer.on_cpu else "CUDA")
     placed = Placed(layer, mesh, axis, timeout, gather, platform)
     layer, inputs = placed.layer, _inputs(layer)
     gradients = {f"d{input}" for input in inputs} & layer.outputs("backward").keys()
@@ -242,7 +243,7 @@ class _Pass:
         self.in_place = in_place and which == "backward"
         self.inputs, self.outputs = self.layer.inputs(which), self.layer.outputs(which)
         self._names = functools.cache(self._of)
-        _register(name, self._launch, platform)
+        _register(name, self._launch, platform, streams=not self.layer.on_cpu)
 
     def reads(self, asked: Collection[str]) -> list[str]:
         """The operands that these outputs need, by name."""
@@ -357,8 +358,9 @@ def _check_names(name: str, wanted: Sequence[str], given: Collection[str], more:
         )
 
 
-def _register(name: str, launch: xla.Launch, platform: str) -> None:
-    jax.ffi.register_ffi_target(name, xla.capsule(xla.handler(launch)), platform=platform, api_version=1)
+def _register(name: str, launch: xla.Launch, platform: str, streams: bool = True) -> None:
+    handler = xla.capsule(xla.handler(launch, streams))
+    jax.ffi.register_ffi_target(name, handler, platform=platform, api_version=1)
 
 
 def _tensors(buffers: list[xla.Buffer], types: Mapping[str, str], device: int) -> Arrays:

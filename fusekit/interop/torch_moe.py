@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fusekit.errors import ArgumentError
 from fusekit.interop.torch_layer import DTYPES, casting, operator_of, quantised
 from fusekit.layers import Layer
+from fusekit.library import default_library
 
 _HOLDERS: WeakSet[MoE] = WeakSet()  # modules that hold their weights in FP8
 _MORE = {"logits": ("logits",), "choices": ("indices", "weights")}  # arguments of a call after x, by router.input
@@ -25,8 +26,7 @@ _EXPERTS = ("w1", "w2", "b1", "b2")  # a rank has those of its own experts
 class MoE(nn.Module):  # type: ignore[misc]
     """A mixture-of-experts layer or dense MLP of a store, with its parameters and gradients.
 
-        layer = fusekit.open_library().layer("qwen3-30b-a3b/moe")
-        moe = MoE(layer, device="cuda")
+        moe = MoE("qwen3-30b-a3b/moe", device="cuda")
         y = moe(hidden_states)
 
     The layouts of weights are the layer's, as its spec says: w1 [X, N, H] and w2 [X, H, I], or with `b_major = "n"`
@@ -49,10 +49,12 @@ class MoE(nn.Module):  # type: ignore[misc]
 
     Parameters
     ----------
-    layer : Layer
-        With `kind = "moe"` or `"mlp"`.
+    layer : Layer or str
+        With `kind = "moe"` or `"mlp"`; or the name of one, ``file/layer``, in the default library.
     device, dtype : optional
-        Of the parameters. Default dtype: the layer's.
+        Of the parameters. Default dtype: the layer's. With a name and "cpu" the module computes the layer's definition,
+        slowly, on tensors in host memory: for tests without a GPU. Then the layer need not be built, and may be one of
+        a spec file: ``FILE.toml/layer``.
     names : dict[str, str], optional
         Names of parameters in this module by their names in the layer. Default: Transformers' (`default_names`).
     aux_coefficient : float
@@ -75,11 +77,14 @@ class MoE(nn.Module):  # type: ignore[misc]
     """
 
     def __init__(
-        self, layer: Layer, *, device: Any = None, dtype: Any = None, names: Mapping[str, str] | None = None,
+        self, layer: Layer | str, *, device: Any = None, dtype: Any = None, names: Mapping[str, str] | None = None,
         aux_coefficient: float = 0.001, group: Any = None, timeout: int = 60_000, cluster_margin: int | None = None,
         in_place: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        if isinstance(layer, str):
+            on_cpu = device is not None and torch.device(device).type == "cpu"
+            layer = default_library().layer(layer, device="cpu" if on_cpu else None)
         if group is not None:
             layer = _over(layer, group, timeout)
         self.operator = operator_of(layer, cluster_margin, in_place)

@@ -1,4 +1,4 @@
-"""Arrays of frameworks without bfloat16, such as Numba's, seen as bf16: the same memory under another dtype."""
+"""Arrays of frameworks without bfloat16, such as Numba's or NumPy's, seen as bf16: the same memory, another dtype."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _TYPESTRS = {name: f"<{typestr}" for typestr, name in by("typestr").items()}
 
 
 class View:
-    """`array` as elements of another type, by ``__cuda_array_interface__``; keeps the array alive."""
+    """`array` as elements of another type, by the array interface of CUDA or of NumPy; keeps the array alive."""
 
     def __init__(self, array: Any, dtype: str) -> None:
-        shown = dict(array.__cuda_array_interface__)
+        interface = "__cuda_array_interface__" if hasattr(array, "__cuda_array_interface__") else "__array_interface__"
+        shown = dict(getattr(array, interface))
         if dtype not in _TYPESTRS:
             raise ArgumentError(f"dtype {dtype!r}; known here are {', '.join(_TYPESTRS)}")
         if int(shown["typestr"][2:]) != DTYPES[dtype].bytes:
@@ -22,9 +23,9 @@ class View:
         shown["typestr"] = _TYPESTRS[dtype]
         shown.pop("descr", None)
         self.array = array
-        self.__cuda_array_interface__ = shown
+        setattr(self, interface, shown)
 
 
 def as_dtype(array: Any, dtype: str) -> View:
-    """`array`, of any framework that shows ``__cuda_array_interface__``, with its elements read as `dtype`."""
+    """`array`, of NumPy or a framework that shows ``__cuda_array_interface__``, with its elements read as `dtype`."""
     return View(array, dtype)

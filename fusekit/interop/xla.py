@@ -110,8 +110,10 @@ Launch = Callable[[list[Buffer], dict[str, float | int], int], None]
 """Takes a call's buffers, arguments then results, its attributes, which are numbers, and the stream's handle."""
 
 
-def handler(launch: Launch) -> Any:
+def handler(launch: Launch, streams: bool = True) -> Any:
     """A handler that XLA can call: it answers what XLA asks at registration and hands every execution to `launch`.
+
+    streams: whether the platform has streams, which the CPU has not.
 
     What `launch` raises becomes an error of the computation. The handler is never freed: XLA has no way to give it up.
     """
@@ -123,7 +125,7 @@ def handler(launch: Launch) -> Any:
                 return None
             given = [frame.args.items[index].contents for index in range(frame.args.size)]
             given += [frame.rets.items[index].contents for index in range(frame.rets.size)]
-            return _launch(frame, launch, given, _numbers(frame.attributes))
+            return _launch(frame, launch, given, _numbers(frame.attributes), streams)
         except Exception as error:
             return _error(frame, INTERNAL, f"{type(error).__name__}: {error}")
 
@@ -156,10 +158,12 @@ def _numbers(attributes: Attributes) -> dict[str, float | int]:
     return numbers
 
 
-def _launch(frame: CallFrame, launch: Launch, given: list[Buffer], scalars: dict[str, float | int]) -> int | None:
+def _launch(
+    frame: CallFrame, launch: Launch, given: list[Buffer], scalars: dict[str, float | int], streams: bool
+) -> int | None:
     from fusekit.errors import FusekitError
 
-    failed, stream = stream_of(frame)
+    failed, stream = stream_of(frame) if streams else (None, 0)
     if failed:
         return failed
     try:

@@ -106,12 +106,14 @@ def check_tensors(
     return tokens, views[lead].device, {name: tensors[name][0] for name in compact}
 
 
-def check_addresses(layer_name: str, tensors: dict[str, tuple[int, View]], outputs: Collection[str]) -> None:
+def check_addresses(
+    layer_name: str, tensors: dict[str, tuple[int, View]], outputs: Collection[str], alignment: int | None = None
+) -> None:  # fmt: skip
     """Repeats the checks that depend on addresses alone. Raises ArgumentError."""
     for name in ("kept", "scratch"):
         if name in tensors:
             address, view = tensors.pop(name)
-            check_aligned(name, address, view)
+            check_aligned(name, address, view, alignment=alignment)
     refuse_overlaps(layer_name, tensors, outputs)
 
 

@@ -36,6 +36,7 @@ class Launching:
     program: Program
     _library: Library
     _kernels: LayerKernels
+    _alignment: int | None = None  # of `kept` and `scratch`; None: that of devices
     _moving: Recent[Any, list[MovingPass]]  # that no thread is launching, by all of a call's arguments but addresses
 
     def kernel_name(self, part: str, tokens: int) -> str:
@@ -83,7 +84,7 @@ class Launching:
             moving = self._bind_moving(which, kept, scratch, arguments, cluster_margin, in_place)
         else:
             if not moving.knows(addresses):
-                check_addresses(self.name, moving.lying(addresses), outputs)
+                check_addresses(self.name, moving.lying(addresses), outputs, self._alignment)
                 moving.trust(addresses)
             moving.move(addresses)
         # Every launch is checked before the first is queued: half a pass would leave half of the sums updated.
@@ -189,8 +190,11 @@ class Launching:
         plan = self._plan(which, tokens, asked, compact.keys() & asked, in_place)
         driver = self._library.devices.driver
         memory = compact | {
-            "kept": whole(kept, "kept", plan.kept_bytes if which in (FORWARD, BACKWARD) else 0, device, driver),
-            "scratch": whole(scratch, "scratch", plan.scratch_bytes, device, driver),
+            name: whole(tensor, name, needed, device, driver, self._alignment)
+            for name, tensor, needed in (
+                ("kept", kept, plan.kept_bytes if which in (FORWARD, BACKWARD) else 0),
+                ("scratch", scratch, plan.scratch_bytes),
+            )
         }
         slices: dict[str, Any] = {}
         inputs = self.program.arguments(which)[0]

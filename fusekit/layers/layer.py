@@ -32,6 +32,7 @@ class Layer(Launching):
     "quantise", which makes FP8 values of the weights for the others.
     """
 
+    on_cpu = False
     _shares = True  # kernels and plans with equal layers
 
     def __init__(

@@ -15,7 +15,9 @@ __all__ = ["ALIGNMENT", "Slice", "whole"]
 ALIGNMENT = 128  # bytes, as XLA aligns its buffers; kernels need 16
 
 
-def whole(tensor: Any, name: str, needed: int, device: int, driver: Driver) -> int:
+def whole(
+    tensor: Any, name: str, needed: int, device: int, driver: Driver, alignment: int | None = None
+) -> int:  # fmt: skip
     """The address of memory of at least `needed` bytes. Raises ArgumentError."""
     if needed == 0:
         return 0
@@ -25,22 +27,24 @@ def whole(tensor: Any, name: str, needed: int, device: int, driver: Driver) -> i
     view = describe(meta, name)
     size = DTYPES[view.dtype].bytes * prod(view.shape)
     if view.strides != compact_strides(view.shape) or size < needed or view.device != device:
-        raise _refused(name, address, view, needed, device)
-    check_aligned(name, address, view, needed)
+        raise _refused(name, address, view, needed, device, alignment)
+    check_aligned(name, address, view, needed, alignment)
     return address
 
 
-def check_aligned(name: str, address: int, view: View, needed: int = 0) -> None:
+def check_aligned(name: str, address: int, view: View, needed: int = 0, alignment: int | None = None) -> None:
     """Raises ArgumentError for memory that is not aligned."""
-    if address % ALIGNMENT:
-        raise _refused(name, address, view, needed, view.device)
+    if address % (alignment or ALIGNMENT):
+        raise _refused(name, address, view, needed, view.device, alignment)
 
 
-def _refused(name: str, address: int, view: View, needed: int, device: int) -> ArgumentError:
+def _refused(
+    name: str, address: int, view: View, needed: int, device: int, alignment: int | None
+) -> ArgumentError:  # fmt: skip
     size = DTYPES[view.dtype].bytes * prod(view.shape)
     return ArgumentError(
         f"{name} is {size} bytes of shape {list(view.shape)}, strides {list(view.strides)}, at {address:#x} on"
-        f" device {view.device}; it must be {needed or size} contiguous bytes at a multiple of {ALIGNMENT} on device"
-        f" {device}",
+        f" device {view.device}; it must be {needed or size} contiguous bytes at a multiple of"
+        f" {alignment or ALIGNMENT} on device {device}",
         argument=name,
     )

@@ -20,10 +20,10 @@ from fusekit.config import Config
 from fusekit.reference import decode, encode, route
 from fusekit.reference import gemm as reference_gemm
 from fusekit.reference.permutation import index, unpermute
+from fusekit.reference.steps import wide
 from fusekit.spec import KernelSpec, parse_text
 from fusekit.store import Entry, NameRecord, Store, key_of
 from fusekit_cli.main import main
-from tests.layers.host import wide
 from tests.plan import layer_meaning
 from tests.runtime.fake import OK, FakeDriver, Launched
 from tests.runtime.samples import CUBIN

@@ -116,6 +116,19 @@ def test_a_layer_with_a_recipe(jax_layer, case):
     assert not [part for part in parts(layer) if part in quantise]
 
 
+def test_a_layer_of_the_cpu():
+    from fusekit.interop import jax as interop
+    from fusekit.interop.cpu import CpuLayer
+
+    layer = CpuLayer(layer_of("gpt-oss"))
+    f = interop.moe(layer, "fusekit_test_cpu")  # for XLA's CPU, which has no streams
+    x, params, more = inputs_of(layer)
+    plain_of = plain(layer.options)
+    close(jax.jit(f)(x, params, **more), plain_of(x, params, **more))
+    gradients, wanted = (jax.jit(jax.grad(total(each), (0, 1)))(x, params, more) for each in (f, plain_of))
+    close(gradients, wanted)
+
+
 def test_nothing_is_kept_without_a_derivative(jax_layer):
     layer, f = jax_layer(layer_of("gpt-oss"))
     x, params, _ = inputs_of(layer)

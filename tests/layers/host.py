@@ -1,15 +1,10 @@
 """A layer whose kernels are their formulas in float64, on host memory: everything else is the layer's own."""
 
-import ctypes
-from types import SimpleNamespace
-
 import numpy as np
 
-from fusekit.dtypes import DTYPES
-from fusekit.layers import Layer
+from fusekit.interop.cpu import CpuLayer, array_of, host_tensor
 from fusekit.layers.memory import Slice
-from fusekit.plan.layer import program
-from fusekit.reference import codes, decode, encode, held
+from fusekit.reference import steps
 from fusekit.runtime.recent import Recent
 from tests.plan import layer_meaning
 from tests.plan.test_layer_program import options
@@ -17,29 +12,30 @@ from tests.plan.test_layer_program import options
 ALIGNMENT = 64  # of memory that XLA and PyTorch give on the CPU; set fusekit.layers.memory.ALIGNMENT to it
 
 
-class HostLayer(Layer):
+class HostLayer(CpuLayer):
     """The layer of `options`. passes: each one's name, tokens, and outputs asked for; launched: the parts that ran, in
-    order, with their streams; in_place: that of each backward pass. It takes tensors of PyTorch on the CPU, and what
-    else has an address on "device" 0.
+    order, with their streams; in_place: that of each backward pass. What has an address is on "device" 0, and memory is
+    aligned as that of a GPU.
     """
 
+    on_cpu = False  # it takes streams
+    _alignment = None
+
     def __init__(self, options):
-        self.name, self.options, self.program = f"{options.file}/{options.name}", options, program(options)
-        driver = SimpleNamespace(annotate=None)
-        self._library = SimpleNamespace(devices=SimpleNamespace(driver=driver, current=lambda: 0))
-        self._arch = self._device = None
-        self._records = {}
+        super().__init__(options)
         self._moving = Recent(128)
-        self._kernels = SimpleNamespace(plans=Recent(64))
         self.passes, self.launched, self.loaded, self.margins, self.in_place = [], [], [], [], []
 
     def load(self, tokens=None, *, devices=()):
         self.loaded.append(tokens)
         self.prepared = list(devices)
 
+    @property
+    def _identity(self):
+        return id(self), self.name
+
     def _call(self, which, kept, scratch, arguments, stream, cluster_margin=None, in_place=False):
-        arguments = {name: placed(tensor) for name, tensor in arguments.items()}
-        kept, scratch = placed(kept), placed(scratch)
+        kept, scratch, arguments = self._placed(which, kept, scratch, arguments)
         if scratch is not None:
             bytes_of(scratch)[...] = 0xFF
         if kept is not None and which == "forward":
@@ -51,31 +47,28 @@ class HostLayer(Layer):
         self.margins.append((which, cluster_margin))
         if which == "backward":
             self.in_place.append(in_place)
-        super()._call(which, kept, scratch, arguments, stream, cluster_margin, in_place)
-
-    def _refuse_capture(self, which, arguments, stream):
-        """There is no driver to ask."""
+        super(CpuLayer, self)._call(which, kept, scratch, arguments, stream, cluster_margin, in_place)
 
     def _kernel(self, part, dims):
-        return SimpleNamespace(bind=lambda **given: Launched(self, part, dims, given))
+        kernel = super()._kernel(part, dims)
+        bind = kernel.bind
+        kernel.bind = lambda **given: Launched(self, part, bind(**given))
+        return kernel
 
 
 class Launched:
-    """A launch of a part of a `HostLayer`, as a bound kernel's."""
+    """A launch of a part of a `HostLayer`, which notes it."""
 
-    def __init__(self, layer, part, dims, given):
-        given.pop("cluster_margin", None)
-        self.layer, self.part, self.dims, self.given = layer, part, dims, given
+    def __init__(self, layer, part, launch):
+        self.layer, self.part, self.launch = layer, part, launch
+        self.place = launch.place
 
     @property
     def addresses(self):
-        return {name: tensor.data_ptr() for name, tensor in self.given.items()}
-
-    def place(self, addresses):
-        self.given = moved(self.given, addresses)
+        return self.launch.addresses
 
     def __call__(self, stream):
-        compute(self.layer.program.parts[self.part], self.given, self.dims)
+        self.launch(stream)
         self.layer.launched.append((self.part, stream))
 
 
@@ -94,57 +87,30 @@ def host(**said):
 
 def compute(keys, tensors, dims, change=lambda outputs: None):
     """What the kernel with the table `keys` writes into its tensors. change: given the results by name, unrounded."""
-    arrays = {name: array(tensor) for name, tensor in tensors.items()}
     with np.errstate(all="ignore"):  # of memory that nothing has written yet
-        given = {name: wide(each, tensors[name].dtype) for name, each in arrays.items()}
+        given = {name: taken(tensor) for name, tensor in tensors.items()}
         outputs = layer_meaning.OPERATIONS[keys["op"]](keys, given, dims)
         change(outputs)
         for name, values in outputs.items():
-            if name not in arrays or values is None:
-                continue
-            if keys.get("accumulate") and name in ("dw", "dbias"):
-                values = values + given[name]
-            put(tensors[name], values)
+            if name in tensors and values is not None:
+                added = keys.get("accumulate") and name in ("dw", "dbias")
+                put(tensors[name], values + given[name] if added else values)
 
 
 def put(tensor, values):
     """Writes float64 or int64 into the tensor, rounded."""
-    dtype = tensor.dtype
-    if dtype == "e4m3":
-        array(tensor)[...] = codes.encode(values, dtype)
-        return
-    array(tensor)[...] = encode(values, dtype) if dtype in ("bf16", "fp16") else values.astype(held(dtype))
+    array_of(tensor)[...] = steps.rounded(values, tensor.dtype)
 
 
 def taken(tensor):
     """The tensor in float64 or int64."""
-    return wide(array(tensor), tensor.dtype)
-
-
-def wide(values, dtype):
-    """float64 or int64; of codes what they are worth without their scales."""
-    if dtype == "e4m3":
-        return codes.decode(values, dtype).astype(np.float64)
-    values = decode(values, dtype) if dtype in ("bf16", "fp16") else values
-    return values.astype(np.int64 if values.dtype.kind in "iu" else np.float64)
-
-
-def array(tensor):
-    """The tensor's memory, as NumPy holds it."""
-    size = int(np.prod(tensor.shape)) * DTYPES[tensor.dtype].bytes
-    memory = (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else bytearray()
-    return np.frombuffer(memory, held(tensor.dtype)).reshape(tensor.shape)
+    return steps.wide(array_of(tensor), tensor.dtype)
 
 
 def bytes_of(tensor):
-    return array(Slice(tensor.data_ptr(), (array(tensor).nbytes,), "u8", 0))
+    return array_of(Slice(tensor.data_ptr(), (array_of(tensor).nbytes,), "u8", 0))
 
 
 def placed(tensor):
     """A tensor of PyTorch on the CPU as one of "device" 0; what is of a device stays."""
-    if tensor is None or isinstance(getattr(tensor, "device", None), int):
-        return tensor
-    assert tensor.is_contiguous(), tensor
-    dtype = {DTYPES[name].framework: name for name in ("bf16", "fp16", "f32", "i32", "u8", "e4m3")}
-    kind = str(tensor.dtype).rpartition(".")[2]
-    return Slice(tensor.data_ptr(), tuple(tensor.shape), dtype.get(kind, kind), 0)
+    return host_tensor(tensor, "tensor", False)

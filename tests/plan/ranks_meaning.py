@@ -8,7 +8,7 @@ import numpy as np
 
 from fusekit.plan.layer.program import CHECKED, KEPT
 from fusekit.plan.layer.ranks import WINDOWS, room
-from fusekit.reference import exchange
+from fusekit.reference import exchange, permutation
 
 from . import layer_meaning
 
@@ -117,7 +117,7 @@ def combine(keys, reads, world, step):
             total = sum(own[f"addend{number}"] for number in range(keys["addends"])) + np.zeros((len(owners), 1))
             for source, other in enumerate(reads):
                 factors = other["weights"][places] if keys["weighted"] else None
-                part = layer_meaning.permutation.unpermute(other["x"], other["inverse"][places], factors)[0]
+                part = permutation.unpermute(other["x"], other["inverse"][places], factors)[0]
                 total = total + np.where((owners == source).any(axis=1)[:, None], part, 0)
             results[rank]["y"] = total
     if keys.get("overflow"):
