@@ -121,17 +121,18 @@ class CpuLayer(Layer):
 
     def _call(
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], stream: Any,
-        cluster_margin: int | None = None, in_place: bool = False,
+        cluster_margin: int | None = None, in_place: bool = False, sm_count: int | None = None,
     ) -> None:  # fmt: skip
         stream_handle(stream)
         given = self._placed(which, kept, scratch, arguments)
-        super()._call(which, *given, 0, cluster_margin, in_place)
+        super()._call(which, *given, 0, cluster_margin, in_place, sm_count)
 
     def _bind(
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None = None,
-        in_place: bool = False,
+        in_place: bool = False, sm_count: int | None = None,
     ) -> Pass:  # fmt: skip
-        return super()._bind(which, *self._placed(which, kept, scratch, arguments), cluster_margin, in_place)
+        given = self._placed(which, kept, scratch, arguments)
+        return super()._bind(which, *given, cluster_margin, in_place, sm_count)
 
     def _placed(
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any]
@@ -152,7 +153,8 @@ class Formula:
     """A launch of a part of a `CpuLayer`, as a bound kernel's. keys: the part's table."""
 
     def __init__(self, keys: Mapping[str, Any], dims: Mapping[str, int], given: dict[str, Any]) -> None:
-        given.pop("cluster_margin", None)
+        for setting in ("cluster_margin", "sm_count"):  # of a GPU
+            given.pop(setting, None)
         self._keys, self._dims, self._given = keys, dims, given
 
     @property

@@ -45,9 +45,10 @@ class Launching:
 
     def _bind(
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None = None,
-        in_place: bool = False,
+        in_place: bool = False, sm_count: int | None = None,
     ) -> Pass:  # fmt: skip
-        plan, calls, places = self._resolve(which, kept, scratch, arguments, cluster_margin, in_place)
+        settings = _settings(cluster_margin, sm_count)
+        plan, calls, places = self._resolve(which, kept, scratch, arguments, settings, in_place)
         launches = self._in_order(plan, self._bound(calls, places))
         given = {**arguments, "kept": kept, "scratch": scratch}
         return Pass(launches, given, plan.written, self._shared(which), run=self._runner(which))
@@ -61,11 +62,11 @@ class Launching:
 
     def _call(
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], stream: Any,
-        cluster_margin: int | None = None, in_place: bool = False,
+        cluster_margin: int | None = None, in_place: bool = False, sm_count: int | None = None,
     ) -> None:  # fmt: skip
         handle = stream if type(stream) is int else handle_of(stream, (*arguments.values(), kept, scratch))
         driver, outputs = self._library.devices.driver, self.program.arguments(which)[1]
-        key: list[Any] = [which, cluster_margin, in_place]
+        key: list[Any] = [which, cluster_margin, in_place, sm_count]
         addresses: list[int] = []
         for name, tensor in (*arguments.items(), ("kept", kept), ("scratch", scratch)):
             if tensor is not None:
@@ -81,7 +82,8 @@ class Launching:
             moving = self._moving[signature].pop()
         except (KeyError, IndexError, TypeError):  # new, in use by a thread, or unhashable: refused below
             self._refuse_capture(which, arguments, handle)
-            moving = self._bind_moving(which, kept, scratch, arguments, cluster_margin, in_place)
+            settings = _settings(cluster_margin, sm_count)
+            moving = self._bind_moving(which, kept, scratch, arguments, settings, in_place)
         else:
             if not moving.knows(addresses):
                 check_addresses(self.name, moving.lying(addresses), outputs, self._alignment)
@@ -120,7 +122,7 @@ class Launching:
         return tokens
 
     def _bind_moving(
-        self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None,
+        self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], settings: dict[str, int],
         in_place: bool,
     ) -> MovingPass:  # fmt: skip
         """A pass for arguments of these shapes, at their addresses so far."""
@@ -135,7 +137,7 @@ class Launching:
             for name, view in views.items()
         }
         kept, scratch = (slices.pop(name, None) for name in ("kept", "scratch"))
-        plan, calls, places = self._resolve(which, kept, scratch, slices, cluster_margin, in_place)
+        plan, calls, places = self._resolve(which, kept, scratch, slices, settings, in_place)
         launches = self._bound(calls, places)
         names = list(views)
         numbers = {name: number for number, name in enumerate(names)}
@@ -178,7 +180,7 @@ class Launching:
         raise NotImplementedError
 
     def _resolve(
-        self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None,
+        self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], settings: dict[str, int],
         in_place: bool,
     ) -> tuple[PassPlan, list[tuple[Kernel, dict[str, Any]]], list[dict[str, tuple[str, int]]]]:  # fmt: skip
         """The plan of a pass; each kernel with its arguments; and where each of its tensors outside windows lies, as
@@ -198,7 +200,6 @@ class Launching:
         }
         slices: dict[str, Any] = {}
         inputs = self.program.arguments(which)[0]
-        margin = {} if cluster_margin is None else {"cluster_margin": cluster_margin}
 
         def tensor(buffer: Buffer) -> Any:
             name, where = buffer.name, plan.place(buffer, given, inputs)
@@ -215,7 +216,7 @@ class Launching:
                 kernel,
                 {argument: tensor(buffer) for argument, buffer in buffers.items()}
                 | self._together(step.window)
-                | margin,
+                | settings,
             )
             for step, kernel, buffers in plan.steps
         ]
@@ -257,3 +258,9 @@ class Launching:
 
     def _kernel(self, part: str, dims: Mapping[str, int]) -> Kernel:
         return self._kernels.load(self.kernel_name(part, self._chosen_for(dims["T"])))
+
+
+def _settings(cluster_margin: int | None, sm_count: int | None) -> dict[str, int]:
+    """What each kernel of a pass is given besides its arguments."""
+    settings = {"cluster_margin": cluster_margin, "sm_count": sm_count}
+    return {name: value for name, value in settings.items() if value is not None}

@@ -128,8 +128,9 @@ class Layer(Launching):
         return Sizes(self.program.kept(dims)[1], scratch[0], scratch[1], scratch[2], codes=codes)
 
     def bind_forward(
-        self, *, kept: Any = None, scratch: Any = None, cluster_margin: int | None = None, **arguments: Any
-    ) -> Pass:
+        self, *, kept: Any = None, scratch: Any = None, cluster_margin: int | None = None,
+        sm_count: int | None = None, **arguments: Any,
+    ) -> Pass:  # fmt: skip
         """Binds the forward pass to the caller's memory.
 
         Parameters
@@ -141,6 +142,9 @@ class Layer(Launching):
             Device memory of `sizes(tokens).forward` (or `inference`) bytes, likewise.
         cluster_margin : int, optional
             Clusters of SMs that each GEMM leaves to other kernels. Default: the spec's, which is 0.
+        sm_count : int, optional
+            The SMs that the grids of the GEMMs are made for. Default: those of the stream, which are all of the
+            device's, or those of its green context.
         **arguments : tensor
             `inputs` and `outputs` by name, with their shapes and dtypes. An output may be left out.
 
@@ -153,17 +157,18 @@ class Layer(Launching):
         ArgumentError
             Names the argument. Loading a kernel raises what `Library.load` raises.
         """
-        return self._bind(FORWARD if kept is not None else INFERENCE, kept, scratch, arguments, cluster_margin)
+        which = FORWARD if kept is not None else INFERENCE
+        return self._bind(which, kept, scratch, arguments, cluster_margin, sm_count=sm_count)
 
     def bind_backward(
         self, *, kept: Any = None, scratch: Any = None, cluster_margin: int | None = None, in_place: bool = False,
-        **arguments: Any,
+        sm_count: int | None = None, **arguments: Any,
     ) -> Pass:  # fmt: skip
         """Binds the backward pass, which follows a forward pass with the same `kept`; see `bind_forward`.
 
         Parameters
         ----------
-        kept, scratch, cluster_margin
+        kept, scratch, cluster_margin, sm_count
             As for `bind_forward`; `scratch` has `sizes(tokens).backward` bytes.
         in_place : bool
             Overwrite `kept`, such as z by dz, which saves scratch memory. Each forward pass then allows one backward
@@ -180,7 +185,7 @@ class Layer(Launching):
         ------
         ArgumentError
         """
-        return self._bind(BACKWARD, kept, scratch, arguments, cluster_margin, in_place)
+        return self._bind(BACKWARD, kept, scratch, arguments, cluster_margin, in_place, sm_count)
 
     def bind_quantise(self, **arguments: Any) -> Pass:
         """Binds the pass that quantises the weights of a layer with a recipe: w1 to w1_q, w1_s, w1_t, w1_ts, and so on.
@@ -208,17 +213,18 @@ class Layer(Launching):
 
     def forward(
         self, *, stream: Any = None, kept: Any = None, scratch: Any = None, cluster_margin: int | None = None,
-        **arguments: Any,
+        sm_count: int | None = None, **arguments: Any,
     ) -> None:  # fmt: skip
         """Queues a forward pass on `stream`, without binding it first; otherwise as `bind_forward`."""
-        self._call(FORWARD if kept is not None else INFERENCE, kept, scratch, arguments, stream, cluster_margin)
+        which = FORWARD if kept is not None else INFERENCE
+        self._call(which, kept, scratch, arguments, stream, cluster_margin, sm_count=sm_count)
 
     def backward(
         self, *, stream: Any = None, kept: Any = None, scratch: Any = None, cluster_margin: int | None = None,
-        in_place: bool = False, **arguments: Any,
+        in_place: bool = False, sm_count: int | None = None, **arguments: Any,
     ) -> None:  # fmt: skip
         """Queues a backward pass on `stream`, without binding it first; otherwise as `bind_backward`."""
-        self._call(BACKWARD, kept, scratch, arguments, stream, cluster_margin, in_place)
+        self._call(BACKWARD, kept, scratch, arguments, stream, cluster_margin, in_place, sm_count)
 
     def load(self, tokens: int | None = None, *, devices: Iterable[int] = ()) -> None:
         """Loads every kernel now: the first call would, and the capture of a CUDA graph cannot.

@@ -19,7 +19,7 @@ from fusekit.plan.exchange import GRAIN, waiting
 from fusekit.plan.layer import Buffer, Options
 from fusekit.plan.layer.program import BACKWARD, CHECKED, INFERENCE
 from fusekit.plan.layer.ranks import arrives, room, stores, window_sizes
-from fusekit.runtime.side_stream import SideStream
+from fusekit.runtime.side_stream import Queue, Run, SideStream
 
 if TYPE_CHECKING:
     from fusekit.library import Library
@@ -201,16 +201,31 @@ class RankedLayer(Layer):
 
     def _call(
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], stream: Any,
-        cluster_margin: int | None = None, in_place: bool = False,
+        cluster_margin: int | None = None, in_place: bool = False, sm_count: int | None = None,
     ) -> None:  # fmt: skip
         if self.ranks is not None and time.monotonic() - self._looked > _SECONDS:
             self._look()
             self._looked = time.monotonic()
         if not all(window.peers for window in self._shared(which)):
             self._moving.clear()  # they launch on windows that were closed; binding again raises
-        super()._call(which, kept, scratch, arguments, stream, cluster_margin, in_place)
+        super()._call(which, kept, scratch, arguments, stream, cluster_margin, in_place, sm_count)
         for window in self._shared(which):
             window.user = None
+
+    def _runner(self, which: str) -> Run:
+        queue = super()._runner(which)
+
+        def run(launches: Sequence[Queue], stream: int) -> None:
+            if part := self.devices.part_of(stream):
+                raise ArgumentError(
+                    f"{self.name}: the stream {stream:#x} is of a green context of {part} multiprocessors; a layer over"
+                    " ranks needs the whole device, for some of its launches wait for others; give a stream of the"
+                    " whole device, and reserve SMs with cluster_margin",
+                    argument="stream",
+                )
+            queue(launches, stream)
+
+        return run
 
     def _shared(self, which: str) -> Sequence[Window]:
         return [self._windows[name] for name in self._used[which] if name in self._windows]

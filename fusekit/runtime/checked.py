@@ -187,25 +187,30 @@ class CheckedKernel(Kernel):
             raise
 
     def __call__(
-        self, *, stream: Any = None, cluster_margin: int | None = None, priority: int | None = None, **arguments: Any
-    ) -> None:
+        self, *, stream: Any = None, cluster_margin: int | None = None, priority: int | None = None,
+        sm_count: int | None = None, **arguments: Any,
+    ) -> None:  # fmt: skip
         """As `Kernel.__call__`."""
         handle = stream if type(stream) is int else handle_of(stream, arguments.values())
-        plan, addresses, _ = self._resolve(arguments, cluster_margin, priority)
+        plan, addresses, _ = self._resolve(arguments, cluster_margin, priority, sm_count)
         if not plan.skip:
             plan.place(addresses)  # raises before the check is launched
             self.checks.launch(self.name, plan, addresses, handle)
-            super().__call__(stream=handle, cluster_margin=cluster_margin, priority=priority, **arguments)
+            settings = {"cluster_margin": cluster_margin, "priority": priority, "sm_count": sm_count}
+            super().__call__(stream=handle, **settings, **arguments)
 
     def prepare(self, device: int) -> None:
         """As `Kernel.prepare`."""
         super().prepare(device)
         self.checks.prepare(device)
 
-    def bind(self, *, cluster_margin: int | None = None, priority: int | None = None, **arguments: Any) -> Launch:
+    def bind(
+        self, *, cluster_margin: int | None = None, priority: int | None = None, sm_count: int | None = None,
+        **arguments: Any,
+    ) -> Launch:  # fmt: skip
         """As `Kernel.bind`."""
         kind = CheckedLaunches if self.record.then else CheckedLaunch
-        return kind(self, arguments, (cluster_margin, priority))
+        return kind(self, arguments, (cluster_margin, priority, sm_count))
 
 
 class CheckedLaunch(Launch):

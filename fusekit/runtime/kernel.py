@@ -105,8 +105,9 @@ class Kernel(SharedHandle):
         return f"<Kernel {self.name} for {self.arch}>"
 
     def __call__(
-        self, *, stream: Any = None, cluster_margin: int | None = None, priority: int | None = None, **arguments: Any
-    ) -> None:
+        self, *, stream: Any = None, cluster_margin: int | None = None, priority: int | None = None,
+        sm_count: int | None = None, **arguments: Any,
+    ) -> None:  # fmt: skip
         """Queues a launch on `stream`, on the device of the tensors.
 
         Parameters
@@ -117,6 +118,9 @@ class Kernel(SharedHandle):
             Reserved clusters: the launch leaves their SMs to other kernels. Default: the spec's.
         priority : int, optional
             Of this launch's blocks, as in cuStreamCreateWithPriority: lower is sooner. Default: the stream's.
+        sm_count : int, optional
+            The multiprocessors that the grid of a persistent kernel is made for. Default: those of the stream, which
+            are all of the device's, or those of its green context.
         **arguments : tensor or number
             The record's tensors and scalars by name, with their shapes and dtypes; outputs, too.
 
@@ -128,9 +132,10 @@ class Kernel(SharedHandle):
             If the driver refuses the launch.
         """
         handle = stream if type(stream) is int else handle_of(stream, arguments.values())
-        plan, addresses, scalars = self._resolve(arguments, cluster_margin, priority)
+        plan, addresses, scalars = self._resolve(arguments, cluster_margin, priority, sm_count)
         if plan.skip:
             return
+        plan = plan.on(handle, self._devices)
         if plan.then:
             launch_parts(filled(plan, addresses, scalars), handle)
             return
@@ -139,10 +144,13 @@ class Kernel(SharedHandle):
         launch(plan, block, handle)
         plan.spare.append(block)
 
-    def bind(self, *, cluster_margin: int | None = None, priority: int | None = None, **arguments: Any) -> Launch:
+    def bind(
+        self, *, cluster_margin: int | None = None, priority: int | None = None, sm_count: int | None = None,
+        **arguments: Any,
+    ) -> Launch:  # fmt: skip
         """Checks and packs the arguments once, for many launches on the same memory. Otherwise as a call."""
         kind = Launches if self.record.then else Launch
-        return kind(self, arguments, (cluster_margin, priority))
+        return kind(self, arguments, (cluster_margin, priority, sm_count))
 
     def prepare(self, device: int) -> None:
         """Loads the kernel on one more device, as the first launch there would; a capture cannot.
@@ -190,13 +198,13 @@ class Kernel(SharedHandle):
                 check(api.cuLibraryUnload(library), "cuLibraryUnload")
 
     def _resolve(
-        self, arguments: dict[str, Any], cluster_margin: int | None, priority: int | None
+        self, arguments: dict[str, Any], cluster_margin: int | None, priority: int | None, sm_count: int | None
     ) -> tuple[LaunchPlan, list[int], _Scalars]:
         """The plan for these arguments, the tensors' addresses, the scalars. On the launch path: no checks here."""
         if self._peers:
             arguments = self.spread(arguments)
         addresses: list[int] = []
-        key: list[Any] = [cluster_margin, priority]
+        key: list[Any] = [cluster_margin, priority, sm_count]
         try:
             for name in self._tensors:
                 tensor = arguments[name]
@@ -204,7 +212,7 @@ class Kernel(SharedHandle):
                 key.append((tensor.dtype, tensor.shape, tensor.stride(), tensor.device))
         except (AttributeError, KeyError):  # not tensors as PyTorch has them, or not all of them
             addresses, metas = self._read(arguments)
-            key[2:] = metas
+            key[3:] = metas
         if len(arguments) == len(self._tensors) and self._default_scalars is not None:
             scalars = self._default_scalars
         else:
@@ -215,14 +223,19 @@ class Kernel(SharedHandle):
         try:
             plan = self._plans[signature]
         except KeyError:
-            plan = self._plan(key[2 : 2 + len(self._tensors)], cluster_margin, priority, scalars)
+            settings = Settings(
+                self.margin if cluster_margin is None else check_margin(cluster_margin), check_priority(priority),
+                check_sm_count(sm_count),
+            )  # fmt: skip
+            plan = self._plan(key[3 : 3 + len(self._tensors)], settings, scalars)
             self._plans.remember(signature, plan)
             if (log := debug_log()) is not None:
                 log.debug("new plan: %s", description(plan))
         except TypeError:
             check_margin(0 if cluster_margin is None else cluster_margin)
             check_priority(priority)
-            raise unhashable(key[2:], self._tensors) from None
+            check_sm_count(sm_count)
+            raise unhashable(key[3:], self._tensors) from None
         return plan, addresses, scalars
 
     def spread(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -258,22 +271,30 @@ class Kernel(SharedHandle):
             check_names(self.record, arguments, self.defaults, self.name)
         return values
 
-    def _plan(self, metas: list[Any], margin: int | None, priority: int | None, scalars: _Scalars) -> LaunchPlan:
+    def _plan(self, metas: list[Any], settings: Settings, scalars: _Scalars) -> LaunchPlan:
         try:
-            return self._new_plan(metas, margin, priority, scalars)
+            return self._new_plan(metas, settings, scalars)
         except RecordError as error:  # a divisor of 0, made of this call's numbers
             raise ArgumentError(f"{self.name} cannot be launched on these arguments: {error}") from error
 
-    def _new_plan(self, metas: list[Any], margin: int | None, priority: int | None, scalars: _Scalars) -> LaunchPlan:
+    def _new_plan(self, metas: list[Any], settings: Settings, scalars: _Scalars) -> LaunchPlan:
         views = [describe(meta, name) for meta, name in zip(metas, self._tensors, strict=True)]
         given, views = views, placed(self.record, views) if self._peers else views
         bound = bind(self.record, views)
-        settings = Settings(self.margin if margin is None else check_margin(margin), check_priority(priority))
         loaded = self._prepare(self._devices.get(self.device if bound.device < 0 else bound.device))
-        if settings.margin >= loaded.device.sm_count:
+        most = loaded.device.sm_count
+        if settings.sm_count is not None and settings.sm_count > most:
             raise ArgumentError(
-                f"cluster_margin is {settings.margin}; {loaded.device} has {loaded.device.sm_count} multiprocessors, so"
-                f" it must be 0 to {loaded.device.sm_count - 1}",
+                f"sm_count is {settings.sm_count}; {loaded.device} has {most} multiprocessors, so it must be 1 to"
+                f" {most}",
+                argument="sm_count",
+            )
+        most = settings.sm_count or most
+        if settings.margin >= most:
+            raise ArgumentError(
+                f"cluster_margin is {settings.margin}; "
+                + (f"{loaded.device} has" if settings.sm_count is None else "sm_count is")
+                + f" {most} multiprocessors, so it must be 0 to {most - 1}",
                 argument="cluster_margin",
             )
         integers = {self._scalars[index].name: int(scalars[index]) for index in self._integers}
@@ -354,6 +375,18 @@ def check_priority(value: Any) -> int | None:
         raise ArgumentError(
             f"priority is {value!r}; it must be None (the stream's) or an integer, lower being sooner",
             argument="priority",
+        )
+    return number
+
+
+def check_sm_count(value: Any) -> int | None:
+    """`value` as the multiprocessors of a launch; ArgumentError unless it is None or an integer of at least 1."""
+    number = whole(value)
+    if value is not None and (number is None or number < 1):
+        raise ArgumentError(
+            f"sm_count is {value!r}; it must be None (all that the stream has) or an integer from 1: the"
+            " multiprocessors that the grid is made for",
+            argument="sm_count",
         )
     return number
 

@@ -1,7 +1,8 @@
 """The driver call at the end of every launch, and `Launch`, a kernel bound to its arguments.
 
 Between the caller and cuLaunchKernelEx a bound launch looks at the stream and nothing else: no allocation, no lock, no
-question to the driver. What a failure means is worked out only once there is one.
+question to the driver unless the stream is another one than before. What a failure means is worked out only once there
+is one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fusekit.errors import ArgumentError, DriverError
 from fusekit.runtime.handle import Handle
 from fusekit.runtime.launch_plan import Block, LaunchPlan
-from fusekit.runtime.streams import PER_THREAD, Current, current_stream, stream_handle
+from fusekit.runtime.streams import LEGACY, PER_THREAD, Current, current_stream, stream_handle
 from fusekit.runtime.tensors import Meta
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ class Launch(Handle):
 
     __slots__ = ("_arguments", "_block", "_current", "_driver", "_metas", "_plan", "_settings", "kernel")
 
-    def __init__(self, kernel: Kernel, arguments: Mapping[str, Any], settings: tuple[int | None, int | None]) -> None:
+    def __init__(
+        self, kernel: Kernel, arguments: Mapping[str, Any], settings: tuple[int | None, int | None, int | None]
+    ) -> None:
         self.kernel = kernel
         self._settings = settings
         self._driver = kernel._driver
@@ -61,14 +64,31 @@ class Launch(Handle):
         if block is None:
             return
         handle = stream if type(stream) is int else self._handle(stream)
+        if handle != block.stream:
+            block = self._aim(handle)
         if handle <= PER_THREAD:
             launch(self._plan, block, handle)
             return
-        if handle != block.stream:
-            self._plan.aim(block, handle)
         status = self._driver.api.cuLaunchKernelEx(block.config, self._plan.loaded.function, block.parameters, 0)[0]
         if status:
             _relaunch(self._plan, block, status, handle)
+
+    def _aim(self, handle: int) -> Block:
+        """The block for launches in another stream, which may have another part of the device.
+
+        A default stream is aimed at by `launch`.
+        """
+        block = self._block
+        assert block is not None
+        plan = self._plan.on(handle, self.kernel._devices)
+        if plan is not self._plan:
+            parts = filled(plan, block.addresses, block.scalars)
+            self._plan = plan
+            self._keep(parts)
+            block = parts[0][1]
+        if handle > PER_THREAD:
+            plan.aim(block, handle)
+        return block
 
     def update(self, **changed: Any) -> Launch:
         """Binds other tensors or scalars instead of those named; the rest stays. Returns itself.
@@ -141,6 +161,8 @@ class Launches(Launch):
 
     def __call__(self, stream: Any = None) -> None:
         handle = stream if type(stream) is int else self._handle(stream)
+        if self._block is not None and handle != self._block.stream:
+            self._aim(handle)
         with self._plan.loaded.together:
             if handle <= PER_THREAD:
                 for plan, block in self._parts:
@@ -181,7 +203,9 @@ def _queue(parts: Sequence[tuple[LaunchPlan, Block]], handle: int) -> None:
         plan.spare.append(block)
 
 
-def filled(plan: LaunchPlan, addresses: list[int], scalars: Sequence[float | int]) -> list[tuple[LaunchPlan, Block]]:
+def filled(
+    plan: LaunchPlan, addresses: list[int], scalars: Sequence[float | int] | None
+) -> list[tuple[LaunchPlan, Block]]:
     """The launches of `plan` and of those that follow it, each with a block of its own; nothing is queued."""
     parts = [(part, part.take(addresses)) for part in (plan, *plan.then)]
     for part, block in parts:
@@ -196,18 +220,35 @@ def launch(plan: LaunchPlan, block: Block, handle: int) -> None:
     if handle > PER_THREAD:  # a stream of its own knows its context
         status = plan.driver.api.cuLaunchKernelEx(block.config, plan.loaded.function, block.parameters, 0)[0]
     else:
-        status = _launch_in_context(plan, block)
+        status = _launch_in_context(plan, block, handle)
     if status:
         _relaunch(plan, block, status, handle)
 
 
-def _launch_in_context(plan: LaunchPlan, block: Block) -> Any:
+def _launch_in_context(plan: LaunchPlan, block: Block, handle: int) -> Any:
     driver, context = plan.driver, plan.loaded.device.context
     call = driver.api.cuLaunchKernelEx
-    if int(driver.check(driver.api.cuCtxGetCurrent(), "cuCtxGetCurrent")) == int(context):
+    current = int(driver.check(driver.api.cuCtxGetCurrent(), "cuCtxGetCurrent"))
+    if current == int(context):
         return call(block.config, plan.loaded.function, block.parameters, 0)[0]
+    if current and handle <= PER_THREAD:
+        _refuse_green(plan)
     with driver.inside(context):
         return call(block.config, plan.loaded.function, block.parameters, 0)[0]
+
+
+def _refuse_green(plan: LaunchPlan) -> None:
+    """Raises ArgumentError if the current context is a green context of the plan's device: its default stream is not
+    the one of the primary context, where a launch on a default stream goes.
+    """
+    driver, device = plan.driver, plan.loaded.device
+    failed, green = driver.api.cuStreamGetGreenCtx(LEGACY)
+    if not failed and int(green) and int(driver.check(driver.api.cuCtxGetDevice(), "cuCtxGetDevice")) == device.ordinal:
+        raise ArgumentError(
+            f"{plan.loaded.name}: a default stream, while a green context of {device} is current; give a stream of that"
+            " context (cuGreenCtxStreamCreate), or make the primary context current",
+            argument="stream",
+        )
 
 
 def _relaunch(plan: LaunchPlan, block: Block, status: Any, handle: int) -> None:
@@ -221,7 +262,7 @@ def _relaunch(plan: LaunchPlan, block: Block, status: Any, handle: int) -> None:
         and plan.loaded.function is not None
         and not plan.driver.is_inside(context)
     ):
-        status = _launch_in_context(plan, block)
+        status = _launch_in_context(plan, block, handle)
     if status:
         raise _failure(plan, status, handle)
 
@@ -233,7 +274,8 @@ def _failure(plan: LaunchPlan, status: Any, handle: int) -> DriverError | Argume
         return ArgumentError("the kernel was unloaded; load it again before launching it")
     if handle > PER_THREAD:
         failed, context = api.cuStreamGetCtx(handle)[:2]
-        if not failed and int(context) != int(device.context):
+        green = api.cuStreamGetGreenCtx(handle)  # of which the context is another one than the device's
+        if not failed and int(context) != int(device.context) and (green[0] or not int(green[1])):
             return ArgumentError(
                 f"the stream {handle:#x} is not of the primary context of {device}, where the tensors are; use a stream"
                 " of that device",

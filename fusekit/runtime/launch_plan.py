@@ -1,4 +1,4 @@
-"""A launch for one combination of shapes, strides, device and cluster_margin: everything but the addresses.
+"""A launch for one combination of shapes, strides, device, cluster_margin and sm_count: everything but the addresses.
 
 A `LaunchPlan` is made once and kept; a `Block` is the memory of one launch: parameters at the offsets that the kernel
 expects, the array of pointers to them, and the launch configuration. Filling a block and launching it allocates
@@ -11,7 +11,8 @@ import ctypes
 import struct
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from fusekit.abi import (
@@ -27,7 +28,7 @@ from fusekit.abi import (
 )
 from fusekit.errors import ArgumentError
 from fusekit.runtime.binding import Bound, Pair, check_address, check_placement
-from fusekit.runtime.devices import Device
+from fusekit.runtime.devices import Device, Devices
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.maps import MapSlot, map_slot
 from fusekit.runtime.streams import PER_THREAD, check_handle
@@ -44,10 +45,13 @@ _FLOAT = struct.Struct("<f")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of a launch: `margin`, the reserved clusters; `priority` of its blocks (None: the stream's)."""
+    """Settings of a launch: `margin`, the reserved clusters; `priority` of its blocks (None: the stream's);
+    `sm_count`, the multiprocessors that it is for (None: those of the stream's context).
+    """
 
     margin: int = 0
     priority: int | None = None
+    sm_count: int | None = None
 
 
 @dataclass(slots=True)
@@ -70,8 +74,9 @@ class LaunchPlan:
 
     def __init__(
         self, driver: Driver, record: LaunchRecord, loaded: Loaded, bound: Bound, overlaps: Sequence[Pair],
-        settings: Settings, integers: Mapping[str, int],
+        settings: Settings, integers: Mapping[str, int], whole: LaunchPlan | None = None,
     ) -> None:  # fmt: skip
+        """whole: the plan for the whole device, if this one is for a part of it."""
         self.driver = driver
         self.record = record
         self.loaded = loaded
@@ -91,11 +96,15 @@ class LaunchPlan:
         self.skip = any(bound.env[name] == 0 for name in record.skip_if_zero)
         self.spare: list[Block] = []
         self.then: tuple[LaunchPlan, ...] = ()  # of the launches that follow
+        self._settings, self._integers = settings, integers
+        self._whole, self._parts = whole or self, dict[int, LaunchPlan]()
+        self._reads_sm_count = record.reads("sm_count") or record.reads("active_clusters")
         if self.skip:
             return
-        launch = {"sm_count": loaded.device.sm_count, "cluster_margin": settings.margin, **integers}
+        sm_count = settings.sm_count or loaded.device.sm_count
+        launch = {"sm_count": sm_count, "cluster_margin": settings.margin, **integers}
         if loaded.active_clusters is not None:
-            launch["active_clusters"] = loaded.active_clusters
+            launch["active_clusters"] = min(loaded.active_clusters, max(sm_count // prod(record.cluster), 1))
         env = record.environment({**bound.env, **launch})
         self._check_constraints(env)
         self.grid = tuple(evaluate(expr, env) for expr in record.grid)
@@ -114,6 +123,26 @@ class LaunchPlan:
             )
             for position, name in enumerate(self.names)
         )
+
+    def on(self, stream: int, devices: Devices) -> LaunchPlan:
+        """This launch for the multiprocessors that `stream` has: a green context has a part of the device's."""
+        if not self._reads_sm_count or self._whole._settings.sm_count is not None:
+            return self
+        part = devices.part_of(stream)
+        if not part or part == self.loaded.device.sm_count:
+            return self._whole
+        return self._whole._on_part(part)
+
+    def _on_part(self, part: int) -> LaunchPlan:
+        plan = self._parts.get(part)
+        if plan is None:
+            settings = replace(self._settings, sm_count=part)
+            plan = LaunchPlan(
+                self.driver, self.record, self.loaded, self.bound, self.overlaps, settings, self._integers, self
+            )
+            plan.then = tuple(later._on_part(part) for later in self.then)
+            plan = self._parts.setdefault(part, plan)
+        return plan
 
     def _place(self, env: Mapping[str, int]) -> None:
         """The parameters' bytes as far as `env` decides them, and the offsets of the others."""

@@ -27,7 +27,7 @@ class StandIn(Layer):
         self._library, self._arch, self._device, self._records = self, None, None, {}
         self.passes = []
 
-    def _call(self, which, kept, scratch, arguments, stream, cluster_margin=None, in_place=False):
+    def _call(self, which, kept, scratch, arguments, stream, cluster_margin=None, in_place=False, sm_count=None):
         assert stream is None  # of a tensor on the CPU
         inputs, outputs = self.program.arguments(which)
         lead = {"backward": "dy", "quantise": None}.get(which, "x")

@@ -34,7 +34,7 @@ class HostLayer(CpuLayer):
     def _identity(self):
         return id(self), self.name
 
-    def _call(self, which, kept, scratch, arguments, stream, cluster_margin=None, in_place=False):
+    def _call(self, which, kept, scratch, arguments, stream, cluster_margin=None, in_place=False, sm_count=None):
         kept, scratch, arguments = self._placed(which, kept, scratch, arguments)
         if scratch is not None:
             bytes_of(scratch)[...] = 0xFF
@@ -47,7 +47,7 @@ class HostLayer(CpuLayer):
         self.margins.append((which, cluster_margin))
         if which == "backward":
             self.in_place.append(in_place)
-        super(CpuLayer, self)._call(which, kept, scratch, arguments, stream, cluster_margin, in_place)
+        super(CpuLayer, self)._call(which, kept, scratch, arguments, stream, cluster_margin, in_place, sm_count)
 
     def _kernel(self, part, dims):
         kernel = super()._kernel(part, dims)

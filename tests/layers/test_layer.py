@@ -106,6 +106,24 @@ def test_gemms_hold_back_the_clusters_of_a_margin(tmp_path, bound):
     assert not fake.launches
 
 
+@pytest.mark.parametrize("bound", [True, False])
+def test_gemms_are_as_wide_as_the_stream_or_as_the_caller_says(tmp_path, bound):
+    layer, fake = opened(tmp_path)
+    given = {which: tensors(layer, which) | memory(layer) for which in (FORWARD, BACKWARD)}
+    fake.greens[70] = 64
+    for stream, count, blocks in ((9, None, 132), (70, None, 64), (70, 20, 20), (0, None, 132), (0, 20, 20)):
+        fake.launches.clear()
+        if bound:
+            layer.bind_forward(**given[FORWARD], sm_count=count)(stream)
+            layer.bind_backward(**given[BACKWARD], sm_count=count)(stream)
+        else:
+            layer.forward(**given[FORWARD], stream=stream, sm_count=count)
+            layer.backward(**given[BACKWARD], stream=stream, sm_count=count)
+        assert {launch.grid[0] for launch in fake.launches} == {1, blocks}
+    with pytest.raises(ArgumentError, match="sm_count is 133"):
+        layer.forward(**given[FORWARD], sm_count=133)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_pass_is_split_where_an_output_is_there(tmp_path, name):
     layer, fake = opened(tmp_path, name)

@@ -157,6 +157,20 @@ def test_gemms_hold_back_the_clusters_of_a_margin(ranked):
     assert len(first.launches) + len(rest.launches) == len(layer.program.steps[BACKWARD])
 
 
+def test_a_part_of_a_device_is_refused(ranked):
+    (layer, _), fake = ranked(over(2), tokens=100)
+    given, kept = tensors(layer, FORWARD), memory(layer)
+    layer.connect()
+    layer.load()
+    fake.launches.clear()
+    fake.greens[70] = 64
+    for queue in (lambda: layer.forward(**given, **kept, stream=70), lambda: layer.bind_forward(**given, **kept)(70)):
+        with pytest.raises(ArgumentError, match="of a green context of 64 multiprocessors; a layer over ranks needs"):
+            queue()
+    assert not fake.launches
+    layer.forward(**given, **kept, stream=9)
+
+
 def test_layers_share_windows_and_inference_needs_half_of_them(ranked):
     (layer, other), _ = ranked(over(2), tokens=100)
     again = RankedLayer(layer._library, layer.name, layer.options, ranks=layer.ranks, tokens=128)

@@ -36,6 +36,7 @@ class CUresult(IntEnum):
 
 
 OK = CUresult.CUDA_SUCCESS
+GREEN = 5000  # the green context of a stream has its handle, and so much more
 # What the driver calls potentially unsafe while a stream is captured.
 UNSAFE = {
     "cuMemAlloc", "cuMemFree", "cuMemHostAlloc", "cuMemFreeHost", "cuEventQuery", "cuStreamSynchronize",
@@ -98,12 +99,14 @@ class FakeDriver:
     strict: bool = False
     retained: dict[int, int] = field(default_factory=dict)
     stream_contexts: dict[int, int] = field(default_factory=dict)
+    greens: dict[int, int] = field(default_factory=dict)  # multiprocessors of the green context of a stream
     fail: dict[str, CUresult] = field(default_factory=dict)
     loaded: int = 0
     active_clusters: int = 66
 
     def __post_init__(self) -> None:
         self.memory: dict[int, Any] = {}
+        self.generations: dict[int, int] = {}  # how often a stream's handle became another's
         self.mapped: set[int] = set()
         self.host_memory: dict[int, Any] = {}
         self.owner: dict[int, int] = {}
@@ -114,7 +117,7 @@ class FakeDriver:
         for enum in (
             "CUdevice_attribute", "CUfunction_attribute", "CUlaunchAttributeID", "CUpointer_attribute",
             "CUtensorMapDataType", "CUtensorMapInterleave", "CUtensorMapSwizzle", "CUtensorMapL2promotion",
-            "CUtensorMapFloatOOBfill", "CUstreamCaptureMode",
+            "CUtensorMapFloatOOBfill", "CUstreamCaptureMode", "CUdevResourceType",
         ):  # fmt: skip
             setattr(self, enum, Names())
         self.CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
@@ -208,6 +211,17 @@ class FakeDriver:
 
     def cuStreamGetCtx(self, stream: int) -> Any:  # noqa: N802
         return OK, self.stream_contexts.get(stream, 1000)
+
+    def cuStreamGetId(self, stream: int) -> Any:  # noqa: N802
+        return OK, (stream, self.generations.get(stream, 0))
+
+    def cuStreamGetGreenCtx(self, stream: int) -> Any:  # noqa: N802
+        context = self.stack[-1] if stream <= 2 and self.stack else GREEN + stream
+        return OK, context if context - GREEN in self.greens else 0
+
+    def cuGreenCtxGetDevResource(self, context: int, kind: str) -> Any:  # noqa: N802
+        assert kind.endswith("SM")
+        return OK, SimpleNamespace(sm=SimpleNamespace(smCount=self.greens[context - GREEN]))
 
     # -- kernels
 

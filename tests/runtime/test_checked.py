@@ -166,7 +166,8 @@ def test_no_wait_and_no_allocation_after_the_load(tmp_path: Path) -> None:
     kernel(**given, stream=79)
     library.problems()
     assert set(fake.calls) <= {"cuLaunchKernelEx", "cuCtxGetCurrent", "cuTensorMapEncodeTiled", "cuCtxPushCurrent",
-                               "cuCtxPopCurrent", "cuTensorMapReplaceAddress"}  # fmt: skip
+                               "cuCtxPopCurrent", "cuTensorMapReplaceAddress", "cuStreamGetId",
+                               "cuStreamGetGreenCtx"}  # fmt: skip
     assert len({launch.parameters[1] for launch in fake.launches if launch.function[0] == "check"}) == 3
 
 

@@ -103,6 +103,7 @@ def test_the_configuration_of_a_library_decides(debug: bool, tmp_path: Path, mon
     publish(tmp_path)
     config = Config.from_environment(tmp_path, {"FUSEKIT_DEBUG": str(int(debug))})
     launch = Library(config).load("sample/fc1").bind(**tensors())
+    launch(STREAM)
     fake.calls.clear()
     launch(STREAM)
     assert ("cuStreamSynchronize" in fake.calls) == debug

@@ -33,14 +33,16 @@ def test_one_call_queues_every_launch() -> None:
     assert (base, count, log, scale) == (0x3000_0004 + 16, 3, 2, 2.25)
     fake.calls.clear()
     kernel(**tensors(m=300), stream=9)
-    assert fake.calls == ["cuLaunchKernelEx", "cuLaunchKernelEx"]
+    assert fake.calls == ["cuStreamGetId", "cuLaunchKernelEx", "cuLaunchKernelEx"]
     assert [launched.parameters for launched in fake.launches[:2]] == [x.parameters for x in fake.launches[2:]]
 
 
 def test_a_bound_launch_queues_every_launch_and_follows_its_tensors() -> None:
     kernel, fake = load(whole(), driver())
     launch = kernel.bind(**tensors())
+    launch(7)
     fake.calls.clear()
+    fake.launches.clear()
     launch(7)
     assert fake.calls == ["cuLaunchKernelEx", "cuLaunchKernelEx"]
     launch.update(y=Torchlike((96, 160), address=0x5000_0000))(7)
