@@ -20,7 +20,9 @@ _STREAMS_KEPT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU and its retained primary context. `capability` is (major, minor), `sm_count` its multiprocessors."""
+    """One GPU and its retained primary context. `capability` is (major, minor), `sm_count` the multiprocessors that
+    this process may use: those of a MIG slice, or what MPS leaves it.
+    """
 
     ordinal: int
     name: str
@@ -205,7 +207,19 @@ class Devices:
         api, check = self.driver.api, self.driver.check
         handle, name, capability, sm_count = look_at(self.driver, ordinal)
         context = check(api.cuDevicePrimaryCtxRetain(handle), "cuDevicePrimaryCtxRetain")
+        sm_count = min(sm_count, self._limit(handle, context) or sm_count)
         return Device(ordinal, name, capability, sm_count, handle, context)
+
+    def _limit(self, handle: Any, context: Any) -> int:
+        """The multiprocessors that MPS leaves to `context`; 0 if it does not say."""
+        api = self.driver.api
+        kind = api.CUexecAffinityType.CU_EXEC_AFFINITY_TYPE_SM_COUNT
+        failed, limited = api.cuDeviceGetExecAffinitySupport(kind, handle)
+        if failed or not limited:
+            return 0
+        with self.driver.inside(context):
+            failed, affinity = api.cuCtxGetExecAffinity(kind)
+        return 0 if failed else int(affinity.param.smCount.val)
 
     def allocate(self, device: Device, size: int, what: str) -> int:
         """The address of `size` bytes for kernels, the device's context being current. what: how an error begins."""

@@ -95,6 +95,7 @@ class FakeDriver:
     # Of devices that differ from the rest, by ordinal.
     capabilities: dict[int, tuple[int, int]] = field(default_factory=dict)
     sm_counts: dict[int, int] = field(default_factory=dict)
+    affinity: int | None = None  # multiprocessors that MPS leaves to a context; None: there is no MPS
     # Whether a launch in a stream of its own wants that stream's context to be current as well.
     strict: bool = False
     retained: dict[int, int] = field(default_factory=dict)
@@ -118,6 +119,7 @@ class FakeDriver:
             "CUdevice_attribute", "CUfunction_attribute", "CUlaunchAttributeID", "CUpointer_attribute",
             "CUtensorMapDataType", "CUtensorMapInterleave", "CUtensorMapSwizzle", "CUtensorMapL2promotion",
             "CUtensorMapFloatOOBfill", "CUstreamCaptureMode", "CUdevResourceType",
+            "CUexecAffinityType",
         ):  # fmt: skip
             setattr(self, enum, Names())
         self.CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
@@ -184,6 +186,13 @@ class FakeDriver:
         if not hasattr(self._local, "stack"):
             self._local.stack = []
         return self._local.stack
+
+    def cuDeviceGetExecAffinitySupport(self, kind: str, device: int) -> Any:  # noqa: N802
+        return OK, int(self.affinity is not None)
+
+    def cuCtxGetExecAffinity(self, kind: str) -> Any:  # noqa: N802
+        assert self.stack and kind.endswith("SM_COUNT")
+        return OK, SimpleNamespace(param=SimpleNamespace(smCount=SimpleNamespace(val=self.affinity)))
 
     def cuDevicePrimaryCtxRetain(self, device: int) -> Any:  # noqa: N802
         self.retained[device] = self.retained.get(device, 0) + 1

@@ -148,3 +148,11 @@ def test_workspaces_of_a_green_context_are_its_streams() -> None:
         kernel(**tensors(), stream=stream)
     first, second, *again = (launched.parameters[8] for launched in fake.launches)
     assert [first, second] == again and first != second
+
+
+@pytest.mark.parametrize(("affinity", "blocks"), [(None, 132), (132, 132), (40, 40), (0, 132)])
+def test_a_process_under_mps_uses_what_it_is_left(affinity: int | None, blocks: int) -> None:
+    kernel, fake = load(fake=fake_for(record(), affinity=affinity))
+    kernel(**tensors(), stream=STREAM)
+    assert grids(fake) == [blocks]
+    assert fake.stack == []
