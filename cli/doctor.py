@@ -120,7 +120,7 @@ def _stores(session: Session, cuda: str | None) -> list[dict[str, Any]]:
     from fusekit.store.folders import printable
 
     answers = []
-    for index, root in enumerate(session.config.roots):
+    for index, root in enumerate(root.path for root in session.open_store().roots):
         answer: dict[str, Any] = {
             "path": str(root),
             "role": "read-only root" if index else "writable",

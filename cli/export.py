@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -21,21 +22,34 @@ STDOUT = "-"
 
 
 @click.command("export")
-@click.argument("file", metavar="FILE", type=click.Path())
+@click.argument("file", metavar="FILE", type=click.Path(), required=False)
 @click.argument("patterns", metavar="[NAME]...", nargs=-1, shell_complete=complete.stored, callback=stored_names)
 @one_arch
 @click.option("--lang", type=click.Choice(["c"]), help="Write source in this language into the folder FILE.")
 @click.option("--prefix", default="fusekit", show_default=True, help="Prefix of every public name in the source.")
 @click.option("--loader", is_flag=True, help="With --lang c: source that loads kernels from bundles, without kernels.")
+@click.option("--wheel", metavar="NAME-VERSION", help="Write a Python wheel of this name; then there is no FILE.")
+@click.option(
+    "-o",
+    "--folder",
+    metavar="DIR",
+    type=click.Path(),
+    default="dist",
+    show_default=True,
+    help="With --wheel: where the wheel is written.",
+)
 @click.option("--force", is_flag=True, help="Replace a bundle that another key has signed, or this export would not.")
 @signing
 @common
 def command(
-    session: Session, file: str, patterns: tuple[str, ...], arch: str | None, lang: str | None, prefix: str,
-    loader: bool, force: bool,
+    session: Session, file: str | None, patterns: tuple[str, ...], arch: str | None, lang: str | None, prefix: str,
+    loader: bool, wheel: str | None, folder: str, force: bool,
 ) -> None:  # fmt: skip
     """Write the kernels that NAME matches (none: all) to FILE, a bundle. The same kernels give the same bytes. FILE may
     be - for standard output.
+
+    With --wheel, every argument is a NAME, and the kernels go into DIR/NAME_VERSION-py3-none-any.whl. Where pip has
+    installed it, every store has them, read-only.
 
     With --lang c, FILE is a folder for PREFIX.h and PREFIX.c: typed functions that load and launch the kernels,
     with their cubins. The source is C11 and C++17, needs only libdl, and opens the driver at run time.
@@ -43,6 +57,16 @@ def command(
     With --lang c --loader the source has no kernels, but functions that load those of a bundle, by name, at run time;
     it takes no NAME, reads no store, and is the same for every bundle.
     """
+    if wheel is not None:
+        if lang is not None:
+            raise UsageError("export --wheel holds kernels for Python; leave --lang out")
+        first = () if file is None else (stored_names(click.get_current_context(), click.Option(["--name"]), file),)
+        _wheel(session, wheel, Path(folder), (*first, *patterns), arch)
+        return
+    if given("folder"):
+        raise UsageError("export -o is for wheels; give --wheel NAME-VERSION with it, or a bundle as FILE")
+    if file is None:
+        raise click.MissingParameter(param_hint="FILE", param_type="argument")
     if loader and lang != "c":
         raise UsageError("export --loader writes source; give --lang c with it")
     if lang != "c" and given("prefix"):
@@ -97,6 +121,28 @@ def command(
         text()
     else:
         output.answer(session, document, text)
+
+
+def _wheel(session: Session, wheel: str, folder: Path, patterns: tuple[str, ...], arch: str | None) -> None:
+    from fusekit.share.selection import select
+    from fusekit.share.wheel import check_wheel_name, export_wheel
+
+    name, version = check_wheel_name(wheel)
+    store = session.open_store()
+    path, done = export_wheel(store, select(store, patterns, arch), name, version, folder)
+    for pattern in patterns:
+        note_unbuilt(session, pattern, [listed.record for listed in store.names(pattern, arch)])
+    signer = None if store.signer is None else store.signer.public.id
+    document = {
+        "file": str(path), "entries": done.entries, "names": done.names, "bytes": done.bytes, "signed_by": signer
+    }  # fmt: skip
+
+    def text() -> None:
+        held = f"{output.plural(done.names, 'name')}, {output.plural(done.entries, 'entry')}, {output.size(done.bytes)}"
+        click.echo(f"{path}: {held}{f', signed by {signer}' if signer else ''}")
+        session.note(f"next: pip install {shlex.quote(str(path))}")
+
+    output.answer(session, document, text)
 
 
 @contextmanager

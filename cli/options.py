@@ -42,9 +42,10 @@ class Session:
         """The store of this command line."""
         from fusekit.store import Store
 
-        for index, root in enumerate(self.config.roots):
-            self.detail(f"{'read-only root' if index else 'store'}: {root}")
-        return Store.open(self.config)
+        store = Store.open(self.config)
+        for index, root in enumerate(store.roots):
+            self.detail(f"{'read-only root' if index else 'store'}: {root.path}")
+        return store
 
     def note(self, text: str) -> None:
         """Print a line on stderr; not with --quiet."""

@@ -15,6 +15,7 @@ from fusekit.store import marker, marks, names
 from fusekit.store.documents import check_readable
 from fusekit.store.entries import Entry
 from fusekit.store.files import quietly, read_file
+from fusekit.store.installed import installed_roots
 from fusekit.store.keys import sha256
 from fusekit.store.locks import PATIENCE, HeldError, acquire
 from fusekit.store.lookup import Lookup
@@ -51,9 +52,10 @@ class Store(Lookup):
 
     @classmethod
     def open(cls, config: Config) -> Store:
-        """The store of `config`; it need not exist yet."""
+        """The store of `config`, which need not exist yet, over its read-only roots and those of installed wheels."""
         trust = None if config.trusted_keys is None else Trust(config.trusted_keys)
-        return cls(config.store, config.read_only_roots, trust=trust, signing_key=config.signing_key)
+        roots = (*config.read_only_roots, *installed_roots())
+        return cls(config.store, roots, trust=trust, signing_key=config.signing_key)
 
     def inspecting(self, inspect: Callable[[Entry], None]) -> Store:
         """A copy that treats entries for which `inspect` raises IntegrityError as missing, so that builders replace

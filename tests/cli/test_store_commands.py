@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 
 import pytest
@@ -254,6 +255,29 @@ def test_a_folder_that_is_no_store_is_refused(store, fusekit, tmp_path):
     assert f"{project} is no store of fusekit, and not empty" in listed.err
     assert "fills the store" not in listed.err
     assert [path.name for path in project.iterdir()] == ["main.tf"]
+
+
+def test_a_wheel_of_kernels(store, fusekit, tmp_path):
+    done = fusekit("export", "--wheel", "my-kernels-1.0", "quickstart/linear", "-o", "dist", "--json").json
+    wheel = tmp_path / done["file"]
+    assert (done["names"], done["bytes"]) == (1, wheel.stat().st_size)
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(tmp_path / "site")
+    environment = {"FUSEKIT_STORE": str(tmp_path / "none"), "PYTHONPATH": str(tmp_path / "site")}
+    root = str(tmp_path / "site" / "my_kernels" / "store")
+    assert [row["name"] for row in fusekit("ls", "--json", **environment).json] == [NAMES[0]]
+    assert fusekit("verify", "--full", "--json", **environment).json["names"] == 1
+    assert [store["path"] for store in fusekit("doctor", "--json", **environment).json["stores"]][1:] == [root]
+    missing = fusekit("show", "quickstart/moe-fc1", code=3, **environment)
+    assert "build it with: fusekit build quickstart/moe-fc1" in missing.err
+
+
+def test_words_about_wheels(store, fusekit):
+    assert "next: pip install dist/k-1-py3-none-any.whl" in fusekit("export", "--wheel", "k-1").err
+    assert "'k' is not NAME-VERSION" in fusekit("export", "--wheel", "k", code=2).err
+    assert "export -o is for wheels" in fusekit("export", "b.tar", "-o", "x", code=2).err
+    assert "leave --lang out" in fusekit("export", "--wheel", "k-1", "--lang", "c", code=2).err
+    assert "Missing argument" in fusekit("export", code=2).err
 
 
 def test_schema(fusekit):

@@ -1,0 +1,114 @@
+"""Wheels: part of a store as a Python package of data alone, which pip installs and removes.
+
+    NAME/__init__.py                      a docstring
+    NAME/store/...                        the store: marker, blobs, entries, names, candidates, signatures
+    NAME/locks/<arch>-<toolchain>.json    cache manifests of the kernels, and their signatures
+    NAME-VERSION.dist-info/...            METADATA, WHEEL, entry_points.txt, RECORD
+
+The entry point makes the store a read-only root of every library (fusekit.store.installed). Nothing in the file depends
+on the time or the machine: the same kernels give the same bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import BinaryIO
+
+from fusekit.errors import UsageError
+from fusekit.share.bundle import Transfer, export_bundle
+from fusekit.share.bundle_import import import_bundle
+from fusekit.share.manifest import Locked, Manifest, write_manifest
+from fusekit.share.selection import Selection
+from fusekit.store.files import exists
+from fusekit.store.installed import GROUP, STORE
+from fusekit.store.layout import BLOBS, CANDIDATES, ENTRIES, MARKER, NAMES, SIGNATURES
+from fusekit.store.publishing import replace_file
+from fusekit.store.store import Store
+
+_VERSION = r"\d+(?:\.\d+)*(?:(?:a|b|rc)\d+)?(?:\.post\d+)?(?:\.dev\d+)?"
+_NAME = re.compile(rf"([A-Za-z][A-Za-z0-9]*(?:[-_.][A-Za-z0-9]+)*)-({_VERSION})", re.ASCII)
+_FIRST = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip file can hold
+_MODE = 0o100644 << 16
+_PARTS = (BLOBS, ENTRIES, NAMES, CANDIDATES, SIGNATURES)
+
+
+def check_wheel_name(text: str) -> tuple[str, str]:
+    """(name, version) of a wheel, from NAME-VERSION. Raises UsageError."""
+    match = _NAME.fullmatch(text)
+    if match is None:
+        raise UsageError(f"'{text}' is not NAME-VERSION; a wheel is called such as my-kernels-1.0")
+    return match[1], match[2]
+
+
+def export_wheel(store: Store, selection: Selection, name: str, version: str, folder: Path) -> tuple[Path, Transfer]:
+    """Write `selection` of `store` as a wheel into `folder`, which is made if it is missing; signed if the store has a
+    signing key. An existing file is replaced.
+
+    Raises IntegrityError for a damaged cubin, StoreError if the file cannot be written; it is then unchanged.
+    """
+    module = re.sub(r"[-_.]+", "_", name).lower()
+    path = folder / f"{module}-{version}-py3-none-any.whl"
+    if not exists(folder):
+        folder.mkdir(parents=True)
+    with TemporaryDirectory(prefix="fusekit-wheel-") as scratch:
+        where = Path(scratch)
+        done = export_bundle(store, selection, where / "bundle")
+        import_bundle(Store(where / STORE), where / "bundle")
+        for manifest in _manifests(selection):
+            write_manifest(manifest, where / "locks", store.signer)
+        held = f"{done.names} names, {done.entries} kernels"
+        summary = f"GPU kernels of fusekit: {held}"
+        info = f"{module}-{version}.dist-info"
+        head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: {summary}\n"
+        files = {f"{module}/__init__.py": f'"""{summary}; fusekit finds them by an entry point."""\n'.encode()}
+        files |= {f"{module}/{file.relative_to(where).as_posix()}": file.read_bytes() for file in _files(where)}
+        files |= {
+            f"{info}/METADATA": head.encode(),
+            f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: fusekit\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            f"{info}/entry_points.txt": f"[{GROUP}]\n{module} = {module}\n".encode(),
+        }
+        files[f"{info}/RECORD"] = _record(files, f"{info}/RECORD")
+
+        def write(file: BinaryIO) -> None:
+            with zipfile.ZipFile(file, "w") as wheel:
+                for member, data in files.items():
+                    row = zipfile.ZipInfo(member, _FIRST)
+                    row.external_attr, row.create_system = _MODE, 3
+                    wheel.writestr(row, data, zipfile.ZIP_STORED)  # compressed bytes depend on the library's version
+
+        size = replace_file(path, write)
+    return path, Transfer(done.entries, done.names, bytes=size, digest=done.digest)
+
+
+def _files(where: Path) -> Iterator[Path]:
+    """What of a store is data, and the cache manifests, sorted."""
+    folders = [where / STORE / Path(*part.parts) for part in _PARTS] + [where / "locks"]
+    found = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
+    yield from sorted([where / STORE / MARKER, *found])
+
+
+def _manifests(selection: Selection) -> Iterator[Manifest]:
+    """A cache manifest for each architecture and toolchain."""
+    entries = {entry.key: entry for entry, _ in selection.entries}
+    kernels: dict[tuple[str, tuple[tuple[str, str], ...]], dict[str, Locked]] = defaultdict(dict)
+    for record, _ in (*selection.candidates, *selection.records):
+        entry = entries[record.key]
+        toolchain = entry.toolchain.get("distributions", {})
+        kernels[record.arch, tuple(sorted(toolchain.items()))][record.name] = Locked.of(entry)
+    for (arch, toolchain), locked in sorted(kernels.items()):
+        yield Manifest(arch, dict(toolchain), locked)
+
+
+def _record(files: dict[str, bytes], itself: str) -> bytes:
+    rows = []
+    for member, data in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        rows.append(f"{member},sha256={digest},{len(data)}\n")
+    return "".join([*rows, f"{itself},,\n"]).encode()
