@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,7 +26,7 @@ from fusekit.spec import ExternSpec
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _PROVIDERS = f"{_PACKAGE}providers{os.sep}"
 _MACHINE = ("/dev/", "/proc/", "/sys/")
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_INSTALLED = "site-packages", "dist-packages"
 _MAPPING = frozenset({"<frozen os>", "<frozen _collections_abc>", os.__file__, sys.modules["collections.abc"].__file__})
 
 
@@ -164,13 +165,28 @@ def _loaded(name: str, file: str, fields: dict[str, str], foreign: Foreign) -> N
 
 
 def _installed(path: str) -> bool:
-    return any(part in path for part in _INSTALLED)
+    return _inside(path) is not None
 
 
 def _top(path: str) -> str:
     """The top-level name of an installed file."""
-    part = next(part for part in _INSTALLED if part in path)
-    return path.rpartition(part)[2].partition(os.sep)[0].partition(".")[0]
+    return (_inside(path) or path).partition(os.sep)[0].partition(".")[0]
+
+
+def _inside(path: str) -> str | None:
+    """The rest of the path below the folder that packages are installed in; None: it is not below one."""
+    for name in _INSTALLED:
+        _, found, rest = path.rpartition(f"{os.sep}{name}{os.sep}")
+        if found:
+            return rest
+    folder = next((folder for folder in _targets(tuple(sys.path)) if path.startswith(folder)), None)
+    return path.removeprefix(folder) if folder else None
+
+
+@cache
+def _targets(search: tuple[str, ...]) -> list[str]:
+    """Folders that `pip install --target` filled: they are on the path and list distributions."""
+    return [f"{entry.rstrip(os.sep)}{os.sep}" for entry in search if entry and any(Path(entry).glob("*.dist-info"))]
 
 
 def _short(path: str, folder: Path) -> str:

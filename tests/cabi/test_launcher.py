@@ -59,6 +59,19 @@ def test_the_largest_power_of_two(powers, exponent, status):
         assert launcher.recorder.launches[-1].parameters[-1] == (2**exponent).to_bytes(8, "little")
 
 
+@pytest.mark.parametrize(("blocks", "status"), [(6, OK), (5, INVALID_ARGUMENT), (0, INVALID_ARGUMENT)])
+def test_a_grid_is_of_whole_clusters(powers, blocks, status):
+    shared, kernels = powers
+    launcher = Launcher(shared, kernels, 1, "powers")
+    assert launcher.load() == OK, str(launcher.error)
+    values = usual_values(launcher) | {"shift": blocks}
+    assert launcher.launch(launcher.arguments(values, {"act_alpha": 1.5}), 9) == status
+    if status != OK:
+        assert f"grid x is {blocks} blocks; it must be 1 to 2147483647, a multiple of 2 (the cluster)" in str(
+            launcher.error
+        )
+
+
 @pytest.fixture(scope="module")
 def powers(tmp_path_factory):
     base = record()
@@ -66,7 +79,11 @@ def powers(tmp_path_factory):
         base, arguments=(*base.arguments, ScalarArgument("shift", "i32", 3)),
         parameters=(*base.parameters, IntegerParameter("power", "i64", ("exp2", "shift"), 296)),
     )  # fmt: skip
-    kernels = [Exported("sample/powers@1", complete(changed), CUBIN, {})]
+    pairs = replace(changed, grid=("shift", 1, 1), cluster=(2, 1, 1))
+    kernels = [
+        Exported("sample/powers@1", complete(changed), CUBIN, {}),
+        Exported("sample/pairs@1", complete(pairs), CUBIN, {}),
+    ]
     return compile_shared(tmp_path_factory.mktemp("powers"), kernels, "powers", "c11"), kernels
 
 

@@ -77,6 +77,11 @@ def test_a_term_means_what_its_expression_means(expr: Any, seed: int) -> None:
         assert want % term.divisor == 0 if term.divisor else want == 0
 
 
+def test_the_largest_product_may_be_that_of_the_lowest_factors() -> None:
+    square = Algebra(RANGES).term(("mul", "i", "i"))
+    assert (square.low, square.high) == (-(2**31) * (2**31 - 1), 2**62)
+
+
 @settings(max_examples=200, deadline=None)
 @given(EXPRESSIONS)
 def test_writing_and_reading_a_term_again_changes_nothing(expr: Any) -> None:
@@ -203,6 +208,18 @@ def test_a_lowered_word_is_the_word_wherever_its_guards_hold(seed: int, width: i
             except RecordError:  # a step of more than 64 bits: such a launch is refused
                 continue
             assert (got[0] % (1 << width), got[1]) == (want, want)
+
+
+@pytest.mark.parametrize(
+    ("op", "number", "by", "want"),
+    [("ashr", -16, 2, -4), ("ashr", 16, 2, 4), ("lshr", -16, 30, 3), ("sdiv", -7, 2, -3), ("srem", -7, 2, -1),
+     ("udiv", -8, 2**31, 1), ("smin", -1, 1, -1), ("umin", -1, 1, 1), ("smax", -1, 1, 1), ("umax", -1, 1, -1)],
+)  # fmt: skip
+def test_numbers_are_computed_as_the_machine_does(op: str, number: int, by: int, want: int) -> None:
+    graph = Graph()
+    result = graph.make(op, 32, graph.const(number % 2**32, 32), graph.const(by, 32))
+    assert result.is_const
+    assert result.number == want % 2**32
 
 
 def value(term: Term, env: dict[str, int]) -> int:

@@ -160,6 +160,23 @@ def test_what_other_packages_read_while_they_are_imported_is_not_the_sources(fol
     assert refused() == ""
 
 
+def test_what_pip_installed_into_a_folder_is_a_package_too(folder, refused, tmp_path, monkeypatch):
+    """With `pip install --target`, a folder of any name on the path is one of packages."""
+    target = tmp_path / "target"
+    information = target / "settings-1.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: settings\nVersion: 1\n")
+    (information / "RECORD").write_text("settings.py,,\nsettings-1.dist-info/METADATA,,\n")
+    (target / "settings.py").write_text("import os\nos.environ.get('N')\n")
+    monkeypatch.syspath_prepend(str(target))
+    source(folder, "", head="import settings")
+    assert refused() == ""
+    (information / "METADATA").unlink()
+    (information / "RECORD").unlink()
+    information.rmdir()
+    assert 'env = ["N"]' in refused()
+
+
 def _has(name):
     from importlib.util import find_spec
 

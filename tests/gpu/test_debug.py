@@ -36,7 +36,7 @@ def test_the_launch_that_breaks_the_context_is_named(gpu, specs):
     )
     right, error, title, *last = done.stdout.splitlines()
     assert right == "right", done.stderr
-    assert error.startswith(f"{name} on x bf16[300, 256], w bf16[5, 128, 256], offsets i32[5], y bf16[300, 128], grid ")
+    assert error.startswith(f"{name} on x bf16[300, 256], w bf16[5, 128, 256], y bf16[300, 128], offsets i32[5], grid ")
     assert "failed: CUDA_ERROR_" in error
     assert title.startswith("The last launches")
     assert len(last) == 2
