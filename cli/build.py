@@ -65,7 +65,8 @@ def command(
     executor: str | None, executor_timeout: float | None, prune: bool, allow_extern: bool, namespace: str | None,
     lineinfo: bool,
 ) -> int:  # fmt: skip
-    """Compile, prove and publish what the store lacks; no argument: every packaged spec. Needs no GPU and no driver.
+    """Compile, prove and publish what the store lacks; no argument: the targets of fusekit.toml, else every packaged
+    spec. Needs no GPU and no driver.
 
     A TARGET is a spec file (moe.toml), kernels of it (moe.toml/fc1, moe.toml/fc1@128x128-c2x1), a folder of spec files,
     a packaged name (FILE, FILE/KERNEL, FILE/KERNEL@VARIANT), a quoted glob over either ('specs/*.toml', '*/fc1*'), or -
@@ -73,7 +74,7 @@ def command(
     """
     import time
 
-    from fusekit.compiler.build import execute, look_up, of_arch, plan_build, tidy, trust
+    from fusekit.compiler.build import check_toolchain, execute, look_up, of_arch, plan_build, tidy, trust
     from fusekit.compiler.identity import Identity
     from fusekit.compiler.naming import left_behind
     from fusekit.spec.catalog import specs_of
@@ -90,16 +91,19 @@ def command(
             return _check(session, check, targets, jobs, pool, namespace, allow_extern)
     store = session.open_store()
     archs = None if arch is None else [name.strip() for name in arch.split(",")]
-    catalog = look_up(targets, namespace, archs)
+    catalog = look_up(targets, namespace, archs, session.project)
     allowed = allow_extern or session.config.allow_extern or (dry_run and bool(targets))  # a dry run runs nothing
     trusted = trust(specs_of(catalog), allowed, named=bool(targets))
-    wanted = plan_build(of_arch(trusted.specs, archs), store, Identity(lineinfo=lineinfo))
+    identity = Identity(lineinfo=lineinfo)
+    check_toolchain(session.project, identity.toolchain)
+    wanted = plan_build(of_arch(trusted.specs, archs), store, identity)
     _untrusted(session, trusted.left_out)
     layers = _layers(wanted)
     if dry_run:
         return _dry_run(session, wanted, layers, store, left_behind(store, catalog, archs))
     _explain(session, wanted, store)
-    if not targets and wanted.misses and not _confirmed(session, len(wanted.misses)):
+    whole = not targets and not (session.project and (session.project.specs or session.project.models))
+    if whole and wanted.misses and not _confirmed(session, len(wanted.misses)):
         return 1
     with (
         _executor(session, executor if wanted.misses else None, executor_timeout) as pool,

@@ -38,6 +38,7 @@ def command(session: Session) -> None:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "package": _package(),
+        "project": None if session.project is None else str(session.project.path),
         "can_build": compiler["ok"],
         "can_run": driver["ok"] and bool(driver["gpus"]),
         "compiler": compiler,
@@ -196,13 +197,14 @@ def _free(root: Path) -> int:
 
 
 def _trust(session: Session) -> dict[str, Any] | None:
-    """The keys of FUSEKIT_TRUSTED_KEYS; None if it is not set, and signatures are not checked."""
+    """The trusted keys, of FUSEKIT_TRUSTED_KEYS and the project; None if neither names any: nothing is checked."""
     from fusekit.store.signature import Trust
 
-    if session.config.trusted_keys is None:
+    trust = Trust.of(session.config)
+    if trust is None:
         return None
     try:
-        keys = Trust(session.config.trusted_keys).keys
+        keys = trust.keys
         return {"keys": [{"id": key.id, "comment": key.comment} for key in keys], "problem": None}
     except Exception as error:
         return {"keys": [], "problem": _text(error)}
@@ -216,6 +218,8 @@ def _print(document: dict[str, Any]) -> None:
     click.echo(f"fusekit {document['fusekit']}, Python {document['python']}, {document['platform']}")
     if document["package"]["problem"]:
         click.echo(f"        {document['package']['problem']}")
+    if document["project"]:
+        click.echo(f"\nproject {document['project']}")
     compiler, driver = document["compiler"], document["driver"]
     click.echo(f"\nbuild   {'yes' if compiler['ok'] else 'no: ' + compiler['problem']}")
     for name, version in compiler["toolchain"].items():

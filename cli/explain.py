@@ -27,7 +27,7 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, names
     from fusekit.compiler.identity import Identity
 
     store = session.open_store()
-    specs = select(patterns, arch, namespace)
+    specs = select(patterns, arch, namespace, session.project)
     try:
         identity = Identity()
         explanations = [explained(store, spec, identity) for spec in specs]

@@ -28,6 +28,7 @@ STOPS = (signal.SIGTERM, signal.SIGHUP)
 
 # The list of `--help`; the module of a command is only imported when it is called.
 COMMANDS = {
+    "init": "Write a project file, fusekit.toml.",
     "new": "Write a spec file for a model, or for a kernel of yours.",
     "build": "Compile what the store lacks; needs no GPU.",
     "ls": "List the kernels in the store.",

@@ -13,6 +13,7 @@ from fusekit_cli.terminal import message, to_stderr
 
 if TYPE_CHECKING:
     from fusekit.config import Config
+    from fusekit.project import Project
     from fusekit.store import Store
 
 
@@ -33,10 +34,24 @@ class Session:
 
     @functools.cached_property
     def config(self) -> Config:
-        """The configuration: options override the environment."""
+        """The configuration: options override the environment, which overrides the project file."""
         from fusekit.config import Config
 
-        return Config.from_environment(store=self.store, signing_key=self.sign)
+        return Config.from_environment(store=self.store, signing_key=self.sign, project=self.project)
+
+    @functools.cached_property
+    def project(self) -> Project | None:
+        """The project of the current folder, or the nearest one above."""
+        from fusekit.project import find_project
+
+        project = find_project()
+        if project is not None:
+            self.detail(f"project: {project.path}")
+        return project
+
+    def remote(self, text: str) -> str:
+        """The URL of the project's remote called `text`; `text` itself if it has none of that name."""
+        return text if self.project is None else self.project.remotes.get(text, text)
 
     def open_store(self) -> Store:
         """The store of this command line."""

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 def command(
     session: Session, url: str, patterns: tuple[str, ...], arch: str | None, manifest: str | None, dry_run: bool
 ) -> int:
-    """Copy the kernels that NAME matches (none: all) from URL into the store, unless it has them; each is checked.
+    """Copy the kernels that NAME matches (none: all) from URL into the store, unless it has them; each is checked. URL
+    may be the name of a remote of fusekit.toml.
 
     With FUSEKIT_TRUSTED_KEYS, what none of those keys signed is refused before it is read.
     """
@@ -35,9 +36,12 @@ def command(
     inspect, locked = sources.inspecting(session, manifest)
     if locked is not None:
         patterns, arch = _listed(locked, patterns, arch), locked.arch
-    store, remote = session.open_store(), Remote(url)
+    store, remote = session.open_store(), Remote(session.remote(url))
     with progress(session, "pulling", moves_bytes=True) as update:
-        report = pull(store, remote, patterns, arch, progress_of(update), inspect=inspect, dry_run=dry_run)
+        report = pull(
+            store, remote, patterns, arch, progress_of(update), inspect=inspect, dry_run=dry_run,
+            candidates=locked is None,  # a manifest lists one build of a name
+        )  # fmt: skip
     failed = [{"name": name, "error": error} for name, error in report.failed]
     output.transferred(session, report, "pulled", dry_run, failed=failed)
     for name, error in report.failed:

@@ -20,14 +20,15 @@ from fusekit_cli.progress import progress, progress_of
 def command(session: Session, url: str, patterns: tuple[str, ...], arch: str | None, full: bool, dry_run: bool) -> None:
     """Copy the kernels that NAME matches (none: all) to URL, unless they are there.
 
-    URL is a folder or anything that fsspec reaches: s3://bucket/kernels, gs://..., with the plugin for it installed.
+    URL is a folder or anything that fsspec reaches: s3://bucket/kernels, gs://..., with the plugin for it installed;
+    or the name of a remote of fusekit.toml.
     """
     from fusekit.share.push_pull import push
     from fusekit.share.remote import Remote
     from fusekit.share.selection import select
 
     store = session.open_store()
-    selection, remote = select(store, patterns, arch), Remote(url)
+    selection, remote = select(store, patterns, arch), Remote(session.remote(url))
     with progress(session, "pushing", moves_bytes=True) as update:
         report = push(store, selection, remote, full, progress_of(update), dry_run=dry_run)
     output.transferred(session, report, "pushed", dry_run)

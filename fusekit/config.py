@@ -16,8 +16,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fusekit.errors import ArgumentError, UsageError
+
+if TYPE_CHECKING:
+    from fusekit.project import Project
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,8 @@ class Config:
     allow_extern: whether a build may run the Python that specs of foreign kernels name.
     debug: whether every launch is waited for, so that an error names the launch that caused it.
     nvtx: whether kernels and passes are NVTX ranges in a profiler.
+    only_keys: absolute paths of files of public keys that a project allows: of `trusted_keys`, or of all if that is
+        None, only these count. None: not narrowed.
     """
 
     store: Path
@@ -43,13 +49,18 @@ class Config:
     allow_extern: bool = False
     debug: bool = False
     nvtx: bool = False
+    only_keys: tuple[Path, ...] | None = None
 
     def __post_init__(self) -> None:
         """Raises ArgumentError for values of other types."""
         rule = "a pathlib.Path; fusekit.Config.from_environment(FOLDER) takes text as well"
         ArgumentError.unless(Path, "store", self.store, rule)
         ArgumentError.unless(Path | None, "signing_key", self.signing_key, rule)
-        for name, paths in (("read_only_roots", self.read_only_roots), ("trusted_keys", self.trusted_keys)):
+        for name, paths in (
+            ("read_only_roots", self.read_only_roots),
+            ("trusted_keys", self.trusted_keys),
+            ("only_keys", self.only_keys),
+        ):
             if paths is not None or name == "read_only_roots":
                 ArgumentError.unless(tuple, name, paths, f"a tuple of paths, each {rule}")
                 for path in paths or ():
@@ -70,9 +81,10 @@ class Config:
         store: str | os.PathLike[str] | None = None,
         environ: Mapping[str, str] | None = None,
         signing_key: str | os.PathLike[str] | None = None,
+        project: "Project | None" = None,
     ) -> "Config":
         """The configuration of this process; `store` (a folder) wins over FUSEKIT_STORE, `signing_key` (a file) over
-        FUSEKIT_SIGNING_KEY. Makes no folder and reads no file.
+        FUSEKIT_SIGNING_KEY, and the environment over `project`. Makes no folder and reads no file.
 
         A root that is given twice, or is the writable one, counts once. Raises UsageError for a path that cannot be
         expanded (`~nobody/x`) or is empty, ArgumentError for a value that is not a path.
@@ -80,10 +92,13 @@ class Config:
         for name, path in (("store", store), ("signing_key", signing_key)):
             ArgumentError.unless(str | os.PathLike | None, name, path, "a path")
         environ = os.environ if environ is None else environ
-        root = _named("--store", store, "FUSEKIT_STORE", environ)
+        root = _named("--store", store, "FUSEKIT_STORE", environ) or (project.store if project is not None else None)
         if root is None:
             root = _cache_folder()
-        read_only = tuple(path for path in _several("FUSEKIT_STORES", environ) if path != root)
+        lower = _several("FUSEKIT_STORES", environ)
+        if project is not None and "FUSEKIT_STORES" not in environ:
+            lower = tuple(dict.fromkeys(project.read_only_roots))
+        read_only = tuple(path for path in lower if path != root)
         # A variable that is set and empty trusts nobody: a script may have left it empty by mistake.
         trusted = None
         if "FUSEKIT_TRUSTED_KEYS" in environ:
@@ -97,6 +112,7 @@ class Config:
             allow_extern=_flag("FUSEKIT_ALLOW_EXTERN", "lets builds run the Python of foreign kernels' specs", environ),
             debug=_flag("FUSEKIT_DEBUG", "waits for every launch", environ),
             nvtx=_flag("FUSEKIT_NVTX", "marks kernels and passes for a profiler", environ),
+            only_keys=None if project is None else project.keys,
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Mapping
 from functools import cache, partial
@@ -421,18 +422,20 @@ def _check_name(name: Any) -> None:
 
 def open_library(
     config: Config | None = None, *, driver: Any = None, checked: bool = False,
-    allocator: Allocator | Literal["torch"] | None = None,
+    allocator: Allocator | Literal["torch"] | None = None, project: str | os.PathLike[str] | None = None,
 ) -> Library:  # fmt: skip
     """Open the store of `config`.
 
     Parameters
     ----------
     config : Config, optional
-        Default: that of the environment (FUSEKIT_STORE, FUSEKIT_STORES).
+        Default: that of the environment (FUSEKIT_STORE, FUSEKIT_STORES), and of `project`.
     driver : Driver, optional
         A started driver. Default: one is started at the first `load`.
     checked, allocator
         As for `Library`.
+    project : path, optional
+        A fusekit.toml, or its folder, for what the environment does not say. Without it none is read.
 
     Returns
     -------
@@ -442,8 +445,17 @@ def open_library(
     Raises
     ------
     ArgumentError
-        `config` is not a Config, or `allocator` not an Allocator.
+        `config` is not a Config, or `allocator` not an Allocator; both `config` and `project`.
     UsageError
-        A path in the environment that cannot be used.
+        A path in the environment that cannot be used, or an error in the project file.
     """
+    if project is not None:
+        if config is not None:
+            raise ArgumentError(
+                "config and project: a project completes the configuration of the environment; give one of them",
+                argument="project",
+            )
+        from fusekit.project import read_project
+
+        config = Config.from_environment(project=read_project(project))
     return Library(Config.given(config), driver, checked=checked, allocator=allocator)

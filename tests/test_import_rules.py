@@ -3,7 +3,8 @@
 | package | may import, beside the standard library |
 |---|---|
 | errors, dtypes | nothing; dtypes is for everybody |
-| config | errors, platformdirs |
+| config | errors, platformdirs; project for its types |
+| project | errors |
 | abi | errors |
 | plan | errors, abi |
 | choice | errors, plan; store, to read a tuning table |
@@ -11,11 +12,11 @@
 | store | errors, config, filelock, for signatures cryptography |
 | share | errors, config, abi, store, cabi, filelock; for remotes fsspec, aiohttp, tenacity |
 | kernels | cutlass, plan, and the stream type of cuda.bindings.driver |
-| compiler | errors, config, plan, spec, abi, store, share, kernels; cutlass, llvmlite, distributed inside functions |
+| compiler | errors, config, project, plan, spec, abi, store, share, kernels; cutlass, llvmlite, distributed |
 | runtime | errors, config, abi, store, choice, cuda.bindings |
 | layers | errors, plan, runtime, exchange |
 | exchange | errors, plan, runtime |
-| library | errors, config, abi, store, choice, runtime, layers, exchange; for layers on the CPU interop.cpu |
+| library | errors, config, project, abi, store, choice, runtime, layers, exchange; for layers on the CPU interop.cpu |
 | interop | errors, abi, library, runtime, layers, exchange, plan.arch; each framework in the module of its name alone |
 | interop.cpu | also reference, spec, plan.layer, numpy |
 | cabi | errors, abi |
@@ -43,7 +44,8 @@ CLI = ROOT / "cli"
 MAY = {
     "errors": set(),
     "dtypes": set(),
-    "config": {"fusekit.errors", "platformdirs"},
+    "config": {"fusekit.errors", "fusekit.project", "platformdirs"},
+    "project": {"fusekit.errors", "fusekit"},
     "abi": {"fusekit.errors"},
     "plan": {"fusekit.errors", "fusekit.abi"},
     "choice": {"fusekit.errors", "fusekit.plan", "fusekit.store"},
@@ -56,8 +58,8 @@ MAY = {
     # CUstream is the type by which the DSL knows a stream.
     "kernels": {"cutlass", "fusekit.plan", "cuda.bindings.driver"},
     "compiler": {
-        "fusekit.errors", "fusekit.config", "fusekit.plan", "fusekit.spec", "fusekit.abi", "fusekit.store",
-        "fusekit.share", "fusekit.kernels", "cutlass", "cuda.bindings", "llvmlite", "distributed",
+        "fusekit.errors", "fusekit.config", "fusekit.project", "fusekit.plan", "fusekit.spec", "fusekit.abi",
+        "fusekit.store", "fusekit.share", "fusekit.kernels", "cutlass", "cuda.bindings", "llvmlite", "distributed",
     },
     "providers": {"fusekit.compiler", "cutlass", "cuda.bindings", "quack", "cudnn"},
     "runtime": {
@@ -66,8 +68,8 @@ MAY = {
     "layers": {"fusekit.errors", "fusekit.plan", "fusekit.runtime", "fusekit.exchange"},
     "exchange": {"fusekit.errors", "fusekit.plan", "fusekit.runtime"},
     "library": {
-        "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.choice", "fusekit.runtime",
-        "fusekit.layers", "fusekit.exchange", "fusekit.interop.cpu",
+        "fusekit.errors", "fusekit.config", "fusekit.project", "fusekit.abi", "fusekit.store", "fusekit.choice",
+        "fusekit.runtime", "fusekit.layers", "fusekit.exchange", "fusekit.interop.cpu",
     },
     "interop": {
         "fusekit.errors", "fusekit.abi", "fusekit.library", "fusekit.runtime", "fusekit.layers", "fusekit.exchange",

@@ -28,9 +28,10 @@ from fusekit.errors import (
     UsageError,
 )
 from fusekit.spec import ExternSpec, Spec
-from fusekit.spec.catalog import Found, specs_of
+from fusekit.spec.catalog import Found, of_model, specs_of
 from fusekit.spec.catalog import targets as find_targets
 from fusekit.store import DiscardReport, Entry, Store, key_of
+from fusekit.store.entries import toolchain_label
 from fusekit.store.keys import sha256
 from fusekit.store.locks import PATIENCE
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from fusekit.compiler.hostfunction import TracePlan
     from fusekit.compiler.pool import Compiler
+    from fusekit.project import Project
 
 Targets = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Arches = str | Sequence[str] | None
@@ -220,10 +222,24 @@ def build(
     return report
 
 
-def look_up(targets: Targets = (), namespace: str | None = None, arch: Arches = None) -> tuple[Found, ...]:
-    """What `targets` (one or several) mean, file by file; packaged files also for the architectures `arch`."""
+def look_up(
+    targets: Targets = (), namespace: str | None = None, arch: Arches = None, project: Project | None = None
+) -> tuple[Found, ...]:
+    """What `targets` (one or several) mean, file by file; packaged files also for the architectures `arch`.
+
+    project: gives the targets if there are none, the architectures where `arch` is None, and defaults of spec files.
+    """
     archs = [] if arch is None else _several("arch", arch)
-    return find_targets([os.fspath(target) for target in _several("targets", targets)], namespace, archs)
+    patterns = [os.fspath(target) for target in _several("targets", targets)]
+    if project is None:
+        return find_targets(patterns, namespace, archs)
+    if not archs and project.arch:
+        chosen = look_up(targets, namespace, [*project.arch], project)
+        return tuple(_of_archs(found, project.arch) if found.packaged else found for found in chosen)
+    if patterns or not (project.specs or project.models):
+        return find_targets(patterns, namespace, archs, project.defaults)
+    chosen = find_targets(project.specs, namespace, archs, project.defaults) if project.specs else ()
+    return (*chosen, *(of_model(config, project.tokens, archs, namespace) for config in project.models))
 
 
 def _several(argument: str, given: Any) -> list[Any]:
@@ -235,9 +251,27 @@ def _several(argument: str, given: Any) -> list[Any]:
     return names
 
 
-def select(targets: Targets = (), arch: Arches = None, namespace: str | None = None) -> tuple[Spec, ...]:
-    """The specs that `targets` and `arch` name; UsageError when an architecture has none of them."""
-    return of_arch(specs_of(look_up(targets, namespace, arch)), arch)
+def _of_archs(found: Found, archs: Sequence[str]) -> Found:
+    return replace(found, specs=tuple(spec for spec in found.specs if spec.arch in archs))
+
+
+def select(
+    targets: Targets = (), arch: Arches = None, namespace: str | None = None, project: Project | None = None
+) -> tuple[Spec, ...]:
+    """The specs that `targets` and `arch` name; UsageError when an architecture has none of them. project: see
+    `look_up`.
+    """
+    return of_arch(specs_of(look_up(targets, namespace, arch, project)), arch)
+
+
+def check_toolchain(project: Project | None, toolchain: Mapping[str, str]) -> None:
+    """Raises ToolchainError if `project` lists toolchains and the installed one is none of them."""
+    label = toolchain_label(toolchain)
+    if project is not None and project.toolchains and label not in project.toolchains:
+        raise ToolchainError(
+            f"{project.path} lists the toolchains {', '.join(project.toolchains)}, and {label} is installed here; "
+            f'install one of those, or add "{label}" to `toolchains`'
+        )
 
 
 @dataclass(frozen=True, slots=True)

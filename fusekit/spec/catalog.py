@@ -2,14 +2,16 @@
 
 import glob
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from fusekit.errors import SpecError, UsageError, some
-from fusekit.plan.arch import ARCHES
+from fusekit.plan.arch import ARCHES, DEFAULT
 from fusekit.spec import document
 from fusekit.spec.extern import EXTERN
 from fusekit.spec.parse import parse_file, parse_text
@@ -48,6 +50,17 @@ def packaged_files() -> tuple[Path, ...]:
     return tuple(sorted(packaged_folder().glob("*.toml")))
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How files are read. namespace: of every file. archs: the packaged files also have their kernels for these
+    architectures, instead of the one that they name. defaults: of spec files that are not packaged.
+    """
+
+    namespace: str | None = None
+    archs: Sequence[str] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
 def find(patterns: Sequence[str] = (), namespace: str | None = None) -> tuple[Spec, ...]:
     """The kernels that `targets` finds, each once, in their order."""
     return specs_of(targets(patterns, namespace))
@@ -69,7 +82,8 @@ def specs_of(targets: Sequence[Found]) -> tuple[Spec, ...]:
 
 
 def targets(
-    patterns: Sequence[str] = (), namespace: str | None = None, archs: Sequence[str] = ()
+    patterns: Sequence[str] = (), namespace: str | None = None, archs: Sequence[str] = (),
+    defaults: Mapping[str, Any] | None = None,
 ) -> tuple[Found, ...]:  # fmt: skip
     """The kernels that patterns select, file by file, in their order; no pattern: every packaged file.
 
@@ -82,19 +96,47 @@ def targets(
       glob over any of the three;
     - `-`: a spec on stdin, whose stem is `stdin`.
 
-    What names something packaged is not looked for as a folder; `./name` is never packaged. namespace: of every file.
-    archs: the packaged files also have their kernels for these architectures, instead of the one that they name.
-    Only files that can match are read. Raises UsageError for a pattern that names nothing, SpecError for a bad file.
+    What names something packaged is not looked for as a folder; `./name` is never packaged. namespace, archs, defaults:
+    see `Options`. Only files that can match are read. Raises UsageError for a pattern that names nothing, SpecError for
+    a bad file.
     """
-    return tuple(target for pattern in patterns or ("*",) for target in _found(pattern, namespace, archs))
+    options = Options(namespace, archs, defaults or {})
+    return tuple(target for pattern in patterns or ("*",) for target in _found(pattern, options))
 
 
-def _found(pattern: str, namespace: str | None, archs: Sequence[str]) -> list[Found]:
+def of_model(config: Path, tokens: int | None = None, archs: Sequence[str] = (), namespace: str | None = None) -> Found:
+    """The kernels that `fusekit new` writes for the Hugging Face `config` (a file, or a folder with config.json), under
+    the name of its folder, or of the file.
+    """
+    from fusekit.spec.hf_config import MAX_BYTES, read_model
+    from fusekit.spec.model_kernels import Request
+    from fusekit.spec.new_spec import new_spec
+
+    path = config / "config.json" if config.is_dir() else config
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES).decode()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {error}; a model is a config.json, or a folder that holds one") from None
+    stem = re.sub(r"[^a-z0-9._-]+", "-", (path.parent.name if path.stem == "config" else path.stem).lower())
+    request = Request(stem.strip("-._")[:64] or "model", origin=path.name)
+    if tokens is not None:
+        request = replace(request, tokens=tokens)
+    model = read_model(text, str(path))
+    every: tuple[Spec, ...] = ()
+    for arch in archs or (DEFAULT.name,):
+        every += parse_text(new_spec(model, replace(request, arch=arch)).text, request.name, str(path), namespace)
+    return _of_file(every, request.name, "*", str(path))
+
+
+def _found(pattern: str, options: Options) -> list[Found]:
+    namespace, archs = options.namespace, options.archs
     if pattern == STDIN:
-        return [_of_file(parse_text(_stdin(), "stdin", "stdin", namespace, unsaid=archs), "stdin", "*", "stdin")]
+        specs = parse_text(_stdin(), "stdin", "stdin", namespace, unsaid=archs, defaults=options.defaults)
+        return [_of_file(specs, "stdin", "*", "stdin")]
     path, kernels = _split(pattern)
     if path is not None:
-        targets = [_of_path(file, kernels, namespace, archs) for file in _files(path)]
+        targets = [_of_path(file, kernels, options) for file in _files(path)]
         return [target for target in targets if target.specs] or _nothing_in(pattern, kernels, targets)
     packaged = _packaged(pattern, namespace, archs)
     if packaged:
@@ -103,7 +145,7 @@ def _found(pattern: str, namespace: str | None, archs: Sequence[str]) -> list[Fo
         files = sorted(Path(pattern).glob("*.toml"))
         if not files:
             raise UsageError(f"'{pattern}' is a folder without a .toml file; name the folder of the spec files")
-        return [_of_path(file, "*", namespace, archs) for file in files]
+        return [_of_path(file, "*", options) for file in files]
     raise _nothing(pattern)
 
 
@@ -141,8 +183,9 @@ def _files(path: str) -> list[Path]:
     return [packaged if plain.name == path and os.path.isfile(packaged) else plain]  # noqa: PTH113 - likewise
 
 
-def _of_path(path: Path, kernels: str, namespace: str | None, archs: Sequence[str]) -> Found:
-    return _of_file(parse_file(path, namespace, unsaid=archs), path.stem, kernels, str(path))
+def _of_path(path: Path, kernels: str, options: Options) -> Found:
+    specs = parse_file(path, options.namespace, unsaid=options.archs, defaults=options.defaults)
+    return _of_file(specs, path.stem, kernels, str(path))
 
 
 def _of_file(every: tuple[Spec, ...], stem: str, kernels: str, source: str) -> Found:

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fusekit.errors import SpecError, SpecWarning
@@ -25,20 +26,22 @@ NOTICED = 8  # of what a sweep leaves out, notices, and combinations in one
 
 
 def parse_file(
-    path: str | os.PathLike[str], namespace: str | None = None, arch: str | None = None, unsaid: Sequence[str] = ()
+    path: str | os.PathLike[str], namespace: str | None = None, arch: str | None = None, unsaid: Sequence[str] = (),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Spec, ...]:  # fmt: skip
     """Every kernel of a spec file, sweeps expanded, in file order. Raises SpecError.
 
     namespace, arch: instead of the file's own. unsaid: architectures of kernels for which the file names none; empty:
-    the usual one, with a SpecWarning.
+    that of `defaults`, or the usual one, with a SpecWarning. defaults: those of a project, for keys that the file does
+    not give, as far as its kernels have them.
     """
     path = Path(path)
-    return parse_text(document.read(path), path.stem, str(path), namespace, arch, unsaid)
+    return parse_text(document.read(path), path.stem, str(path), namespace, arch, unsaid, defaults)
 
 
 def parse_text(
     text: str, stem: str, source: str | None = None, namespace: str | None = None, arch: str | None = None,
-    unsaid: Sequence[str] = (),
+    unsaid: Sequence[str] = (), defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Spec, ...]:  # fmt: skip
     """Like `parse_file`, from the text; `stem` begins the names, `source` is what errors call the file."""
     source = source or f"{stem}.toml"
@@ -54,9 +57,10 @@ def parse_text(
         parsed = _for_arch(parsed, arch)
     nameless = _nameless(parsed)
     if nameless:
-        parsed = parsed | {"defaults": parsed.get("defaults", {}) | {"arch": list(unsaid) or DEFAULT.name}}
-    file = _File(reader, parsed, stem, namespace)
-    if nameless and not unsaid:
+        named = list(unsaid) or defaults.get("arch")
+        parsed = parsed | {"defaults": parsed.get("defaults", {}) | {"arch": named or DEFAULT.name}}
+    file = _File(reader, parsed, stem, namespace, defaults)
+    if nameless and not named:
         file.notices.append(f"{nameless} names no arch, and is for {DEFAULT.name}; [defaults] or --arch names one")
     try:
         specs = file.expand()
@@ -124,8 +128,11 @@ def _complete(schema: Schema, given: dict[str, Any], shared: dict[str, Any], sum
 
 
 class _File:
-    def __init__(self, reader: TableReader, document: dict[str, Any], stem: str, namespace: str | None = None) -> None:
-        self.reader, self.document, self.stem = reader, document, stem
+    def __init__(
+        self, reader: TableReader, document: dict[str, Any], stem: str, namespace: str | None = None,
+        project: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        self.reader, self.document, self.stem, self.project = reader, document, stem, project
         self.namespace = document.get("namespace") if namespace is None else namespace
         self.kernels = 0
         self.notices: list[str] = []
@@ -136,7 +143,10 @@ class _File:
         self._qualify()
         defaults = self._table("defaults")
         kernels = self._kernels()
-        shared = self._shared(defaults, [self._schema(table, defaults) for table in kernels])
+        used = [self._schema(table, defaults) for table in kernels]
+        known = {field.name for schema in used for field in schema.defaults_fields} - {"op", "kind"}
+        defaults = {name: value for name, value in self.project.items() if name in known} | defaults
+        shared = self._shared(defaults, used)
         summary = self.document.get("summary", "")
         read: list[_Table] = []  # all are counted before any is expanded, which takes longer
         seen: dict[str, int] = {}

@@ -28,6 +28,8 @@ from fusekit.store.keys import sha256
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+    from fusekit.config import Config
+
 MESSAGE = "fusekit signature 1\n{kind}\n{digest}\n"
 KINDS = frozenset({"entry", "name", "bundle", "manifest", "tuning"})
 SIGNATURE_BYTES = 64
@@ -95,13 +97,30 @@ class Trust:
     A file that is missing or has no key is a `UsageError`: a trust that cannot be read refuses everything.
     """
 
-    def __init__(self, paths: Sequence[Path] = ()) -> None:
+    def __init__(self, paths: Sequence[Path] = (), only: Sequence[Path] | None = None) -> None:
+        """only: files of the keys that alone count among those in `paths`."""
         self._paths = tuple(paths)
+        self._only = only
+
+    @classmethod
+    def of(cls, config: Config) -> Trust | None:
+        """The trust of a configuration; None: only digests are checked."""
+        if config.trusted_keys is None:
+            return None if config.only_keys is None else cls(config.only_keys)
+        return cls(config.trusted_keys, config.only_keys)
 
     @functools.cached_property
     def keys(self) -> tuple[PublicKey, ...]:
         """Every trusted key, once."""
         keys = [key for path in self._paths for key in read_public_keys(path)]
+        if self._only is not None and keys:
+            allowed = {key.raw for path in self._only for key in read_public_keys(path)}
+            keys = [key for key in keys if key.raw in allowed]
+            if not keys:
+                raise UsageError(
+                    "no key of FUSEKIT_TRUSTED_KEYS is one of the project's [trust], which narrows them; add it there, "
+                    "or to the variable"
+                )
         if not keys:
             raise UsageError(
                 "FUSEKIT_TRUSTED_KEYS is set and names no file; without a trusted key nothing is loaded; name a file "

@@ -53,9 +53,8 @@ class Store(Lookup):
     @classmethod
     def open(cls, config: Config) -> Store:
         """The store of `config`, which need not exist yet, over its read-only roots and those of installed wheels."""
-        trust = None if config.trusted_keys is None else Trust(config.trusted_keys)
         roots = (*config.read_only_roots, *installed_roots())
-        return cls(config.store, roots, trust=trust, signing_key=config.signing_key)
+        return cls(config.store, roots, trust=Trust.of(config), signing_key=config.signing_key)
 
     def inspecting(self, inspect: Callable[[Entry], None]) -> Store:
         """A copy that treats entries for which `inspect` raises IntegrityError as missing, so that builders replace
