@@ -4,9 +4,10 @@
     FUSEKIT_STORE=STORE python tests/benchmarks/run.py module_host [--tokens 1 16 128] [--stand-in]
 
 Prints JSON, microseconds, medians: `bound` and `module` for an inference (`inference`) and for a forward and a backward
-pass together (`training`), and `first`: seconds from an imported PyTorch with one matmul done to the end of a first
-forward and backward pass. `--stand-in` takes a driver that launches nothing and tensors of the CPU, to compare two
-versions on a machine without a GPU.
+pass together (`training`); `bare`, the bound passes of a training in a torch.autograd.Function that does nothing else
+but allocate the same tensors: what PyTorch itself costs; and `first`: seconds from an imported PyTorch with one matmul
+done to the end of a first forward and backward pass. `--stand-in` takes a driver that launches nothing and tensors of
+the CPU, to compare two versions on a machine without a GPU.
 """
 
 import argparse
@@ -75,7 +76,7 @@ def median(call, wait, clock):
 
 
 def bound(moe, x):
-    """(inference, training) as bound passes on memory of their own."""
+    """Calls of bound passes, on memory of their own."""
     layer, new, stream = moe.layer, {"device": x.device}, 4096
     if x.is_cuda:
         stream = torch.cuda.current_stream(x.device).cuda_stream
@@ -93,7 +94,31 @@ def bound(moe, x):
         forward(stream)
         backward(stream)
 
-    return lambda: inference(stream), training
+    class Bare(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *tensors):
+            y, kept, _ = torch.empty_like(x), *(torch.empty(size, dtype=torch.uint8, **new) for size in memory)
+            forward(stream)
+            ctx.save_for_backward(kept, *tensors)
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            _, *tensors = ctx.saved_tensors
+            torch.empty(sizes.scratch, dtype=torch.uint8, **new)
+            gradients = tuple(map(torch.empty_like, tensors))
+            backward(stream)
+            return gradients
+
+    memory, dy = (sizes.kept, sizes.scratch), torch.randn_like(y)
+    parameters = [x.clone().requires_grad_(), *moe.parameters()]
+
+    def bare():
+        for parameter in parameters:
+            parameter.grad = None
+        Bare.apply(*parameters).backward(dy)
+
+    return {"inference": {"bound": lambda: inference(stream)}, "training": {"bound": training, "bare": bare}}
 
 
 def measured(moe, tokens, *how):
@@ -111,9 +136,9 @@ def measured(moe, tokens, *how):
         needing.grad = None
         moe(needing).backward(dy)
 
-    calls = dict(zip(("inference", "training"), bound(moe, x), strict=True))
-    modules = {"inference": inference, "training": training}
-    return {which: {"bound": median(calls[which], *how), "module": median(modules[which], *how)} for which in modules}
+    calls = bound(moe, x)
+    calls["inference"]["module"], calls["training"]["module"] = inference, training
+    return {which: {name: median(call, *how) for name, call in group.items()} for which, group in calls.items()}
 
 
 def main():

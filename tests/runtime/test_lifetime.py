@@ -163,13 +163,13 @@ def test_threads_launch_on_a_stream_each(switching: None) -> None:
     assert len(fake.launches) == 3 * count * times
     workspaces = set()
     for stream in range(100, 100 + count):
-        base, mine = (stream - 99) << 32, [launched for launched in fake.launches if launched.stream == stream]
-        addresses = [[int.from_bytes(launched.parameters[at][:8], "little") for at in (0, 2, 3)] for launched in mine]
-        assert addresses == [[base + 0x1000_0000, base + 0x3000_0004, base + 0x4000_0000]] * len(mine)
-        rows = [int.from_bytes(launched.parameters[5], "little") for launched in mine]
+        base, launches = (stream - 99) << 32, [launch for launch in fake.launches if launch.stream == stream]
+        addresses = [[int.from_bytes(launch.parameters[at][:8], "little") for at in (0, 2, 3)] for launch in launches]
+        assert addresses == [[base + 0x1000_0000, base + 0x3000_0004, base + 0x4000_0000]] * len(launches)
+        rows = [int.from_bytes(launched.parameters[5], "little") for launched in launches]
         assert rows == [row for time in range(times) for row in (96, 1 + (stream - 100) * times + time, 96)]
-        assert [launched.grid[0] for launched in mine] == [132, 132, 132 - 2 * (stream - 100)] * times
-        (workspace,) = {launched.parameters[8] for launched in mine}
+        assert [launched.grid[0] for launched in launches] == [132, 132, 132 - 2 * (stream - 100)] * times
+        (workspace,) = {launched.parameters[8] for launched in launches}
         workspaces.add(workspace)
     assert len(workspaces) == count
 
