@@ -108,7 +108,7 @@ def _load(library: Library, name: str, arch: str | None, device: int | None, row
 
 
 def _run(trial: Trial, check: bool, timed: bool, margin: int | None) -> dict[str, Any]:
-    from fusekit.bench.roofline import peak_of
+    from fusekit.choice.gpus import gpu_of
 
     kernel = trial.kernel
     document: dict[str, Any] = {
@@ -127,7 +127,7 @@ def _run(trial: Trial, check: bool, timed: bool, margin: int | None) -> dict[str
             if trial.work.bytes:
                 tflops, document["gbs"] = trial.work.rates(timing.ms)
                 document["tflops"] = tflops if trial.work.flops else None
-                peak = None if trial.notes else peak_of(trial.device.name)
+                peak = None if trial.notes else gpu_of(trial.device.name)
                 document["peak_share"] = None if peak is None else trial.work.share(timing.ms, peak)
     return document
 

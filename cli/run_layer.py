@@ -66,11 +66,12 @@ def _launch(
 
 def _time(library: Library, layer: Layer, tokens: int, seed: int, device: int | None, document: dict[str, Any]) -> None:
     from fusekit.bench.layer_trial import BOTH, LayerTrial, flops
-    from fusekit.bench.roofline import Work, peak_of
+    from fusekit.bench.roofline import Work
+    from fusekit.choice.gpus import gpu_of
 
     with closing(LayerTrial(library, layer, tokens, seed, device)) as trial:
         document.update(device=trial.device.name, tokens=tokens, memory=_memory(trial))
-        peak = peak_of(trial.device.name)
+        peak = gpu_of(trial.device.name)
         for which, timing in trial.time().items():
             work = Work(flops(layer, which, tokens), 0)
             tflops = work.rates(timing.ms)[0] if work.flops else None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
 from fusekit.choice import tuning
+from fusekit.choice.gpus import part_of
 from fusekit.choice.variants import explained
 from fusekit.config import Config
 from fusekit.errors import (
@@ -24,7 +25,7 @@ from fusekit.errors import (
     some,
 )
 from fusekit.runtime.allocators import Allocator, check_allocator
-from fusekit.runtime.devices import Devices, archs_of, ordinal_of
+from fusekit.runtime.devices import Device, Devices, archs_of, ordinal_of
 from fusekit.runtime.driver import Driver, version_text
 from fusekit.runtime.log import debug_log
 from fusekit.runtime.wake import Waking
@@ -329,7 +330,7 @@ class Library:
         for candidate in wanted:
             variants = self.variants(name, candidate)
             if variants:
-                return self._choose(self._readable(variants), problem, target.name), ordinal
+                return self._choose(self._readable(variants), problem, target), ordinal
         if arch is not None:
             raise self.store.not_built(name, arch, f"only for {', '.join(elsewhere)}")
         stored = ", ".join(elsewhere)
@@ -364,11 +365,14 @@ class Library:
             name="CUDA_ERROR_INSUFFICIENT_DRIVER",
         )
 
-    def _choose(self, variants: list[NameRecord], problem: Mapping[str, int] | None, device: str | None) -> NameRecord:
+    def _choose(
+        self, variants: list[NameRecord], problem: Mapping[str, int] | None, device: Device | None
+    ) -> NameRecord:
         arch = variants[0].arch
         if len(variants) > 1 and arch not in self._tuning:
             self._tuning[arch] = tuning.load(self.store, arch)
-        chosen, why = explained(variants, problem, self._tuning.get(arch), device)
+        name, gpu = (None, None) if device is None else (device.name, part_of(device.name, device.sm_count))
+        chosen, why = explained(variants, problem, self._tuning.get(arch), name, gpu)
         # Without a device this is a guess.
         if device is not None and (log := debug_log()) is not None:
             log.debug(

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from fusekit.bench.arrays import Tensors, sizes_of
-from fusekit.bench.roofline import Work, gemm_work, peak_of
+from fusekit.bench.roofline import Work, gemm_work
 from fusekit.bench.shape import ROLES, STEPS, Shape, is_gated
 from fusekit.bench.timing import Run, Stopwatch, median
+from fusekit.choice.gpus import gpu_of
 from fusekit.choice.tuning import Row, features
 from fusekit.choice.variants import check_alike
 from fusekit.library import Library
@@ -141,7 +142,7 @@ class GemmBench(Bench):
 
     def __init__(self, library: Library, device: Device, names: Sequence[str], arch: str, options: Options) -> None:
         super().__init__(library, device, arch, options)
-        self.peak = peak_of(device.name)
+        self.peak = gpu_of(device.name)
         self._names = names
         self._torch: Any = self.imported("torch_gemm", "no unfused times, no yardstick") if options.peers else None
         self._subjects: list[Subject] = []

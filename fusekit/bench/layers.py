@@ -15,9 +15,10 @@ from typing import Any
 
 from fusekit.bench.gemms import Bench, Line, Options, alike, first_line, sequence
 from fusekit.bench.layer_trial import BOTH, LayerTrial, flops, gemms
-from fusekit.bench.roofline import Work, peak_of
+from fusekit.bench.roofline import Work
 from fusekit.bench.shape import Shape
 from fusekit.bench.timing import median
+from fusekit.choice.gpus import gpu_of
 from fusekit.choice.tuning import Row, features
 from fusekit.layers import Layer
 from fusekit.library import Library
@@ -58,7 +59,7 @@ class LayerBench(Bench):
             else {}
         )
         sums |= {BOTH: sum(sums.values())} if sums else {}
-        o, peak = layer.options, peak_of(self.device.name)
+        o, peak = layer.options, gpu_of(self.device.name)
         documents = []
         for line in lines:
             document = line.document(peak, None, None) | {"gbs": None, "dense_ms": None}
@@ -146,7 +147,7 @@ class LayerBench(Bench):
         for part in parts:
             layer.set_variant(part, order[0])
         self.rows.append(replace(row, variants=tuple((variant, None) for variant in order)))
-        peak = peak_of(self.device.name)
+        peak = gpu_of(self.device.name)
         timed = [line.document(peak, None, None) | {"gbs": None} for line in lines]
         shared = {"problem": row.problem, "passes": passes, "chosen": order[0], "lines": timed}
         return [{"name": f"{layer.name}.{part}", **shared} for part in parts]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from fusekit.bench.roofline import Peak, peak_of
+from fusekit.choice.gpus import Gpu, gpu_of
 
 DIMS = ("E", "M", "N", "K", "T", "H", "X")
 COLUMNS = (
@@ -60,7 +60,7 @@ def to_html(document: Mapping[str, Any]) -> str:
     """The page: for each model its speed against peers, a roofline and all figures. ImportError without matplotlib."""
     import fusekit
 
-    peak = peak_of(document["device"])
+    peak = gpu_of(document["device"])
     title = f"fusekit bench: {document['device']}"
     timed = "each alone, at the clock that its power leaves" if document["steady"] else "in interleaved rounds"
     how = f"{document['arch']}, groups {document['groups']}, timed {timed}; fusekit {fusekit.__version__}."
@@ -143,7 +143,7 @@ def _bars(kernels: Sequence[Mapping[str, Any]], figure: str, label: str) -> str:
     return _drawn(0.7 + len(kernels) * (0.25 + 0.17 * len(whats)), draw)
 
 
-def _roofline(kernels: Sequence[Mapping[str, Any]], peak: Peak | None) -> str:
+def _roofline(kernels: Sequence[Mapping[str, Any]], peak: Gpu | None) -> str:
     """Arithmetic intensity against speed; the roof is what the device's data sheet allows."""
     points = [
         (kernel["name"].rpartition("/")[2], what, line["tflops"] * 1e3 / line["gbs"], line["tflops"])

@@ -1,7 +1,4 @@
-"""Bytes and operations of a launch, and their share of a device's peak.
-
-Peaks are NVIDIA's data-sheet values: dense (not sparse) bf16/fp16 tensor throughput and memory bandwidth.
-"""
+"""Bytes and operations of a launch, and their share of a device's peak (fusekit.choice.gpus)."""
 
 from __future__ import annotations
 
@@ -9,36 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fusekit.choice.gpus import Gpu
 from fusekit.dtypes import DTYPES
 from fusekit.plan.operands import WGRAD
 from fusekit.plan.quant import ROW, SIDE, Quant
 from fusekit.reference.meaning import meaning
 from fusekit.reference.operands.gather import CHOICES
-
-
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """`tflops`: dense bf16 TFLOP/s. `gbs`: memory bandwidth in GB/s (1e9 bytes)."""
-
-    tflops: float
-    gbs: float
-
-
-# By what the driver's device name contains; the first match counts, so the more specific stand first.
-PEAKS = {
-    "H200 NVL": Peak(835, 4800),
-    "H200": Peak(989, 4800),
-    "H100 NVL": Peak(835, 3900),
-    "H100 PCIe": Peak(756, 2000),
-    "H100": Peak(989, 3350),
-    "A100-SXM4-40GB": Peak(312, 1555),
-    "A100-SXM4-80GB": Peak(312, 2039),
-}
-
-
-def peak_of(device_name: str) -> Peak | None:
-    """The peaks of the device that the driver calls `device_name`; None for one that the table lacks."""
-    return next((peak for name, peak in PEAKS.items() if name in device_name), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +26,7 @@ class Work:
         """(TFLOP/s, GB/s) at `ms` milliseconds a launch."""
         return self.flops / ms * 1e-9, self.bytes / ms * 1e-6
 
-    def share(self, ms: float, peak: Peak) -> float:
+    def share(self, ms: float, peak: Gpu) -> float:
         """The share of the peak that binds: tensor throughput or bandwidth, whichever needs longer at its peak."""
         return max(self.flops / (peak.tflops * self.rate * 1e9), self.bytes / (peak.gbs * 1e6)) / ms
 

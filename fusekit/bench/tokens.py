@@ -14,9 +14,9 @@ import numpy as np
 
 from fusekit.bench.gemms import Bench, Options, alike, first_line
 from fusekit.bench.replay import Replay, launches_for, sets_for
-from fusekit.bench.roofline import peak_of
 from fusekit.bench.timing import Run, Stopwatch, median
 from fusekit.bench.token_trial import TokenTrial
+from fusekit.choice.gpus import gpu_of
 from fusekit.choice.tuning import Row, features
 from fusekit.library import Library
 from fusekit.plan.operations import OPERATIONS
@@ -159,7 +159,7 @@ class TokenBench(Bench):
     def _document(
         self, name: str, trial: TokenTrial, lines: Sequence[Line], verdicts: Sequence[dict[str, Any] | None]
     ) -> dict[str, Any]:
-        peak, work = peak_of(self.device.name), trial.work
+        peak, work = gpu_of(self.device.name), trial.work
         copy = next((line for line in lines if line.what == "copy" and line.times), None)
         peers = {line.what: line for line in lines if line.what in PEERS and line.times}
         peer = peers.get("te") or peers.get("torch")

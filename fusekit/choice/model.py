@@ -25,6 +25,10 @@ little power: in `tiles` they count a quarter. A tile of a weight gradient lies 
 sides are padded so, and no group has half-empty ones. Where a dense one is split, its parts are the groups, and waves
 are counted whole: the parts are alike, and begin together.
 
+A device's row (fusekit.choice.gpus) gives its multiprocessors and their tensor throughput. What tensor cores do not do,
+fetching and epilogues, costs fewer products where they are slower, as those of H20 are. Bandwidth orders no variants:
+what must cross the memory bus is the same for all of them. Without a device: an H200.
+
 The model mostly errs in the shape of the cluster (docs/measured.md has by how much); tuning tables correct it. Without
 a problem, tiles are full and their number is without end; where the length of the reduction is not given, it is 4096.
 """
@@ -33,6 +37,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from fusekit.choice.gpus import REFERENCE, Gpu
 from fusekit.plan.activations import is_backward
 from fusekit.plan.arch import ARCHITECTURES, DEFAULT, Architecture
 from fusekit.plan.operations import OPERATIONS, Operation
@@ -77,11 +82,11 @@ def waves(tiles: float, sms: int) -> float:
     return max(1.0, tiles / sms + 0.5)
 
 
-def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
+def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None, gpu: Gpu | None = None) -> float:
     """The model's time of the GEMM variant `spec` (canonical form), in products for each element of the reduction.
 
     problem: E, M, N, K in elements, with E = 1 for a dense GEMM. Where it lacks one that is needed: the time of a full
-    tile for each of its products.
+    tile for each of its products. gpu: None where it is not known.
     """
     problem = problem or {}
     tile_m, tile_n = map(int, spec["tile"])
@@ -89,8 +94,10 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
     operation, arch = OPERATIONS[spec["op"]], architecture(spec)
     assert operation.tiles is not None
     down, across = operation.tiles
-    fetched = FETCH * (tile_m + tile_n + tile_m / cluster_n + tile_n / cluster_m)
-    dearer = 1 + _epilogue(spec) / max(_reduction(spec, problem, operation), arch.mma_rows)
+    sms, gpu = (arch.sms, REFERENCE) if gpu is None else (gpu.sms, gpu)
+    slower = gpu.sm_rate / REFERENCE.sm_rate
+    fetched = slower * FETCH * (tile_m + tile_n + tile_m / cluster_n + tile_n / cluster_m)
+    dearer = 1 + slower * _epilogue(spec) / max(_reduction(spec, problem, operation), arch.mma_rows)
     static = STATIC if spec.get("schedule", "static") == "static" else 1.0
     if not {"E", *operation.tiles} <= problem.keys():
         return (dearer + fetched / (tile_m * tile_n)) * static
@@ -103,8 +110,8 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
     full_across, padded_across = _tiles(problem[across], tile_n)
     full *= full_across * groups
     padded *= padded_across * groups
-    work = -(-padded // arch.sms) if spec.get("split") else waves(PADDING * padded + (1 - PADDING) * full, arch.sms)
-    return (rows * tile_n * dearer + fetched) * work * (static if padded > arch.sms else 1.0)
+    work = -(-padded // sms) if spec.get("split") else waves(PADDING * padded + (1 - PADDING) * full, sms)
+    return (rows * tile_n * dearer + fetched) * work * (static if padded > sms else 1.0)
 
 
 def architecture(spec: Mapping[str, Any]) -> Architecture:
@@ -112,10 +119,10 @@ def architecture(spec: Mapping[str, Any]) -> Architecture:
     return ARCHITECTURES.get(spec.get("arch", ""), DEFAULT)
 
 
-def rank(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> tuple[float, int, int]:
+def rank(spec: Mapping[str, Any], problem: Mapping[str, int] | None, gpu: Gpu | None = None) -> tuple[float, int, int]:
     """What orders variants, the least first: `cost`, then the larger tile, then the larger cluster."""
     tile, cluster = spec["tile"], spec["cluster"]
-    return cost(spec, problem), -tile[0] * tile[1], -cluster[0] * cluster[1]
+    return cost(spec, problem, gpu), -tile[0] * tile[1], -cluster[0] * cluster[1]
 
 
 def _epilogue(spec: Mapping[str, Any]) -> float:

@@ -10,12 +10,15 @@ rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fusekit.choice.model import rank
 from fusekit.errors import ArgumentError, IntegrityError, UsageError, whole
 from fusekit.plan.operations import OPERATIONS, Operation, operation
 
 if TYPE_CHECKING:
+    from fusekit.choice.gpus import Gpu
     from fusekit.choice.tuning import Tuning
     from fusekit.store import NameRecord
 
@@ -155,7 +158,7 @@ def _computed(record: NameRecord) -> dict[str, Any]:
 
 def choose(
     variants: Sequence[NameRecord], problem: Mapping[str, int] | None = None, tuning: Tuning | None = None,
-    device: str | None = None,
+    device: str | None = None, gpu: Gpu | None = None,
 ) -> NameRecord:  # fmt: skip
     """The variant to load; `variants` are those of one kernel, at least one. Raises UsageError as `check_alike` does,
     and ArgumentError for a problem that no kernel of that operation can have.
@@ -163,14 +166,15 @@ def choose(
     Every way from a name without a variant to a kernel goes through here: load, show, export, run, bench.
 
     problem: overrides E, M, N, K (tokens T and width H) of the spec's own problem. tuning: measured times; asked
-    first. device: the name that the driver gives the device, whose own measurements count before others'.
+    first. device: the name that the driver gives the device, whose own measurements count before others'. gpu: the
+    device's row, by which the model chooses.
     """
-    return explained(variants, problem, tuning, device)[0]
+    return explained(variants, problem, tuning, device, gpu)[0]
 
 
 def explained(
     variants: Sequence[NameRecord], problem: Mapping[str, int] | None = None, tuning: Tuning | None = None,
-    device: str | None = None,
+    device: str | None = None, gpu: Gpu | None = None,
 ) -> tuple[NameRecord, str]:  # fmt: skip
     """`choose`, and why this variant was chosen."""
     first = variants[0]
@@ -196,6 +200,8 @@ def explained(
             if variant in by_variant:
                 return by_variant[variant], "the fastest that was measured"
     order = row.load("variants")
+    if order is rank:
+        order = partial(rank, gpu=gpu)
     best = min(variants, key=lambda record: (order(record.spec, _whole(record.spec, row, problem)), record.name))
     return best, "the fastest by the model"
 

@@ -4,8 +4,9 @@ import time
 
 import pytest
 
-from fusekit.bench.roofline import Peak, Work, gemm_work
+from fusekit.bench.roofline import Work, gemm_work
 from fusekit.bench.timing import ROUND, host_us, median
+from fusekit.choice.gpus import Gpu
 from tests.plans import gemm_spec
 
 
@@ -34,7 +35,7 @@ def test_host_time_is_that_of_one_call_without_waits_and_warm_up(monkeypatch):
 )
 def test_the_share_is_of_the_peak_that_binds(flops, moved, rate, share):
     """10 TFLOP/s and 20 GB/s, in 2 ms."""
-    assert Work(flops * 10**9, moved * 10**6, rate).share(2.0, Peak(10, 20)) == pytest.approx(share)
+    assert Work(flops * 10**9, moved * 10**6, rate).share(2.0, Gpu(132, 10, 20)) == pytest.approx(share)
 
 
 def test_weights_of_groups_without_rows_are_not_read():

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusekit.choice import tuning
+from fusekit.choice.gpus import GPUS, REFERENCE, gpu_of, part_of
 from fusekit.choice.model import cost, group_sizes, tile_rows, waves
 from fusekit.choice.variants import choose
 from fusekit.errors import ArgumentError, UsageError
@@ -409,3 +410,42 @@ def test_a_problem_of_another_operation(spec: dict[str, Any], problem: dict[str,
     with pytest.raises(ArgumentError, match=text):
         choose([record], problem)
     assert choose([record], {}) is choose([record]) is record
+
+
+def test_a_device_is_known_by_its_name_and_a_part_of_it_has_a_share() -> None:
+    names = {
+        "NVIDIA H100 80GB HBM3": (132, 989, 3350), "NVIDIA H100 PCIe": (114, 756, 2000),
+        "NVIDIA H200": (132, 989, 4800), "NVIDIA H20": (78, 148, 4000),
+        "NVIDIA GH200 480GB": (132, 989, 4000), "NVIDIA GH200 144G HBM3e": (132, 989, 4900),
+    }  # fmt: skip
+    for name, (sms, tflops, gbs) in names.items():
+        row = gpu_of(name)
+        assert row is not None and (row.sms, row.tflops, row.gbs) == (sms, tflops, gbs)
+        assert part_of(name, sms) is row
+    assert gpu_of("NVIDIA B200") is None
+    slice_, other = part_of("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 60), part_of("NVIDIA X", 100)
+    assert (slice_.sms, other.sms) == (60, 100)
+    assert slice_.sm_rate == pytest.approx(GPUS["H100"].sm_rate) and other.sm_rate == pytest.approx(REFERENCE.sm_rate)
+
+
+def test_the_model_takes_the_device_as_it_is() -> None:
+    tile = variant((128, 192), (2, 1)).spec
+    problem = {"E": 1, "M": 128 * 12, "N": 192 * 11, "K": 4096}  # 132 tiles
+    dense = tile | {"op": "dense-gemm"}
+    whole, half = cost(dense, problem, GPUS["H200"]), cost(dense, problem, GPUS["H200"].part(66))
+    assert cost(dense, problem) == whole
+    assert half == pytest.approx(whole * waves(132, 66) / waves(132, 132))
+    # On an H20 a product takes four times as long, and a fetch as long as before.
+    slower = GPUS["H20"].sm_rate / REFERENCE.sm_rate
+    full = {"op": "dense-gemm", "tile": [128, 192], "cluster": [1, 1], "mainloop": "pingpong", "schedule": "dynamic"}
+    fetched = cost(full, None) - 1
+    assert cost(full, None, GPUS["H20"]) == pytest.approx(1 + fetched * slower)
+    assert 0.24 < slower < 0.27
+
+
+def test_another_device_may_get_another_variant() -> None:
+    records = variants(tiles=TILES)
+    problems = [{"E": 8, "M": rows, "N": 4096, "K": k} for rows in (256, 1024, 4096, 16384) for k in (512, 4096)]
+    for name, same in (("NVIDIA H200", {True}), ("NVIDIA GH200 480GB", {True}), ("NVIDIA H20", {False})):
+        chosen = [choose(records, problem, gpu=gpu_of(name)) for problem in problems]
+        assert {choose(records, problem) is record for problem, record in zip(problems, chosen, strict=True)} == same

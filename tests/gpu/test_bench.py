@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from fusekit.bench.roofline import peak_of
+from fusekit.choice.gpus import gpu_of
 from fusekit.choice.tuning import Tuning
 from fusekit_cli.main import main
 from tests.benchmarks import pinned
@@ -36,7 +36,7 @@ def test_gemms(bench, groups):
         for line in kernel["lines"]:
             assert line["error"] is None, (kernel["name"], line)
             assert 0 < line["best_ms"] <= line["ms"] < 100
-            if peak_of(document["device"]) is not None:
+            if gpu_of(document["device"]) is not None:
                 assert line["peak_share"] < 1.0
             if with_torch and line["what"] == "fusekit":
                 assert line["agrees"]["ok"]
