@@ -3,10 +3,11 @@
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 FIGURES = pytest.StashKey[list[str]]()
@@ -53,6 +54,29 @@ def shared_records(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fix
 
     here = tmp_path_factory.getbasetemp()
     FOLDERS[:] = [here.parent if hasattr(request.config, "workerinput") else here]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compile_servers(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """Builds of all workers and of their commands import the compiler once. The folder of `servers.start_compiler`."""
+    from fusekit.compiler import pool
+    from fusekit.compiler.digests import private
+    from fusekit.compiler.options import environment
+    from fusekit.config import compiler_cache
+    from tests import servers
+
+    worker, here = hasattr(request.config, "workerinput"), tmp_path_factory.getbasetemp()
+    folder = (here.parent if worker else here) / "servers"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            folder.mkdir()
+            fresh = Path(pool.__file__).with_name("fresh.py")
+            owner = os.getppid() if worker else os.getpid()
+            for arch in (None, "sm_90a"):  # without, and for kernels of other packages
+                servers.start_compiler(folder, environment(folder, arch), fresh, private(compiler_cache()), owner)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "subprocess", servers.subprocess_of(folder))
+        yield folder
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,7 @@
-"""The command line as a subprocess, over a store of test entries."""
+"""The command line as a process, over a store of test entries."""
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +12,11 @@ import pytest
 from fusekit.store import NameRecord, Store
 from tests.cli import standin
 from tests.runtime.fake import FakeDriver
+from tests.servers import Commands
 from tests.store.samples import build_entry
 
 NAMES = ("quickstart/linear@128x128-c2x1", "quickstart/moe-fc1@128x128-c2x1", "quickstart/moe-fc1@128x192-c2x1")
+SETTINGS = {"PATH": "/usr/bin:/bin"}
 SPEC = {
     "op": "grouped-gemm",
     "tile": [128, 128],
@@ -39,32 +39,29 @@ class Result:
 class Fusekit:
     """Runs `fusekit ...` with one writable store and no other setting of the user's."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, commands: Commands) -> None:
         self.root = root
-        self.environment = {"FUSEKIT_STORE": str(root), "PATH": "/usr/bin:/bin", "HOME": str(root.parent)}
+        self._commands = commands
+        self.environment = SETTINGS | {"FUSEKIT_STORE": str(root), "HOME": str(root.parent)}
         # Shared with other tests: a build reads every file of the DSL once.
         self.environment |= {name: os.environ[name] for name in ("XDG_CACHE_HOME",) if name in os.environ}
 
     def __call__(self, *arguments: str, code: int | None = 0, stdin: str = "", **environment: str) -> Result:
-        run = subprocess.run(
-            [sys.executable, "-m", "fusekit", *arguments],
-            env=self.environment | environment,
-            cwd=self.root.parent,
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        result = Result(run.returncode, run.stdout, run.stderr)
+        result = Result(*self._commands.run(arguments, self.environment | environment, self.root.parent, stdin, 120))
         assert code is None or result.code == code, result
         return result
 
 
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory, compile_servers: Path) -> Commands:
+    """What commands are forked from."""
+    return Commands(tmp_path_factory.mktemp("commands"), compile_servers, SETTINGS, os.getpid())
+
+
 @pytest.fixture
-def fusekit(tmp_path: Path) -> Fusekit:
+def fusekit(tmp_path: Path, commands: Commands) -> Fusekit:
     """The command line over a store that does not exist yet."""
-    return Fusekit(tmp_path / "store")
+    return Fusekit(tmp_path / "store", commands)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from fusekit.compiler.identity import Identity
 from fusekit.compiler.toolchain import distributions
 from fusekit.share.manifest import Manifest, read_manifest
 from fusekit.spec.catalog import packaged_folder
+from tests.servers import ANEW
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
 NAME = "quickstart/moe-fc2@128x128-c2x1"
@@ -29,7 +30,8 @@ def test_write_and_check(fusekit, tmp_path):
     assert fusekit("lock", "quickstart/moe-fc2").out == "1 same, 0 changed, 0 missing\n"
 
     # Built again from nothing, in no store: the same bytes.
-    checked = fusekit("build", "--check", str(path), "--json", "--store", str(tmp_path / "unused")).json
+    arguments = ("build", "--check", str(path), "--json", "--store", str(tmp_path / "unused"))
+    checked = fusekit(*arguments, **{ANEW: "1"}).json
     assert (checked["same"], checked["changed"], checked["missing"], checked["failed"]) == ([NAME], [], [], [])
     assert [built["name"] for built in checked["built"]] == [NAME]
     assert not (tmp_path / "unused").exists()

@@ -1,36 +1,24 @@
 """The tests' own small kernel, importable by name: compile processes import it so."""
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from fusekit.compiler import pool
 from fusekit.store import Store
 
-from .servers import Popen
-
 sys.path.insert(0, str(Path(__file__).parent))
-AS_STARTED = {"test_pool"}
-
-
-@pytest.fixture(scope="session")
-def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Popen]:
-    """What servers are forked from."""
-    popen = Popen(tmp_path_factory.mktemp("servers"))
-    yield popen
-    popen.close()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_servers(request: pytest.FixtureRequest, forked: Popen) -> Iterator[None]:
-    """Builds of this process import the compiler once, except in the tests of the servers themselves."""
+def started_servers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The tests of fork servers start them."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.stem not in AS_STARTED:
-            names = {name: getattr(pool.subprocess, name) for name in ("DEVNULL", "TimeoutExpired")}
-            patch.setattr(pool, "subprocess", SimpleNamespace(Popen=forked, **names))
+        if request.path.stem == "test_pool":
+            patch.setattr(pool, "subprocess", subprocess)
         yield
 
 
