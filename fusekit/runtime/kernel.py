@@ -113,7 +113,8 @@ class Kernel(SharedHandle):
         Parameters
         ----------
         stream : int, object with ``__cuda_stream__``, "legacy" or None
-            None: the current stream of PyTorch or CuPy if the tensors are theirs, else the legacy default stream.
+            None: the current stream of the tensors' framework (PyTorch, CuPy, or one with DLPack's exchange API), else
+            the legacy default stream.
         cluster_margin : int, optional
             Reserved clusters: the launch leaves their SMs to other kernels. Default: the spec's.
         priority : int, optional

@@ -18,25 +18,32 @@ Current = Callable[[], int]  # the handle of a framework's current stream, asked
 def current_stream(tensors: Iterable[Any]) -> Current:
     """A function that returns the handle of the current stream of the tensors' framework, on their device.
 
-    PyTorch and CuPy have a current stream; other memory uses the legacy default stream. A framework's streams do not
-    wait for that one, so a launch there would read what is still to be written. Raises ArgumentError for tensors of
-    both.
+    PyTorch, CuPy and frameworks with DLPack's exchange API have a current stream; other memory uses the legacy default
+    stream. A framework's streams do not wait for that one, so a launch there would read what is still to be written.
+    Raises ArgumentError for tensors of two frameworks.
     """
     torch, cupy = (sys.modules.get(name) for name in ("torch", "cupy"))  # not imported: then no tensor is of it
     kinds = getattr(torch, "Tensor", ()), getattr(cupy, "ndarray", ())
-    current: list[Current | None] = [None, None]
+    current: dict[str, Current] = {}
     for tensor in tensors:
-        if isinstance(tensor, kinds[0]) and tensor.device.type == "cuda":
-            current[0] = current[0] or _of_torch(torch, tensor.device)
+        if isinstance(tensor, kinds[0]):
+            if tensor.device.type == "cuda" and "PyTorch" not in current:
+                current["PyTorch"] = _of_torch(torch, tensor.device)
         elif isinstance(tensor, kinds[1]):
-            current[1] = current[1] or _of_cupy(cupy, tensor.device.id)
-    if all(current):
+            if "CuPy" not in current:
+                current["CuPy"] = _of_cupy(cupy, tensor.device.id)
+        elif hasattr(type(tensor), "__dlpack_c_exchange_api__"):
+            from fusekit.runtime.work_stream import current_of
+
+            if (framework := current_of(tensor)) is not None:
+                current.setdefault(*framework)
+    if len(current) > 1:
         raise ArgumentError(
-            "the arguments are tensors of PyTorch and of CuPy, which have a current stream each; give the one to launch"
-            " on, such as stream=torch.cuda.current_stream(), or stream='legacy'",
+            f"the arguments are tensors of {' and of '.join(current)}, which have a current stream each; give the one"
+            " to launch on, such as stream=torch.cuda.current_stream(), or stream='legacy'",
             argument="stream",
         )
-    return current[0] or current[1] or _legacy
+    return next(iter(current.values()), _legacy)
 
 
 def _legacy() -> int:

@@ -34,7 +34,7 @@ _NAMES = _known("framework") | {alias: name for name in ARGUMENTS for alias in D
 _TYPESTRS = _known("typestr")
 _DLPACK_DTYPES = _known("dlpack")
 _DLPACK_DEVICES = {1: "the CPU", 3: "pinned host memory", 10: "ROCm"}
-_DL_CUDA, _DL_CUDA_MANAGED = 2, 13
+CUDA_KINDS = 2, 13  # of DLPack: device memory, managed memory
 
 Meta = tuple[Any, tuple[int, ...], tuple[int, ...], Any]
 """(dtype, shape, strides in elements, device), hashable; dtype and device are the framework's own objects or ours."""
@@ -165,7 +165,7 @@ def _read_dlpack(tensor: Any, name: str) -> tuple[int, Meta]:
         kind, ordinal = map(index, tensor.__dlpack_device__())
     except (TypeError, ValueError, BufferError, RuntimeError) as error:
         raise ArgumentError(f"{name} does not say its device through DLPack: {error}", argument=name) from error
-    if kind not in (_DL_CUDA, _DL_CUDA_MANAGED):
+    if kind not in CUDA_KINDS:
         where = _DLPACK_DEVICES.get(kind, f"DLPack device type {kind}")
         raise ArgumentError(f"{name} is on {where}; it must be in the memory of a CUDA device", argument=name)
     try:
@@ -173,7 +173,7 @@ def _read_dlpack(tensor: Any, name: str) -> tuple[int, Meta]:
             capsule = tensor.__dlpack__(stream=-1)  # -1: do not synchronise
         except RuntimeError:  # JAX takes it for a stream
             capsule = tensor.__dlpack__()
-        pointer = _capsule_pointer()(capsule, b"dltensor")
+        pointer = capsule_pointer()(capsule, b"dltensor")
     except (TypeError, ValueError, BufferError, RuntimeError) as error:
         raise ArgumentError(f"{name} refuses to be viewed through DLPack: {error}", argument=name) from error
     dl = _DLTensor.from_address(pointer)
@@ -191,7 +191,8 @@ def _read_dlpack(tensor: Any, name: str) -> tuple[int, Meta]:
     return address, (dtype, shape, strides, ordinal)
 
 
-def _capsule_pointer() -> Any:
+def capsule_pointer() -> Any:
+    """PyCapsule_GetPointer(capsule, name)."""
     # A prototype of its own: setting argtypes on the shared pythonapi object would be felt by everyone else.
     prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
     return prototype(("PyCapsule_GetPointer", ctypes.pythonapi))

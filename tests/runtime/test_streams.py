@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,44 @@ class Parameter(TorchTensor):
 
 class CupyArray(Torchlike):
     """An array of the module that replaces CuPy."""
+
+
+CURRENT = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+KEPT: list[Any] = []  # tables live as long as the process
+
+
+def exchange(current: Callable[[int, int], int | None], major: int = 1, previous: int = 0) -> int:
+    """The address of a DLPackExchangeAPI. current: from device type and ordinal to a stream, None or an error."""
+
+    def current_work_stream(kind: int, ordinal: int, out: Any) -> int:
+        out[0] = current(kind, ordinal)
+        return 0
+
+    function = CURRENT(current_work_stream)
+    address = ctypes.cast(function, ctypes.c_void_p).value or 0
+    version = major | 3 << 32
+    table = (ctypes.c_uint64 * 7)(version, previous, 1, 1, 1, 1, address)  # what is 1 is not called
+    KEPT.extend([function, table])
+    return ctypes.addressof(table)
+
+
+def capsule(address: int, name: bytes = b"dlpack_exchange_api") -> Any:
+    new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    KEPT.append(name)
+    return new(("PyCapsule_New", ctypes.pythonapi))(address, name, None)
+
+
+def exchanging(table: Any, kind: int = 2) -> type[Torchlike]:
+    """A framework's tensor type with an exchange API."""
+
+    class Tensor(Torchlike):
+        __dlpack_c_exchange_api__ = table
+        __module__ = "lattice.arrays"
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return kind, int(self.device)
+
+    return Tensor
 
 
 class Frameworks:
@@ -126,3 +166,81 @@ def test_names_of_streams() -> None:
     assert stream_handle("legacy") == stream_handle(None) == 0
     with pytest.raises(ArgumentError, match="must be None, 'legacy', an integer handle"):
         stream_handle("default")
+
+
+def test_a_framework_with_an_exchange_api_has_a_current_stream(frameworks: Frameworks) -> None:
+    asked, streams = [], {0: 91}
+
+    def current(kind: int, ordinal: int) -> int | None:
+        asked.append((kind, ordinal))
+        return streams[ordinal]
+
+    kernel, fake = load()
+    arguments = given(exchanging(capsule(exchange(current))), Torchlike)
+    launch = kernel.bind(**arguments)
+    for stream in (91, 92, 0):
+        streams[0] = stream
+        kernel(**arguments)
+        launch()
+    assert queued(fake) == [91, 91, 92, 92, 0, 0]
+    assert asked == [(2, 0)] * 6
+    streams[0] = None  # type: ignore[assignment]
+    launch()
+    kernel(**arguments, stream=7)
+    assert queued(fake)[6:] == [0, 7]
+    assert len(asked) == 7
+
+
+def test_an_older_table_is_found_behind_a_newer_one(frameworks: Frameworks) -> None:
+    kernel, fake = load()
+    old = exchange(lambda kind, ordinal: 93)
+    kernel(**given(exchanging(capsule(exchange(lambda kind, ordinal: 94, major=2, previous=old)))))
+    assert queued(fake) == [93]
+
+
+def test_memory_of_the_host_decides_nothing(frameworks: Frameworks) -> None:
+    kernel, fake = load()
+    kernel(**given(exchanging(capsule(exchange(lambda kind, ordinal: 95)), kind=1)))
+    assert queued(fake) == [0]
+
+
+def test_a_framework_next_to_another_needs_a_stream(frameworks: Frameworks) -> None:
+    kernel, fake = load()
+    mixed = given(exchanging(capsule(exchange(lambda kind, ordinal: 96))), TorchTensor)
+    with pytest.raises(
+        ArgumentError, match=r"tensors of lattice and of PyTorch.*stream=torch\.cuda\.current_stream\(\)"
+    ):
+        kernel(**mixed)
+    kernel(**mixed, stream=5)
+    assert queued(fake) == [5]
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        (5, "a capsule|PyCapsule"),
+        (capsule(exchange(lambda kind, ordinal: 97), b"other"), "incorrect name"),
+        (capsule(exchange(lambda kind, ordinal: 97, major=2)), r"version 2\.3; fusekit reads version 1"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_no_legacy_stream(frameworks: Frameworks, table: Any, reason: str) -> None:
+    kernel, fake = load()
+    arguments = given(exchanging(table))
+    with pytest.raises(
+        ArgumentError, match=rf"lattice does not give its current stream .*({reason}).*; give the stream"
+    ):
+        kernel(**arguments)
+    kernel(**arguments, stream="legacy")
+    assert queued(fake) == [0]
+
+
+def test_pytorchs_own_table() -> None:
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip(f"PyTorch {torch.__version__} has no exchange API")
+    from fusekit.runtime.work_stream import _function, current_of
+
+    assert current_of(torch.zeros(4)) is None  # on the CPU
+    stream = ctypes.c_void_p(5)
+    assert _function(torch.Tensor)(1, 0, ctypes.byref(stream)) == 0
+    assert stream.value is None
