@@ -8,18 +8,19 @@ takes the default of that class, and is said in `Model.notes`; so are fields tha
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 from fusekit.errors import SpecError
 from fusekit.spec.config_fields import Fields
-from fusekit.spec.values import nearest, show, type_name
+from fusekit.spec.values import show, type_name
 
 MAX_BYTES = 2**22  # of a config.json; real ones have a few kilobytes
 MAX_LAYERS = 10_000
 
 # hidden_act -> the activation of a gated MLP, and of a plain one.
-GATED = {
+GATED: dict[str, dict[str, Any]] = {
     "silu": {"kind": "swiglu"},
     "swish": {"kind": "swiglu"},
     "quick_gelu": {"kind": "swiglu", "alpha": 1.702},
@@ -131,7 +132,8 @@ def read_model(text: str, source: str, family: str | None = None) -> Model:
     if not isinstance(document, dict):
         raise SpecError(f"{source}: it holds {type_name(document)}; a config.json holds one object")
     outer = Fields(document, source)
-    inner = outer.values.get("text_config")
+    thinker = outer.values.get("thinker_config")  # of the "omni" models, which speak with other layers
+    inner = (thinker if isinstance(thinker, dict) else outer.values).get("text_config")
     fields = outer
     if isinstance(inner, dict) and "hidden_size" not in outer.values:
         shared = ("model_type", "dtype", "torch_dtype", "quantization_config")
@@ -141,12 +143,12 @@ def read_model(text: str, source: str, family: str | None = None) -> Model:
     model_type = fields.word("model_type")
     name = family or model_type
     if name not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
+        near = ", ".join(get_close_matches(name[:100], FAMILIES, 3, 0.0))
         if family:
-            raise fields.error(f"--family {show(family)} is not known{nearest(family, FAMILIES)}; known are {known}")
+            raise fields.error(f"--family {show(family)} is not known; the nearest are {near}; completion lists all")
         raise fields.error(
-            f"model_type = {show(name)}: how its MLPs are computed is not known; known are {known}; if its MLPs and "
-            "router are those of one of them, name it with --family"
+            f"model_type = {show(name)}: how its MLPs are computed is not known; by name, the nearest that are known "
+            f"are {near}; if its MLPs and router are those of a known one, name that with --family"
         )
     mlps, router = FAMILIES[name](fields)
     hidden = fields.size("hidden_size")
@@ -184,6 +186,9 @@ def _quantised(fields: Fields) -> list[str]:
 
 
 ACT = ("hidden_act", "silu")  # the field of the activation, and its default
+
+
+TANH = ("hidden_activation", "gelu_pytorch_tanh")
 
 
 def _activation(fields: Fields, gated: bool, name: str = ACT[0], default: str = ACT[1]) -> tuple[Any, str]:
@@ -269,20 +274,26 @@ def _qwen_moe(fields: Fields, *, expert_size: str, normalised: bool = False, sha
     return tuple(mlps), _softmax(fields, experts, topk, norm)
 
 
-def _deepseek(fields: Fields, *, score: str = "sigmoid") -> Parts:
-    """DeepSeek's, Kimi's and GLM's: sigmoid scores and a bias (V2: softmax), groups, shared experts."""
+def _deepseek(
+    fields: Fields, *, score: str = "sigmoid", dense: int = 0, norm: bool | None = None, shared: int = 0,
+    factor: float = 1.0,
+) -> Parts:  # fmt: skip
+    """DeepSeek's, Kimi's, GLM's and others': sigmoid scores and a bias (V2: softmax), groups, shared experts.
+
+    Defaults of the config: dense, the layers without experts; norm, whether weights are divided by their sum (None:
+    what Transformers always does); shared, experts; factor, of the weights.
+    """
     size, total = fields.size("moe_intermediate_size"), fields.size("num_hidden_layers", most=MAX_LAYERS)
-    first = fields.size("first_k_dense_replace", default=0, minimum=0)
-    every = fields.size("moe_layer_freq", default=1, quiet=True)
-    sparse = sum(layer >= first and layer % every == 0 for layer in range(total))
+    sparse = _sparse(fields, total, dense)
     mlps = [_mlp(fields, "experts", size, weights=STACKED, layers=_count(sparse, total))]
-    if shared := fields.size("n_shared_experts", default=0, minimum=0):
+    if shared := fields.size("n_shared_experts", "num_shared_experts", default=shared, minimum=0):
         mlps.append(_mlp(fields, "shared", shared * size, layers=_count(sparse, total)))
     if sparse < total:
         width = fields.size("intermediate_size")
         mlps.append(_mlp(fields, "dense", width, layers=_count(total - sparse, total)))
-    experts, topk = fields.size("n_routed_experts", "num_experts"), fields.size("num_experts_per_tok")
-    keys, why = _deepseek_router(fields, score, topk)
+    experts = fields.size("n_routed_experts", "num_experts", "num_local_experts")
+    topk = fields.size("num_experts_per_tok", "num_experts_per_token")
+    keys, why = _deepseek_router(fields, score, topk, norm, factor)
     aux = fields.number("aux_loss_alpha", default=0.0, quiet=True)
     note, by_sequence = "", fields.peek("seq_aux") is True
     if by_sequence:
@@ -291,36 +302,135 @@ def _deepseek(fields: Fields, *, score: str = "sigmoid") -> Parts:
     return tuple(mlps), _router(fields, router)
 
 
-def _deepseek_router(fields: Fields, score: str, topk: int) -> tuple[dict[str, Any], str]:
+def _sparse(fields: Fields, total: int, dense: int) -> int:
+    """How many layers have experts."""
+    kinds, every = fields.peek("mlp_layer_types"), fields.peek("moe_layer_freq")
+    for name, listed in (("mlp_layer_types", kinds), ("moe_layer_freq", every)):
+        if isinstance(listed, list):
+            if len(listed) != total:
+                raise fields.error(f"{name} has {len(listed)} items: there are {total} layers; give one for each")
+            return sum(kind not in ("dense", 0) for kind in listed)
+    first = fields.size("first_k_dense_replace", default=dense, minimum=0)
+    every = fields.size("moe_layer_freq", default=1, quiet=True)
+    return sum(layer >= first and layer % every == 0 for layer in range(total))
+
+
+def _deepseek_router(
+    fields: Fields, score: str, topk: int, norm_default: bool | None = None, factor: float = 1.0
+) -> tuple[dict[str, Any], str]:  # fmt: skip
     """The keys of the router, and what of it the kernels cannot do."""
-    given = fields.peek("scoring_func", score)
+    scoring = next((name for name in _SCORING if name in fields.values), "scoring_func")
+    given = fields.peek(scoring, score)
     method = fields.peek("topk_method", "noaux_tc" if score == "sigmoid" else "greedy")
     methods = ("noaux_tc",) if score == "sigmoid" else ("greedy", "group_limited_greedy")
     if given != score or method not in methods:
-        why = f"scoring_func = {show(given)} with topk_method = {show(method)} is not what this model type computes"
+        why = f"{scoring} = {show(given)} with topk_method = {show(method)} is not what this model type computes"
         return {}, f"{why}, {score} with {' or '.join(methods)}"
-    norm = fields.flag("norm_topk_prob", default=score == "sigmoid")
+    name = "moe_renormalize" if "moe_renormalize" in fields.values else "norm_topk_prob"
+    norm = fields.flag(name, default=score == "sigmoid" if norm_default is None else norm_default)
     keys: dict[str, Any] = {"score_function": score}
     why = ""
     if score == "sigmoid":
         keys["expert_bias"] = True
         if not norm and topk > 1:
-            why = "norm_topk_prob is false, and router-topk divides sigmoid scores by their sum"
-    elif norm:
+            why = f"{name} is false, and router-topk divides sigmoid scores by their sum"
+    elif norm and norm_default is None:
         why = "Transformers ignores norm_topk_prob for this model type, and the model's own code does not"
-    else:
+    elif not norm:
         keys["pre_softmax"] = True
-    groups, kept = fields.size("n_group", default=1), fields.size("topk_group", default=1)
-    if method != "greedy" and groups > 1:
+    groups, kept = fields.size("n_group", "num_expert_group", default=1), fields.size("topk_group", default=1)
+    by_two = score == "sigmoid" or norm_default is not None
+    if (method != "greedy" or by_two) and groups > 1:
         keys |= {"num_groups": groups, "group_topk": kept}
-        summed = 2 if score == "sigmoid" else 1
+        summed = 2 if by_two else 1
         if topk != summed * kept:
             why = (
                 f"a group's score is the sum of its best {summed}, and router-topk sums the best topk / group_topk = "
                 f"{topk} / {kept}"
             )
-    factor = fields.number("routed_scaling_factor", default=1.0)
+    factor = fields.number("routed_scaling_factor", default=factor)
     return keys | ({"scaling_factor": factor} if factor != 1.0 else {}), why
+
+
+_SCORING = ("scoring_func", "score_function", "moe_router_activation_func")
+
+
+def _deepseek_v4(fields: Fields) -> Parts:
+    """Clamped SwiGLU; square roots of softplus scores and a bias; in the first layers experts by token id."""
+    size, total = fields.size("moe_intermediate_size"), fields.size("num_hidden_layers", most=MAX_LAYERS)
+    limit = fields.number("swiglu_limit", default=10.0)
+    activation, why = _activation(fields, gated=True)
+    if activation is not None and activation["kind"] == "swiglu":
+        activation = {**activation, "limit": limit}
+    bias = fields.peek("mlp_bias", False) is True
+    experts = Mlp("experts", size, activation, weights=STACKED, why=why)
+    shared = Mlp("shared", size, activation, bias=bias, why=why)
+    kinds = fields.peek("mlp_layer_types")
+    hashed = fields.size("num_hash_layers", default=3, minimum=0, quiet=True)
+    hashed = kinds.count("hash_moe") if isinstance(kinds, list) else min(hashed, total)
+    if hashed:
+        fields.notes.append(
+            f"{hashed} of {total} layers choose experts by a table of token ids, which is not covered: for these, copy"
+            ' the layer with router = { input = "choices" }'
+        )
+    fields.peek("n_shared_experts")
+    fields.peek("topk_method")
+    scoring = fields.peek("scoring_func", "sqrtsoftplus")
+    keys: dict[str, Any] = {"score_function": scoring, "expert_bias": True}
+    why = "" if scoring in ("sqrtsoftplus", "sigmoid") else f"scoring_func = {show(scoring)} is no score with a bias"
+    factor = fields.number("routed_scaling_factor", default=1.5)
+    keys |= {"scaling_factor": factor} if factor != 1.0 else {}
+    fields.peek("norm_topk_prob")
+    count, topk = fields.size("n_routed_experts", "num_local_experts"), fields.size("num_experts_per_tok")
+    return (experts, shared), _router(fields, Router(count, topk, {} if why else keys, why=why))
+
+
+def _hunyuan_moe(fields: Fields) -> Parts:
+    """Softmax over the chosen, and a shared MLP as wide as an expert; the numbers may be lists, one for each layer."""
+    for name in ("num_experts", "moe_topk", "num_experts_per_tok", "moe_intermediate_size", "num_shared_expert"):
+        listed = fields.values.get(name)
+        if isinstance(listed, list) and listed:
+            if any(item != listed[0] for item in listed):
+                raise fields.error(f"{name} differs from layer to layer; give the config of one kind of layer")
+            fields.values = {**fields.values, name: listed[0]}
+    size = fields.size("intermediate_size", "moe_intermediate_size")
+    experts, topk = fields.size("num_experts", "num_local_experts"), fields.size("moe_topk", "num_experts_per_tok")
+    mlps = _mlp(fields, "experts", size, weights=STACKED), _mlp(fields, "shared", size)
+    return mlps, _router(fields, Router(experts, topk, {"score_function": "softmax"}))
+
+
+def _lfm2_moe(fields: Fields) -> Parts:
+    """Sigmoid scores, with a bias or without; the first layers are dense."""
+    size, total = fields.size("moe_intermediate_size"), fields.size("num_hidden_layers", most=MAX_LAYERS)
+    dense = min(fields.size("num_dense_layers", default=2, minimum=0), total)
+    mlps = [Mlp("experts", size, GATED["silu"], weights=NUMBERED, layers=_count(total - dense, total))]
+    if dense:
+        weights = NUMBERED.replace(" of expert e", "").replace("[e]", "")
+        width = fields.size("intermediate_size")
+        mlps.append(Mlp("dense", width, GATED["silu"], weights=weights, layers=_count(dense, total)))
+    topk = fields.size("num_experts_per_tok")
+    keys: dict[str, Any] = {"score_function": "sigmoid"}
+    keys |= {"expert_bias": True} if fields.flag("use_expert_bias", default=True) else {}
+    factor = fields.number("routed_scaling_factor", default=1.0)
+    keys |= {"scaling_factor": factor} if factor != 1.0 else {}
+    norm = fields.flag("norm_topk_prob", default=True) or topk == 1
+    why = "" if norm else "norm_topk_prob is false, and router-topk divides sigmoid scores by their sum"
+    return tuple(mlps), _router(fields, Router(fields.size("num_experts"), topk, keys, why=why))
+
+
+def _gemma4(fields: Fields) -> Parts:
+    """A dense MLP in every layer; some models add experts, whose router has a norm and scales."""
+    mlps, router = [], None
+    if fields.flag("enable_moe_block", default=False):
+        size = fields.size("moe_intermediate_size")
+        mlps.append(_mlp(fields, "experts", size, TANH, weights=FUSED))
+        why = "it normalises and scales x before the logits, and scales the weights of each expert"
+        router = Router(fields.size("num_experts"), fields.size("top_k_experts"), {}, why=why)
+    mlps.append(_mlp(fields, "dense", fields.size("intermediate_size"), TANH))
+    if fields.flag("use_double_wide_mlp", default=False):
+        wide = fields.size("num_kv_shared_layers", default=0, minimum=0)
+        fields.notes.append(f"use_double_wide_mlp: the MLP of the last {wide} layers has twice the intermediate size")
+    return tuple(mlps), router if router is None else _router(fields, router)
 
 
 def _nemotron_h(fields: Fields) -> Parts:
@@ -468,7 +578,6 @@ def _count(some: int, total: int) -> str:
     return "every layer" if some == total else f"{some} of {total} layers"
 
 
-TANH = ("hidden_activation", "gelu_pytorch_tanh")
 TWO_LAYERS = "w1 is {}.weight and w2 is {}.weight, as the checkpoint has them"
 FAMILIES: Mapping[str, Callable[[Fields], Parts]] = {
     "llama": partial(_dense, bias=("mlp_bias", False)),
@@ -478,8 +587,13 @@ FAMILIES: Mapping[str, Callable[[Fields], Parts]] = {
     "qwen2": _dense,
     "qwen3": _dense,
     "olmo2": _dense,
+    "olmo3": _dense,
+    "qwen3_5": _dense,
+    "qwen3_5_text": _dense,
     "gemma2": partial(_dense, act=TANH),
     "gemma3_text": partial(_dense, act=TANH),
+    "gemma4": _gemma4,
+    "gemma4_text": _gemma4,
     "glm4": partial(_dense, weights=FUSED),
     "phi3": partial(_dense, weights=FUSED),
     "starcoder2": partial(
@@ -501,11 +615,25 @@ FAMILIES: Mapping[str, Callable[[Fields], Parts]] = {
     "qwen3_moe": partial(_qwen_moe, expert_size="moe_intermediate_size"),
     "qwen3_vl_moe_text": partial(_qwen_moe, expert_size="moe_intermediate_size", normalised=True),
     "qwen3_next": partial(_qwen_moe, expert_size="moe_intermediate_size", normalised=True, shared=True),
+    "qwen3_5_moe": partial(_qwen_moe, expert_size="moe_intermediate_size", normalised=True, shared=True),
+    "qwen3_5_moe_text": partial(_qwen_moe, expert_size="moe_intermediate_size", normalised=True, shared=True),
+    "qwen3_omni_moe": partial(_qwen_moe, expert_size="moe_intermediate_size", normalised=True),
+    "qwen3_omni_moe_text": partial(_qwen_moe, expert_size="moe_intermediate_size", normalised=True),
     "deepseek_v2": partial(_deepseek, score="softmax"),
     "deepseek_v3": _deepseek,
     "deepseek_v32": _deepseek,
     "kimi_k2": _deepseek,
+    "deepseek_v4": _deepseek_v4,
     "glm4_moe": _deepseek,
+    "glm4_moe_lite": partial(_deepseek, dense=1, shared=1, factor=1.8),
+    "glm_moe_dsa": partial(_deepseek, dense=3, shared=1, factor=2.5),
+    "dots1": partial(_deepseek, norm=False),
+    "kimi_linear": partial(_deepseek, dense=1, shared=1, factor=2.446),
+    "mimo_v2_flash": partial(_deepseek, dense=1),
+    "bailing_moe_v2": _deepseek,
+    "mistral4": partial(_deepseek, score="softmax", norm=True, shared=1),
+    "hunyuan_v1_moe": _hunyuan_moe,
+    "lfm2_moe": _lfm2_moe,
     "minimax": _minimax,
     "minimax_m2": _minimax_m2,
     "phimoe": _phimoe,

@@ -120,7 +120,7 @@ def test_force_replaces_a_link_and_not_what_it_leads_to(fusekit, model, tmp_path
         (["{model}", "-o", "Mixtral-8x7B.toml"], "64 at most; give mixtral-8x7b.toml"),
         (["{model}", "--arch", "sm_80"], "--arch sm_80: there are no kernels for it"),
         (["{model}", "--expert-parallel", "3"], "1, 2, 4, 8 do"),
-        (["{model}", "--family", "mixtrall"], 'did you mean "mixtral"'),
+        (["{model}", "--family", "mixtrall"], "the nearest are mixtral, mistral"),
         (["{model}", "--tokens", "0"], "--tokens"),
     ],
 )

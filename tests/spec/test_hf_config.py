@@ -48,6 +48,18 @@ SIZES = {  # model: H, then (role, I) of each MLP; experts and experts a token
     "qwen3-8b": (4096, [("dense", 12288)], None),
     "gemma-2-9b": (3584, [("dense", 14336)], None),
     "starcoder2-3b": (3072, [("dense", 12288)], None),
+    "qwen3.5-35b-a3b": (2048, [("experts", 512), ("shared", 512)], (256, 8)),
+    "qwen3-omni-30b-a3b": (2048, [("experts", 768)], (128, 8)),
+    "glm-4.7-flash": (2048, [("experts", 1536), ("shared", 1536), ("dense", 10240)], (64, 4)),
+    "glm-5": (6144, [("experts", 2048), ("shared", 2048), ("dense", 12288)], (256, 8)),
+    "deepseek-v4-flash": (4096, [("experts", 2048), ("shared", 2048)], (256, 6)),
+    "mistral-small-4": (4096, [("experts", 2048), ("shared", 2048)], (128, 4)),
+    "ling-mini-2.0": (2048, [("experts", 512), ("shared", 512), ("dense", 5120)], (256, 8)),
+    "hunyuan-a13b": (4096, [("experts", 3072), ("shared", 3072)], (64, 8)),
+    "dots.llm1": (4096, [("experts", 1408), ("shared", 2816), ("dense", 10944)], (128, 6)),
+    "lfm2-8b-a1b": (2048, [("experts", 1792), ("dense", 7168)], (32, 4)),
+    "kimi-linear-48b-a3b": (2304, [("experts", 1024), ("shared", 1024), ("dense", 9216)], (256, 8)),
+    "mimo-v2-flash": (4096, [("experts", 2048), ("dense", 16384)], (256, 8)),
 }
 ROUTERS = {
     "gpt-oss-120b": {"score_function": "softmax"},
@@ -65,6 +77,20 @@ ROUTERS = {
     "granite-4.0-h-tiny": {"score_function": "softmax"},
     "jamba": {"score_function": "softmax", "pre_softmax": True},
     "minimax-text-01": {"score_function": "softmax"},
+    "qwen3.5-35b-a3b": {"score_function": "softmax"},
+    "qwen3-omni-30b-a3b": {"score_function": "softmax"},
+    "glm-4.7-flash": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 1.8},
+    "glm-5": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.5},
+    "deepseek-v4-flash": {"score_function": "sqrtsoftplus", "expert_bias": True, "scaling_factor": 1.5},
+    "mistral-small-4": {"score_function": "softmax"},
+    "ling-mini-2.0": {
+        "score_function": "sigmoid", "expert_bias": True, "num_groups": 8, "group_topk": 4, "scaling_factor": 2.5,
+    },
+    "hunyuan-a13b": {"score_function": "softmax"},
+    "dots.llm1": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.5},
+    "lfm2-8b-a1b": {"score_function": "sigmoid", "expert_bias": True},
+    "kimi-linear-48b-a3b": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.446},
+    "mimo-v2-flash": {"score_function": "sigmoid", "expert_bias": True},
 }  # fmt: skip
 
 
@@ -93,6 +119,7 @@ def test_routers_of_public_models(name):
         ("starcoder2-3b", {"kind": "gelu", "approximate": "tanh"}, "concat", True),
         ("nemotron-3-nano-30b", {"kind": "srelu"}, "concat", False),
         ("nemotron-h-8b", {"kind": "srelu"}, "concat", False),
+        ("deepseek-v4-flash", {"kind": "swiglu", "limit": 10.0}, "concat", False),
     ],
 )
 def test_activations(name, activation, layout, bias):
@@ -104,6 +131,10 @@ def test_activations(name, activation, layout, bias):
 def test_layers_are_counted():
     assert [mlp.layers for mlp in read("deepseek-v3").mlps] == ["58 of 61 layers", "58 of 61 layers", "3 of 61 layers"]
     assert read("llama-4-maverick").mlps[0].layers == "24 of 48 layers"
+    assert [mlp.layers for mlp in read("glm-5").mlps] == ["75 of 78 layers", "75 of 78 layers", "3 of 78 layers"]
+    assert [mlp.layers for mlp in read("mimo-v2-flash").mlps] == ["47 of 48 layers", "1 of 48 layers"]
+    assert [mlp.layers for mlp in read("lfm2-8b-a1b").mlps] == ["22 of 24 layers", "2 of 24 layers"]
+    assert "moe_layer_freq has 2 items: there are 48 layers" in refusal("mimo-v2-flash", moe_layer_freq=[0, 1])
     assert [mlp.layers for mlp in read("jamba").mlps] == ["16 of 32 layers"] * 2
     assert [mlp.layers for mlp in read("jamba", expert_layer_period=4).mlps] == ["8 of 32 layers", "24 of 32 layers"]
     late = read("ernie-4.5-21b", moe_layer_interval=2, moe_layer_start_index=4, moe_layer_end_index=-1)
@@ -258,6 +289,47 @@ def test_experts_on_a_projection_are_not_covered():
     assert "moe_latent_size = 1024" in model.mlps[0].why
 
 
+def test_layers_that_choose_by_token_id_are_said():
+    assert any("3 of 43 layers choose experts by a table" in note for note in read("deepseek-v4-flash").notes)
+    kinds = ["hash_moe"] * 5 + ["moe"] * 38
+    assert any("5 of 43 layers" in note for note in read("deepseek-v4-flash", mlp_layer_types=kinds).notes)
+    assert not read("deepseek-v4-flash", num_hash_layers=0).notes
+
+
+def test_numbers_of_each_layer():
+    assert "moe_topk differs from layer to layer" in refusal("hunyuan-a13b", moe_topk=[8] * 31 + [4])
+    assert "contradict each other" in refusal("hunyuan-a13b", moe_intermediate_size=[1024] * 32)
+
+
+def test_softmax_scores_of_mistral_4():
+    assert read("mistral-small-4").router.keys == {"score_function": "softmax"}
+    config = CONFIGS["mistral-small-4"]
+    given = config["text_config"] | {"norm_topk_prob": False, "routed_scaling_factor": 2.0}
+    router = read(config, text_config=given).router
+    assert (router.keys, router.why) == (
+        {"score_function": "softmax", "pre_softmax": True, "scaling_factor": 2.0}, ""
+    )  # fmt: skip
+    grouped = read(config, text_config=config["text_config"] | {"n_group": 4, "topk_group": 1}).router
+    assert "a group's score is the sum of its best 2" in grouped.why
+
+
+def test_experts_of_gemma_4_have_a_router_of_their_own():
+    dense = {"model_type": "gemma4_text", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30}
+    assert [(mlp.role, mlp.activation["kind"]) for mlp in read(dense).mlps] == [("dense", "geglu")]
+    sparse = {"enable_moe_block": True, "moe_intermediate_size": 704, "num_experts": 128, "top_k_experts": 8}
+    model = read(dense, **sparse, use_double_wide_mlp=True, num_kv_shared_layers=10)
+    assert [(mlp.role, mlp.intermediate) for mlp in model.mlps] == [("experts", 704), ("dense", 9216)]
+    assert "it normalises and scales x" in model.router.why
+    assert any("the MLP of the last 10 layers has twice" in note for note in model.notes)
+
+
+def test_an_unknown_type_gets_the_nearest():
+    message = refusal("qwen3-8b", model_type="qwen4_moe")
+    assert "the nearest that are known are qwen3_moe, qwen2_moe" in message and message.count("_") < 20
+    with pytest.raises(SpecError, match='--family "qwen4_moe" is not known; the nearest are qwen3_moe, qwen2_moe'):
+        read_model(json.dumps(CONFIGS["qwen3-8b"]), "config.json", "qwen4_moe")
+
+
 def test_layers_are_counted_by_their_types():
     assert [mlp.layers for mlp in read("nemotron-3-nano-30b").mlps] == ["23 of 52 layers"] * 2
     assert read("nemotron-h-8b").mlps[0].layers == "24 of 52 layers"
@@ -273,8 +345,10 @@ def test_every_family_has_a_config_or_a_likeness():
     alike = {
         "granite", "smollm3", "mistral", "qwen2", "olmo2", "gemma3_text", "glm4", "phi3", "nemotron", "gpt_neox",
         "olmoe", "qwen3_next", "deepseek_v32", "llama4_text", "granitemoe", "granitemoeshared", "qwen3_vl_moe_text",
+        "olmo3", "qwen3_5", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_omni_moe_text", "gemma4", "gemma4_text",
+        "mistral4",
     }  # fmt: skip
-    assert {config["model_type"] for config in CONFIGS.values()} | alike == set(FAMILIES)
+    assert {config["model_type"] for config in CONFIGS.values()} - {"mistral3"} | alike == set(FAMILIES)
 
 
 def test_a_byte_order_mark_is_read_over():

@@ -47,16 +47,13 @@ def test_every_model_gives_a_file_that_can_be_read(name):
     assert text.startswith(f"#:schema ./{SCHEMA_FILE}\n")
     assert max(map(len, text.splitlines())) <= WIDTH + 2
     kernels = kernels_of(text, name)
-    roles = [mlp.role for mlp in read_model(json.dumps(CONFIGS[name]), "").mlps]
+    model = read_model(json.dumps(CONFIGS[name]), "")
+    roles = [mlp.role for mlp in model.mlps]
     prefixes = {"experts": "", "shared": "shared-", "dense": "" if roles == ["dense"] else "dense-"}
     wanted = {prefixes[role] + kernel for role in roles for kernel in MLP}
     if "experts" in roles:
         router = [] if name in OTHER_ROUTERS else ROUTER
-        loss = (
-            LOSS
-            if name not in (*OTHER_ROUTERS, "glm-4.5", "llama-4-maverick", "minimax-m2", "nemotron-3-nano-30b")
-            else []
-        )
+        loss = LOSS if model.router.aux_loss and name not in OTHER_ROUTERS else []
         wanted |= {*router, *loss, *PERMUTATION}
     assert set(kernels) == wanted
     assert ("Left out" in text) == (name in OTHER_ROUTERS)
@@ -167,7 +164,9 @@ def test_hostile_words_stay_in_comments():
 
 
 SHARED = {"deepseek-v3": 2048, "deepseek-v2": 3072, "glm-4.5": 1536, "kimi-k2": 2048, "llama-4-maverick": 8192,
-          "granite-4.0-h-tiny": 1024, "ernie-4.5-21b": 3072, "nemotron-3-nano-30b": 3712}  # fmt: skip
+          "granite-4.0-h-tiny": 1024, "ernie-4.5-21b": 3072, "nemotron-3-nano-30b": 3712, "glm-4.7-flash": 1536,
+          "glm-5": 2048, "deepseek-v4-flash": 2048, "mistral-small-4": 2048, "ling-mini-2.0": 512, "hunyuan-a13b": 3072,
+          "dots.llm1": 2816, "kimi-linear-48b-a3b": 1024}  # fmt: skip
 LAYERS = {
     "nemotron-3-nano-30b": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.5},
     "gpt-oss-20b": {"bias": True, "aux_loss": True},
@@ -188,6 +187,19 @@ LAYERS = {
     "kimi-k2": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.827},
     "minimax-m2": {"score_function": "sigmoid", "expert_bias": True},
     "llama-4-maverick": {"score_function": "sigmoid", "scale": "input"},
+    "qwen3.5-35b-a3b": {"aux_loss": True},
+    "qwen3-omni-30b-a3b": {"aux_loss": True},
+    "glm-4.7-flash": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 1.8},
+    "glm-5": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.5},
+    "deepseek-v4-flash": {"score_function": "sqrtsoftplus", "expert_bias": True, "scaling_factor": 1.5},
+    "mistral-small-4": {"score_function": "softmax", "aux_loss": False},
+    "ling-mini-2.0": {"score_function": "sigmoid", "expert_bias": True, "num_groups": 8, "group_topk": 4,
+                      "scaling_factor": 2.5},
+    "hunyuan-a13b": {"score_function": "softmax"},
+    "dots.llm1": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.5},
+    "lfm2-8b-a1b": {"score_function": "sigmoid", "expert_bias": True},
+    "kimi-linear-48b-a3b": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.446},
+    "mimo-v2-flash": {"score_function": "sigmoid", "expert_bias": True},
 }  # fmt: skip
 
 
