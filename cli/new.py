@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -17,6 +18,9 @@ from fusekit_cli.options import Session, common, given
 
 if TYPE_CHECKING:
     from fusekit.spec.new_spec import NewSpec
+
+
+_HUB = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.json)(?<!\.toml)"  # organisation and model, and no file
 
 
 @click.command("new")
@@ -56,7 +60,8 @@ def command(
     session: Session, model: str | None, source: str | None, params: str | None, out: str | None, force: bool,
     name: str | None, tokens: int, ranks: int, inference: bool, arch: str, family: str | None,
 ) -> None:  # fmt: skip
-    """Write a commented spec file for MODEL: a Hugging Face config.json, a folder that holds one, or - for stdin.
+    """Write a commented spec file for MODEL: a Hugging Face config.json, a folder that holds one, - for stdin, or
+    ORG/NAME of the Hub, which needs huggingface_hub.
 
     The file has one layer: the MLP of a dense model; router, experts and shared experts of a mixture-of-experts model.
     Parts of the model that are not supported become a comment with the reason; if the layer is not, those of its
@@ -168,6 +173,8 @@ def _read(model: str) -> tuple[str, str]:
         if model == "-":
             source, data = "stdin", sys.stdin.buffer.read(MAX_BYTES + 1)
         else:
+            if not os.path.lexists(path) and re.fullmatch(_HUB, model):
+                path = _download(model)
             path = path / "config.json" if path.is_dir() else path
             source = str(path)
             with given_file(path, "config.json", remedy) as (file, _):
@@ -182,11 +189,34 @@ def _read(model: str) -> tuple[str, str]:
         raise UsageError(f"{source}: byte {error.start} is not UTF-8; give the config.json of a model") from None
 
 
+def _download(model: str) -> Path:
+    """The config.json of a model of the Hugging Face Hub, in its cache. Raises UsageError."""
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError:
+        folder = model.rpartition("/")[2]
+        raise UsageError(
+            f"{model}: there is no such folder here, and huggingface_hub, which could fetch it from the Hub, is not "
+            f"installed; `pip install huggingface_hub && hf download {model} config.json --local-dir {folder}`, then "
+            f"`fusekit new {folder}`"
+        ) from None
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except Exception as error:  # of its many kinds
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UsageError(
+            f"{model}: there is no such folder here, and the Hub does not give its config.json: {reason}; check the "
+            "name, or give a path"
+        ) from error
+
+
 def _stem(model: str, out: str | None, model_type: str) -> str:
     """The stem of the spec file: from `out`, the model's folder or the model's type."""
     if out is not None and not Path(out).is_dir():
         return Path(out).stem
     path = Path(model).absolute()
+    if not os.path.lexists(path) and re.fullmatch(_HUB, model):
+        return _lower(path.name)
     folder = path if path.is_dir() else path.parent
     if folder.parent.name == "snapshots":  # Hugging Face cache: models--ORGANISATION--NAME/snapshots/REVISION
         folder = Path(folder.parent.parent.name.rpartition("--")[2])

@@ -76,6 +76,30 @@ def test_the_name_in_a_cache_of_downloads(fusekit, tmp_path):
     assert fusekit("new", str(folder), "--json").json["name"] == "gpt-oss-20b"
 
 
+def test_a_model_of_the_hub(fusekit, tmp_path):
+    config = tmp_path / "cached.json"
+    config.write_text(json.dumps(CONFIGS["qwen3-8b"]))
+    module = tmp_path / "fake" / "huggingface_hub.py"
+    module.parent.mkdir()
+    module.write_text(
+        "def hf_hub_download(model, file):\n"
+        "    if model != 'Qwen/Qwen3-8B': raise OSError('404 Client Error\\nmore')\n"
+        f"    assert file == 'config.json'\n    return {str(config)!r}\n"
+    )
+    path = {"PYTHONPATH": str(module.parent)}
+    document = fusekit("new", "Qwen/Qwen3-8B", "--json", **path).json
+    assert (document["name"], document["model_type"]) == ("qwen3-8b", "qwen3")
+    refused = fusekit("new", "Qwen/Nothing", code=2, **path).err
+    assert (
+        "Qwen/Nothing: there is no such folder here, and the Hub does not give its config.json: 404 Client" in refused
+    )
+    module.write_text("raise ImportError")
+    missing = fusekit("new", "Qwen/Qwen3-8B", code=2, **path).err
+    command = "pip install huggingface_hub && hf download Qwen/Qwen3-8B config.json --local-dir Qwen3-8B"
+    assert f"`{command}`, then `fusekit new Qwen3-8B`" in missing
+    assert "huggingface_hub" not in fusekit("new", "Qwen/config.json", code=2, **path).err
+
+
 def test_a_file_is_not_overwritten_unasked(fusekit, model, tmp_path):
     out = tmp_path / "mine.toml"
     out.write_text("mine")
