@@ -441,6 +441,10 @@ def test_the_model_takes_the_device_as_it_is() -> None:
     fetched = cost(full, None) - 1
     assert cost(full, None, GPUS["H20"]) == pytest.approx(1 + fetched * slower)
     assert 0.24 < slower < 0.27
+    cooperative = full | {"mainloop": "cooperative"}
+    epilogue = cost(cooperative, None) - 1 - fetched
+    assert epilogue > 0
+    assert cost(cooperative, None, GPUS["H20"]) == pytest.approx(1 + (fetched + epilogue) * slower)
 
 
 def test_another_device_may_get_another_variant() -> None:

@@ -54,6 +54,18 @@ def test_a_name_without_variant_takes_the_cheapest(tmp_path: Path) -> None:
     assert opened.find("sample/fc1", problem={"E": 1, "M": 65536, "N": 512, "K": 64}).name == "sample/fc1@128x256-c2x1"
 
 
+@pytest.mark.parametrize(
+    ("device", "sms", "variant"), [("NVIDIA H200", 132, "128x192-c2x1"), ("NVIDIA H20", 78, "128x128-c1x2")]
+)
+def test_the_device_decides_which_variant_is_the_cheapest(tmp_path: Path, device: str, sms: int, variant: str) -> None:
+    more: dict[str, Any] = {"schedule": "dynamic", "mainloop": "pingpong"}
+    publish(tmp_path, "sample/fc1@128x192-c2x1", tile=[128, 192], **more)
+    store = publish(tmp_path, "sample/fc1@128x128-c1x2", tile=[128, 128], cluster=[1, 2], **more)
+    opened, fake = library(store, sm_count=sms)
+    fake.cuDeviceGetName = lambda length, handle: (0, device.encode())  # type: ignore[method-assign]
+    assert opened.find("sample/fc1", problem={"E": 8, "M": 16384, "N": 4096, "K": 4096}).name == f"sample/fc1@{variant}"
+
+
 WRONG_PROBLEMS = [
     *((value, r"problem is .*; it must be a dict of extents by name, such as \{'M': 4096\}, or left out")
       for value in (5, 4096.0, "M", [("M", 5)], [], {"M"}, True)),
