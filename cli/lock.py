@@ -20,6 +20,11 @@ FOLDER = "cache_manifests"
 @click.command("lock")
 @click.argument("targets", metavar="[TARGET]...", nargs=-1, shell_complete=complete.packaged)
 @click.option("--write", is_flag=True, help="Build what the store lacks, then write the manifests.")
+@click.option("--check", is_flag=True, help="With a fusekit.toml: build and write nothing, and show what differs.")
+@click.option(
+    "--expires", metavar="DAYS", type=click.FloatRange(min=0, min_open=True),
+    help="With a fusekit.toml: the lock is refused after that many days.",
+)  # fmt: skip
 @click.option(
     "--folder", metavar="DIR", help=f"Where the manifests are (default: ./{FOLDER}, else the installed ones)."
 )
@@ -28,14 +33,31 @@ FOLDER = "cache_manifests"
 @signing
 @common
 def command(
-    session: Session, targets: tuple[str, ...], write: bool, folder: str | None, jobs: int | None,
-    namespace: str | None,
+    session: Session, targets: tuple[str, ...], write: bool, check: bool, expires: float | None, folder: str | None,
+    jobs: int | None, namespace: str | None,
 ) -> int:  # fmt: skip
-    """Compare the store with the cache manifests, one for each architecture and toolchain, or write them.
+    """With a fusekit.toml that has targets: build what the store lacks of them, and write fusekit.lock: names, keys and
+    digests of cubins and launch records for each toolchain. Exit code 1 if a toolchain that the project names has not
+    built all, or with --check if something differs.
 
+    Otherwise compare the store with the cache manifests, one for each architecture and toolchain, or write them.
     TARGET is as for `fusekit build`; without one: every packaged spec, foreign kernels only with
     FUSEKIT_ALLOW_EXTERN=1. Nothing is compiled without --write; `fusekit build --check` rebuilds.
     """
+    project = session.project
+    if project is not None and (project.specs or project.models) and folder is None:
+        if targets or write or namespace:
+            raise UsageError(
+                f"the lock of {project.path} has all of its targets; TARGET, --write and --namespace are for cache "
+                "manifests; leave them out, or name a folder of manifests with --folder"
+            )
+        from fusekit_cli import lock_project
+
+        return lock_project.run(session, project, check=check, expires=expires, jobs=jobs)
+    if check or expires:
+        raise UsageError(
+            "--check and --expires are for the lock of a fusekit.toml with targets; `fusekit init` writes it"
+        )
     from fusekit.compiler.build import select, trust
     from fusekit.compiler.build_check import locked_in
     from fusekit.compiler.identity import Identity

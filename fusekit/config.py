@@ -7,6 +7,7 @@
 | `FUSEKIT_TRUSTED_KEYS` | files of public keys, `:`-separated; if set, only what they signed loads; empty: nothing |
 | `FUSEKIT_SIGNING_KEY` | file of the private key that signs what is built, exported and locked |
 | `FUSEKIT_ALLOW_EXTERN` | `1`: a build may run the Python of foreign kernels' specs |
+| `FUSEKIT_LOCK` | file of a lock: a library loads only what it lists |
 | `FUSEKIT_DEBUG` | `1`: every launch is waited for, and an error names the launch that caused it |
 | `FUSEKIT_NVTX` | `1`: kernels and passes are NVTX ranges in a profiler; needs the package nvtx |
 | `NO_COLOR` | when set to anything, output has no colour |
@@ -39,6 +40,7 @@ class Config:
     nvtx: whether kernels and passes are NVTX ranges in a profiler.
     only_keys: absolute paths of files of public keys that a project allows: of `trusted_keys`, or of all if that is
         None, only these count. None: not narrowed.
+    lock: absolute path of a lock, to which a library keeps; see fusekit.store.lockfile.
     """
 
     store: Path
@@ -50,12 +52,14 @@ class Config:
     debug: bool = False
     nvtx: bool = False
     only_keys: tuple[Path, ...] | None = None
+    lock: Path | None = None
 
     def __post_init__(self) -> None:
         """Raises ArgumentError for values of other types."""
         rule = "a pathlib.Path; fusekit.Config.from_environment(FOLDER) takes text as well"
         ArgumentError.unless(Path, "store", self.store, rule)
         ArgumentError.unless(Path | None, "signing_key", self.signing_key, rule)
+        ArgumentError.unless(Path | None, "lock", self.lock, rule)
         for name, paths in (
             ("read_only_roots", self.read_only_roots),
             ("trusted_keys", self.trusted_keys),
@@ -113,6 +117,7 @@ class Config:
             debug=_flag("FUSEKIT_DEBUG", "waits for every launch", environ),
             nvtx=_flag("FUSEKIT_NVTX", "marks kernels and passes for a profiler", environ),
             only_keys=None if project is None else project.keys,
+            lock=_named("", None, "FUSEKIT_LOCK", environ, "a lock") or (project.lock if project is not None else None),
         )
 
     @property

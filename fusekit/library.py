@@ -88,7 +88,12 @@ class Library:
             from fusekit.store import Store
 
             assert isinstance(self._source, Config)
-            self._store = Store.open(self._source)
+            store = Store.open(self._source)
+            if self._source.lock is not None:
+                from fusekit.store.lockfile import read_lock
+
+                store = store.keeping_to(read_lock(self._source.lock, store.trust))
+            self._store = store
         return self._store
 
     @property

@@ -19,6 +19,7 @@ from typing import Any
 from fusekit.errors import UsageError
 
 FILE = "fusekit.toml"
+LOCK = "fusekit.lock"
 _LIMIT = 1 << 20
 _MOST_TOKENS = 2**31 - 1
 _TABLES = {
@@ -54,6 +55,16 @@ class Project:
     remotes: Mapping[str, str] = field(default_factory=dict)
     keys: tuple[Path, ...] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def lock_path(self) -> Path:
+        """The file of its lock, which `fusekit lock` writes."""
+        return self.folder / LOCK
+
+    @property
+    def lock(self) -> Path | None:
+        """The file of its lock; None if there is none yet."""
+        return self.lock_path if os.path.lexists(self.lock_path) else None
 
     @property
     def folder(self) -> Path:

@@ -24,6 +24,7 @@ from fusekit.store.entries import Entry, toolchain_label
 from fusekit.store.files import close, file_error, read_file
 from fusekit.store.given import given_file
 from fusekit.store.keys import is_digest
+from fusekit.store.lockfile import signature_path
 from fusekit.store.names import NameRecord
 from fusekit.store.publishing import Publisher
 from fusekit.store.signature import SigningKey, Trust, is_key_id, read_signatures
@@ -209,7 +210,7 @@ def read_manifest(path: Path, trust: Trust | None = None) -> Manifest:
             raise IntegrityError(f"{path} has {status.st_size} bytes; a manifest has at most {LIMIT}; check the path")
         data = file.read(LIMIT)
     if trust is not None:
-        signatures = read_signatures(((key.id, _signature_path(path, key.id)) for key in trust.keys), read_file)
+        signatures = read_signatures(((key.id, signature_path(path, key.id)) for key in trust.keys), read_file)
         trust.check("manifest", data, signatures, path)
     return _parse(data, path)
 
@@ -251,24 +252,25 @@ def write_manifest(manifest: Manifest, folder: Path, signer: SigningKey | None =
 
     Signatures over the previous file are removed. Raises StoreError if it cannot be written; it is then unchanged.
     """
-    path, data = folder / manifest.filename, manifest.to_bytes()
+    return write_signed(folder / manifest.filename, manifest.to_bytes(), "manifest", signer)
+
+
+def write_signed(path: Path, data: bytes, kind: str, signer: SigningKey | None = None) -> Path:
+    """Write `data`, a document of `kind` to commit, to the file `path`, as `write_manifest` does."""
+    folder = path.parent
     publisher = Publisher(folder)
     with _in_words(path):
         publisher.put(path, data)
     path.chmod(0o644)  # to edit and commit, unlike files of a store
-    signatures = {} if signer is None else signer.sign("manifest", data)
+    signatures = {} if signer is None else signer.sign(kind, data)
     for key_id, signature in signatures.items():
-        publisher.put(_signature_path(path, key_id), signature)
+        publisher.put(signature_path(path, key_id), signature)
     for other in folder.iterdir():
         key_id = other.name.removeprefix(f"{path.name}.").removesuffix(".sig")
-        stale = is_key_id(key_id) and key_id not in signatures and other == _signature_path(path, key_id)
+        stale = is_key_id(key_id) and key_id not in signatures and other == signature_path(path, key_id)
         if stale and not other.is_dir():
             other.unlink(missing_ok=True)
     return path
-
-
-def _signature_path(path: Path, key_id: str) -> Path:
-    return path.with_name(f"{path.name}.{key_id}.sig")
 
 
 def _parse(data: bytes, path: Path) -> Manifest:

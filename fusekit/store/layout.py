@@ -45,8 +45,9 @@ SIGNATURES = Part(("signatures",), _PAIR, re.compile(rf"{_DIGEST}\.[0-9a-f]{{16}
 USED = Part(("used",), _PAIR, re.compile(_DIGEST))
 LEASES = Part(("leases",), None, re.compile(_OWNER))
 LOCKS = Part(("locks",), None, re.compile(r"[0-9a-f]{64}\.lock"))
+LOCKED = Part(("locked",), None, re.compile(r"[0-9a-f]{32}\.json"))
 TUNING = Part(("tuning",), None, re.compile(r"[a-z0-9_]{1,32}\.json"))
-PARTS = (BLOBS, ENTRIES, NAMES, CANDIDATES, SIGNATURES, USED, LEASES, LOCKS, TUNING)
+PARTS = (BLOBS, ENTRIES, NAMES, CANDIDATES, SIGNATURES, USED, LEASES, LOCKS, LOCKED, TUNING)
 
 MARKER = "fusekit-store.json"
 ROOT = Part((), None, re.compile(rf"{re.escape(MARKER)}|now"))

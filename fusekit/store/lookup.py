@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fusekit.errors import IntegrityError, NotBuiltError, StoreError, is_glob, some
 from fusekit.store import listing, marker, marks, names
@@ -20,6 +20,9 @@ from fusekit.store.publishing import Publisher
 from fusekit.store.root import Root, first_good
 from fusekit.store.signature import Trust
 from fusekit.store.verify import Inspect, VerifyReport, verify
+
+if TYPE_CHECKING:
+    from fusekit.store.lockfile import Lock
 
 T = TypeVar("T")
 
@@ -45,6 +48,7 @@ class Lookup:
     def __init__(self, root: Path, read_only: Sequence[Path], trust: Trust | None, publisher: Publisher) -> None:
         self.root = root
         self.trust = trust
+        self.project_lock: Lock | None = None
         self.roots = (Root(root, trust), *(Root(path, trust) for path in read_only if path != root))
         self.inspect: Callable[[Entry], None] = lambda entry: None
         self._publisher = publisher
@@ -84,6 +88,8 @@ class Lookup:
             entry = root.entry(key)
             return None if entry is None else (entry, self.read_cubin(entry))
 
+        if self.project_lock is not None:
+            self.project_lock.check_current()
         marked = mark and self._mark(key)
         for pause in _PAUSES:
             try:
@@ -237,6 +243,8 @@ class Lookup:
         if variant and not detail and not is_glob(name):
             variants = sorted({listed.record.name for listed in self.names(kernel, arch)})
             detail = f"there are {some(variants)}" if variants else ""
+        if self.project_lock is not None and not detail and self.recorded(name, arch):
+            detail = f"{self.project_lock.path} does not list it"
         stored = (known for known, known_arch in self.recorded() if arch in (None, known_arch))
         return NotBuiltError.of(name, arch, detail, self.absent(), stored)
 

@@ -10,6 +10,7 @@
     <root>/used/<2 digits>/<key>                         an empty file; its time stamp is the last use of the entry
     <root>/leases/<host>-<process>-<random>              the lease of a running build
     <root>/locks/<key>.lock                              an empty file that a builder locks
+    <root>/locked/<id>.json                              the highest serial of a lock that was used
     <root>/tuning/<arch>.json                            measured times (fusekit.choice.tuning)
 
 The first six are the store; the others only save work and may be removed at any time. Temporary files are
@@ -29,7 +30,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fusekit.errors import IntegrityError, StoreError
 from fusekit.store import names
@@ -38,10 +39,13 @@ from fusekit.store.entries import CUBIN_LIMIT, Entry
 from fusekit.store.files import TEMPORARY_SUFFIX, quietly, read_file, size_of, store_error
 from fusekit.store.folders import Folders
 from fusekit.store.keys import is_digest, sha256
-from fusekit.store.layout import TUNING
+from fusekit.store.layout import LOCKED, TUNING
 from fusekit.store.marker import check_format
 from fusekit.store.names import Brief, NameRecord
 from fusekit.store.signature import Trust, is_key_id, read_signatures
+
+if TYPE_CHECKING:
+    from fusekit.store.lockfile import Lock
 
 T = TypeVar("T")
 
@@ -49,11 +53,12 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Root:
     """What lies under `path`, which need not exist: it is empty then. With `trust`, what no trusted key signed is
-    refused before it is parsed.
+    refused before it is parsed. With `lock`, a name points to a build that the lock lists, and no other is read.
     """
 
     path: Path
     trust: Trust | None = None
+    lock: Lock | None = None
     _checked: list[bool] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def check(self) -> None:
@@ -78,6 +83,9 @@ class Root:
     def tuning_path(self, arch: str) -> Path:
         return self.path / "tuning" / f"{names.check_arch(arch)}.json"
 
+    def locked_path(self, lock: str) -> Path:
+        return self.path.joinpath(*LOCKED.parts, f"{lock}.json")
+
     def signature_path(self, digest: str, key_id: str) -> Path:
         return self.path / "signatures" / digest[:2] / f"{digest}.{key_id}"
 
@@ -92,7 +100,10 @@ class Root:
             raise IntegrityError(f"{key!r} is not a key; a key is 64 lower-case hexadecimal digits")
         path = self.entry_file(key)
         data = self._document("entry", path)
-        return None if data is None else Entry.from_bytes(data, path, key)
+        entry = None if data is None else Entry.from_bytes(data, path, key)
+        if entry is not None and self.lock is not None:
+            self.lock.check_entry(entry)
+        return entry
 
     def blob(self, digest: str, size: int | None = None) -> bytes | None:
         """The blob of `digest`, hashed, and of `size` bytes if that is given; None if there is none.
@@ -120,10 +131,24 @@ class Root:
         """The record of the full name `name` for `arch`, checked; None if there is none."""
         path = f"{self.path}/{names.record_path(name, arch)}"
         data = self._document("name", path)
-        return None if data is None else NameRecord.from_bytes(data, path, name, arch)
+        record = None if data is None else NameRecord.from_bytes(data, path, name, arch)
+        return record if self.lock is None else self._locked(record, self.lock.keys(name, arch))
+
+    def _locked(self, record: NameRecord | None, keys: Sequence[str]) -> NameRecord | None:
+        """The build of a name that a lock lists, under `keys`; None if it does not list the name."""
+        if record is None or self.lock is None or not keys:
+            return None
+        for key in keys if record.key not in keys else ():
+            if (candidate := quietly(self.candidate, record.name, record.arch, key)) is not None:
+                return candidate
+        self.lock.check_name(record)
+        return record
 
     def brief(self, name: str, arch: str) -> Brief | None:
         """As `name`, for a listing. `name` and `arch` must be well-formed."""
+        if self.lock is not None:
+            record = self.name(name, arch)
+            return None if record is None else Brief.of(record)
         path = f"{self.path}/names/{name}.{arch}.json"
         data = self._document("name", path)
         return None if data is None else Brief.from_bytes(data, path, name, arch)
@@ -149,11 +174,15 @@ class Root:
                 names.of_candidate(file, filename)
                 stamps[filename[len(start) :]] = os.lstat(f"{self.path}/candidates/{file}/{filename}").st_mtime_ns
         records = (quietly(self.candidate, name, arch, tag) for tag in sorted(stamps, key=lambda tag: -stamps[tag]))
-        return [record for record in records if record is not None]
+        allowed = None if self.lock is None else self.lock.keys(name, arch)
+        return [record for record in records if record is not None and (allowed is None or record.key in allowed)]
 
     def tuning(self, arch: str) -> bytes | None:
         """The tuning table for `arch`, signed if there is a trust; None if there is none."""
-        return self._document("tuning", str(self.tuning_path(arch)))
+        data = self._document("tuning", str(self.tuning_path(arch)))
+        if self.lock is not None and (data is None or self.lock.tuning.get(arch) != sha256(data)):
+            return None
+        return data
 
     def tuned(self) -> list[str]:
         """The architectures that have a tuning table."""

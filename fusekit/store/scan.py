@@ -24,6 +24,7 @@ from fusekit.store.layout import (
     CANDIDATES,
     ENTRIES,
     LEASES,
+    LOCKED,
     LOCKS,
     NAMES,
     ROOT,
@@ -164,7 +165,7 @@ def scan(folders: Folders) -> Scan:
     result.locks = [file for file, _ in files(LOCKS)]
     for file, at in files(TUNING):
         document(file, at, TUNING)  # it stays, with its signatures
-    for part in (ROOT, LEASES):
+    for part in (ROOT, LEASES, LOCKED):
         for _ in files(part):
             pass  # only temporaries are collected there; of leases, see fusekit.store.marks
     return result

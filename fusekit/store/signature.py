@@ -1,8 +1,9 @@
 """Ed25519 signatures: they authenticate a document; a digest only detects changed bytes.
 
 What is signed is one short message, `MESSAGE` below: a fixed first line, what kind of document it is (an `entry`, a
-`name`, a `bundle`, a `manifest`, a `tuning` table) and the SHA-256 of its exact bytes. The kind is in it so that a
-signature of one kind is not valid for another. An entry holds its cubin's digest, so its signature covers the cubin.
+`name`, a `bundle`, a `manifest`, a `lock`, a `tuning` table) and the SHA-256 of its exact bytes. The kind is in it so
+that a signature of one kind is not valid for another. An entry holds its cubin's digest, so its signature covers the
+cubin.
 
 Keys are files in OpenSSH's own formats: `ssh-keygen -t ed25519` makes such a pair too. A file of trusted keys has one
 public key a line, `ssh-ed25519 <base64> <comment>`; blank lines and lines that begin with # are left out.
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
     from fusekit.config import Config
 
 MESSAGE = "fusekit signature 1\n{kind}\n{digest}\n"
-KINDS = frozenset({"entry", "name", "bundle", "manifest", "tuning"})
+KINDS = frozenset({"entry", "name", "bundle", "manifest", "lock", "tuning"})
 SIGNATURE_BYTES = 64
 # The command that signs a document outside a store.
-_SIGNING = {"bundle": "export --sign KEY", "manifest": "lock --write --sign KEY"}
+_SIGNING = {"bundle": "export --sign KEY", "manifest": "lock --write --sign KEY", "lock": "lock --sign KEY"}
 ID_DIGITS = 16
 _KEY_ID = re.compile(r"[0-9a-f]{16}")
 _KEY_TYPE = "ssh-ed25519"

@@ -14,7 +14,7 @@ from fusekit.errors import IntegrityError, SignatureError, StoreError
 from fusekit.store import marker, marks, names
 from fusekit.store.documents import check_readable
 from fusekit.store.entries import Entry
-from fusekit.store.files import quietly, read_file
+from fusekit.store.files import exists, quietly, read_file
 from fusekit.store.installed import installed_roots
 from fusekit.store.keys import sha256
 from fusekit.store.locks import PATIENCE, HeldError, acquire
@@ -26,7 +26,9 @@ from fusekit.store.signature import SIGNATURE_BYTES, SigningKey, Trust, read_sig
 
 if TYPE_CHECKING:
     from fusekit.config import Config
+    from fusekit.store.lockfile import Lock
 
+_MEMORY = 4096  # bytes of a remembered serial
 Make = Callable[[], tuple[Entry, bytes]]
 
 
@@ -63,6 +65,33 @@ class Store(Lookup):
         store = copy.copy(self)
         store.inspect = inspect
         return store
+
+    def keeping_to(self, lock: Lock) -> Store:
+        """A copy that reads only what `lock` lists. Raises IntegrityError if it has expired, or is older than one that
+        was used with the writable root.
+        """
+        lock.check_current()
+        self.remember(lock, make=False)
+        store = copy.copy(self)
+        store.project_lock = lock
+        store.roots = tuple(dataclasses.replace(root, lock=lock) for root in self.roots)
+        return store
+
+    def remember(self, lock: Lock, *, make: bool = True) -> None:
+        """Remember the serial of `lock` in the writable root. IntegrityError if a higher one is remembered, or another
+        lock of that serial. make: create a missing store; without it, a root that cannot be written remembers nothing.
+        """
+        from fusekit.store.lockfile import check_seen
+
+        path = self.roots[0].locked_path(lock.id)
+        now = check_seen(lock, read_file(path, limit=_MEMORY), path)
+        if now is None or not (make or exists(self.root)):
+            return
+        try:
+            self._publisher.put(path, now)
+        except StoreError:
+            if make:
+                raise
 
     def writable(self) -> Store:
         """The writable root alone, as a store to be filled. Raises NoStoreError if its folder is not a store, before
