@@ -30,6 +30,7 @@ STOPS = (signal.SIGTERM, signal.SIGHUP)
 COMMANDS = {
     "init": "Write a project file, fusekit.toml.",
     "new": "Write a spec file for a model, or for a kernel of yours.",
+    "specs": "List the packaged layers and kernels, with their sizes.",
     "build": "Compile what the store lacks; needs no GPU.",
     "ls": "List the kernels in the store.",
     "show": "Show an entry in full.",

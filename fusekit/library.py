@@ -273,14 +273,16 @@ class Library:
         """The kernel that `load` returns if the device has the only architecture that the store has it for."""
         import fusekit.runtime.kernel  # noqa: F401 (while the driver starts)
 
+        found = self._guess(name, arch, problem)
+        return None if found is None else (found, *self._read(found))
+
+    def _guess(self, name: str, arch: str | None, problem: Mapping[str, int] | None) -> NameRecord | None:
+        """The name record of `arch`, or of the only architecture that the store has, as far as no device decides."""
         archs = {listing.record.arch for listing in self.store.names(name)}
-        if len(archs) != 1 or arch not in (None, *archs):
-            return None
-        variants = self.variants(name, *archs)
-        if not variants:
-            return None
-        found = self._choose(variants, problem, None)
-        return found, *self._read(found)
+        if arch is None and len(archs) == 1:
+            (arch,) = archs
+        variants = [] if arch is None else self.variants(name, arch)
+        return self._choose(variants, problem, None) if variants else None
 
     def _read(self, found: NameRecord) -> tuple[LaunchRecord, bytes]:
         """Launch record and cubin of `found`, checked."""
@@ -306,9 +308,18 @@ class Library:
     def find(
         self, name: str, arch: str | None = None, device: int | None = None, problem: Mapping[str, int] | None = None
     ) -> NameRecord:
-        """The name record that `load` would load, with the same errors."""
+        """The name record that `load` would load, with the same errors.
+
+        Without a driver, that of `arch`, or of the only architecture that the store has it for, for its usual device.
+        """
         _check_name(name)
-        return self._find(name, arch, device, problem)[0]
+        try:
+            return self._find(name, arch, device, problem)[0]
+        except DriverError:
+            found = self._guess(name, arch, problem) if self._devices is None and device is None else None
+            if found is None:
+                raise
+            return found
 
     def _find(
         self, name: str, arch: str | None, device: int | None, problem: Mapping[str, int] | None
@@ -328,6 +339,8 @@ class Library:
             if listing.problems:
                 raise IntegrityError(listing.problems[0])
             raise self.store.not_built(name, arch)
+        if arch is not None and arch not in elsewhere:
+            raise self.store.not_built(name, arch, f"only for {', '.join(elsewhere)}")
         devices = self.devices
         ordinal = devices.current() if device is None else device
         target = devices.get(ordinal)
@@ -336,8 +349,6 @@ class Library:
             variants = self.variants(name, candidate)
             if variants:
                 return self._choose(self._readable(variants), problem, target), ordinal
-        if arch is not None:
-            raise self.store.not_built(name, arch, f"only for {', '.join(elsewhere)}")
         stored = ", ".join(elsewhere)
         _, remedy = how_to_build(name, wanted[0])
         raise ArchMismatchError(

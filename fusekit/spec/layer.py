@@ -19,7 +19,7 @@ from fusekit.spec.values import one_of
 
 NAMED = 3  # kernels that a message lists
 MOST_KERNELS = 50  # of a layer, each of them in three variants or in those that its table lists
-SWEPT = ("tile", "cluster")  # fields of a layer that are those of its GEMMs
+SWEPT = ("tile", "cluster", "schedule")  # fields of a layer that are those of its GEMMs
 
 
 def expand_layer(stem: str, values: Mapping[str, Any]) -> Expansion:

@@ -22,6 +22,27 @@ def _large(path: Path) -> None:
         file.truncate(8 << 30)
 
 
+def test_what_is_packaged(fusekit):
+    rows = {row["name"]: row for row in fusekit("specs", "qwen3-30b-a3b/moe", "quickstart", "--json").json}
+    assert [*rows] == ["qwen3-30b-a3b/moe", "quickstart/linear", "quickstart/moe-fc1", "quickstart/moe-fc2"]
+    layer = rows["qwen3-30b-a3b/moe"]
+    assert (layer["what"], layer["sizes"]["X"], layer["sizes"]["K"]) == ("moe layer", 128, 8)
+    assert layer["kernels"] > 12 and layer["bytes"] > 100_000
+    fc1 = rows["quickstart/moe-fc1"]
+    assert (fc1["what"], [*fc1["sizes"]], fc1["kernels"]) == ("grouped-gemm", ["E", "M", "N", "K"], 2)
+
+
+def test_sizes_of_a_file_without_a_manifest(fusekit, tmp_path):
+    (tmp_path / "own.toml").write_text(OWN)
+    (row,) = fusekit("specs", "own.toml", "--json").json
+    assert row == {"name": "own/k", "what": "grouped-gemm", "sizes": {}, "kernels": row["kernels"], "bytes": None}
+    heading, line = fusekit("specs", "own.toml").out.splitlines()
+    assert heading.split() == ["NAME", "WHAT", "SIZES", "KERNELS", "BYTES"] and line.split()[:2] == [
+        "own/k",
+        "grouped-gemm",
+    ]
+
+
 HOSTILE = {
     "pipe": os.mkfifo,
     "zero": lambda path: path.symlink_to("/dev/zero"),

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fusekit.errors import ArgumentError, NotBuiltError, UsageError
+from fusekit.errors import ArgumentError, DriverError, NotBuiltError, UsageError
+from fusekit.library import Library
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
 from fusekit.plan.operations import OPERATIONS
 from fusekit.runtime import Driver
@@ -354,6 +355,17 @@ def test_parts_and_devices_that_are_none_are_named(tmp_path):
         with pytest.raises(ArgumentError, match=r"device is .*; it must be the ordinal of a GPU"):
             layer._library.layer("layers/moe", device=device)
     assert not fake.loaded
+
+
+def test_kernel_names_need_no_driver(tmp_path, monkeypatch):
+    def missing(**_):
+        raise DriverError("no NVIDIA driver")
+
+    with_driver, _ = opened(tmp_path)
+    monkeypatch.setattr("fusekit.library.Driver", missing)
+    layer = Library(with_driver._library.store).layer("layers/moe")
+    for part in layer.program.parts:
+        assert layer.kernel_name(part, T) == with_driver.kernel_name(part, T)
 
 
 def test_a_part_whose_bits_follow_its_tile_has_one_variant_for_any_number_of_tokens(tmp_path, monkeypatch):

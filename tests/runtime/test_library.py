@@ -157,6 +157,25 @@ def test_another_arch_is_refused_before_the_driver_loads(tmp_path: Path) -> None
     assert "cuLibraryLoadData" not in fake.calls
 
 
+def test_find_needs_no_driver_where_the_arch_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(**_: Any) -> Any:
+        raise DriverError("no NVIDIA driver")
+
+    monkeypatch.setattr("fusekit.library.Driver", missing)
+    opened = Library(publish(tmp_path))
+    assert {opened.find("sample/fc1", arch).name for arch in (None, "sm_90a")} == {"sample/fc1@128x160-c2x1"}
+    with pytest.raises(NotBuiltError, match="sm_100a"):
+        opened.find("sample/fc1", "sm_100a")
+    with pytest.raises(DriverError, match="no NVIDIA driver"):
+        opened.load("sample/fc1")
+    with pytest.raises(DriverError, match="no NVIDIA driver"):
+        opened.find("sample/fc1", device=0)
+    publish(tmp_path, "sample/fc1@128x160-c2x1", record(arch="sm_100a"))
+    assert opened.find("sample/fc1", "sm_90a").arch == "sm_90a"
+    with pytest.raises(DriverError, match="no NVIDIA driver"):
+        opened.find("sample/fc1")
+
+
 def test_every_arch_a_device_runs() -> None:
     assert archs_of((8, 0)) == ("sm_80",)
     assert archs_of((9, 0)) == ("sm_90a", "sm_90")

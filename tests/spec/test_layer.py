@@ -239,6 +239,16 @@ def test_a_layer_with_float32_weights_makes_codes_of_them_and_float32_gradients(
     assert plain == with_dtype and plain.weights == "bf16" and plain.grad_dtype == "bf16"
 
 
+def test_the_schedule_of_every_gemm():
+    for schedule, kinds in (
+        ("static", {"static"}),
+        (["static", "dynamic"], {"static", "dynamic"}),
+        (None, {"dynamic"}),
+    ):
+        specs = parse_text(text_of(MOE | ({"schedule": schedule} if schedule else {})), "layers")
+        assert {spec.schedule for spec in specs if hasattr(spec, "schedule")} == kinds
+
+
 def test_tiles_of_a_layer_with_a_recipe_are_those_of_its_codes():
     table = MOE | {"recipe": "fp8-block", "glu_layout": "interleaved", "b_major": "n"}
     specs = parse_text(text_of(table | {"tile": [[128, 128], [128, 256]]}), "layers")
@@ -346,7 +356,7 @@ def marked(*tables, **defaults):
     ("table", "wrong"),
     [
         ({**MOE, "hiden": 5}, "hiden"),
-        ({**MOE, "schedule": "static"}, "schedule"),
+        ({**MOE, "mainloop": "pingpong"}, "mainloop"),
         ({**MOE, "op": "grouped-gemm"}, "op"),
         ({**MOE, "kind": "moee"}, "kind"),
         ({**MOE, "hidden": 0}, "hidden"),

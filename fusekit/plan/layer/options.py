@@ -154,6 +154,8 @@ def layer_fields(activation: tuple[Field, ...], dtypes: tuple[str, ...]) -> tupl
         Field("tile", "pair", "CTA tiles of every GEMM, each a variant; those that a GEMM cannot have are left out. "
             "Default: chosen for the problem.", sweep=True),
         Field("cluster", "pair", "Clusters of every GEMM, likewise.", choices=CLUSTERS, sweep=True),
+        Field("schedule", "choice", "How tiles of every GEMM are dealt to clusters. Left out: dynamic.",
+            choices=("static", "dynamic"), sweep=True),
         Field("ranks", "int", f"R, the ranks that the experts are spread over, {MOST_RANKS} at most.", minimum=1,
             default=1),
         Field("overlap", "bool",
