@@ -306,7 +306,7 @@ class Kernel(SharedHandle):
             LaunchPlan(self._driver, record, part, bound, overlaps, settings, integers)
             for record, part in zip(self.record.launches, (loaded, *loaded.then), strict=True)
         )
-        plan.then = tuple(then)
+        plan.followed_by(then)
         return plan
 
     def _prepare(self, device: Device) -> Loaded:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -124,6 +124,11 @@ class LaunchPlan:
             for position, name in enumerate(self.names)
         )
 
+    def followed_by(self, then: Iterable[LaunchPlan]) -> None:
+        """Sets the launches that follow."""
+        self.then = tuple(then)
+        self._reads_sm_count |= any(plan._reads_sm_count for plan in self.then)
+
     def on(self, stream: int, devices: Devices) -> LaunchPlan:
         """This launch for the multiprocessors that `stream` has: a green context has a part of the device's."""
         if not self._reads_sm_count or self._whole._settings.sm_count is not None:
@@ -140,7 +145,7 @@ class LaunchPlan:
             plan = LaunchPlan(
                 self.driver, self.record, self.loaded, self.bound, self.overlaps, settings, self._integers, self
             )
-            plan.then = tuple(later._on_part(part) for later in self.then)
+            plan.followed_by(later._on_part(part) for later in self.then)
             plan = self._parts.setdefault(part, plan)
         return plan
 
