@@ -40,6 +40,7 @@ COMMANDS = {
     "rm": "Remove names, and kernels without another name.",
     "copy": "Copy from read-only roots into the writable store.",
     "lock": "Compare the store with the cache manifests, or write them.",
+    "sync": "Make the store hold what fusekit.lock lists.",
     "export": "Write kernels to one file, a bundle, or as C source.",
     "import": "Publish the kernels of a bundle.",
     "push": "Copy kernels to a folder or an object store.",

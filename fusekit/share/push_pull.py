@@ -90,7 +90,7 @@ def survey(
     as by `pull`. cubins: False checks that each cubin is there with its size (with its digest, if the server does not
     list); True checks digests. Writes nothing. Errors as for `pull`.
     """
-    reader = _Reading(trust, remote, None, inspect)
+    reader = Reading(trust, remote, None, inspect)
     matching = reader.records(patterns, arch)
     records = tuple(matching[where][0] for where in sorted(matching))
     failed = [(name, "", why) for name, why in reader.report.failed]
@@ -249,7 +249,7 @@ class _Push(Task):
         return theirs == record and not signed.signatures
 
 
-class _Reading(Task):
+class Reading(Task):
     """Reads and checks documents and cubins of a remote."""
 
     def __init__(self, trust: Trust | None, remote: Remote, notify: Notify | None, inspect: Inspect | None) -> None:
@@ -331,6 +331,13 @@ class _Reading(Task):
             name=pattern,
         )
 
+    def record_at(self, where: tuple[str, str], path: str) -> tuple[NameRecord, dict[str, bytes]] | None:
+        """The record of a name at `path`, with its signatures; None if there is none."""
+        try:
+            return self._record(where, path)
+        except NotBuiltError:
+            return None
+
     def _record(self, where: tuple[str, str], path: str) -> tuple[NameRecord, dict[str, bytes]]:
         def take() -> tuple[NameRecord, dict[str, bytes]]:
             document = self.document("name", path)
@@ -385,7 +392,7 @@ def _folders(top: str, patterns: Sequence[str]) -> list[str]:
     return [f"{top}/{stem}" for stem in sorted(stems)] if stems and all(map(names.is_part, stems)) else [top]
 
 
-class _Pull(_Reading):
+class _Pull(Reading):
     def __init__(self, store: Store, remote: Remote, notify: Notify | None, inspect: Inspect | None) -> None:
         super().__init__(store.trust, remote, notify, inspect)
         self.store = store.writable()  # kernels of a root below are copied, too

@@ -77,15 +77,16 @@ class Store(Lookup):
         store.roots = tuple(dataclasses.replace(root, lock=lock) for root in self.roots)
         return store
 
-    def remember(self, lock: Lock, *, make: bool = True) -> None:
+    def remember(self, lock: Lock, *, make: bool = True, write: bool = True) -> None:
         """Remember the serial of `lock` in the writable root. IntegrityError if a higher one is remembered, or another
         lock of that serial. make: create a missing store; without it, a root that cannot be written remembers nothing.
+        write: False only checks.
         """
         from fusekit.store.lockfile import check_seen
 
         path = self.roots[0].locked_path(lock.id)
         now = check_seen(lock, read_file(path, limit=_MEMORY), path)
-        if now is None or not (make or exists(self.root)):
+        if now is None or not write or not (make or exists(self.root)):
             return
         try:
             self._publisher.put(path, now)

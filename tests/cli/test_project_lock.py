@@ -177,3 +177,41 @@ def test_a_toolchain_that_the_project_names_and_nobody_built(project, fusekit):
     assert [row["toolchain"] for row in result.json["missing"]] == ["cutlass-dsl-9.9.9-cu13"]
     assert "nothing was written" in result.err
     assert not (project / "fusekit.lock").exists()
+
+
+def test_a_cluster_in_five_commands(project, fusekit):
+    """init, lock, push; then sync on other machines: a frozen one, one that builds, one whose remote is older."""
+    fusekit("init", "--force")  # lists moe.toml
+    text = (project / "fusekit.toml").read_text().replace("[remotes]", "[remotes]\nteam = 'remote'\n#")
+    (project / "fusekit.toml").write_text(text)
+    fusekit("lock")
+    fusekit("push", "team")
+    assert fusekit("sync", "--json").json["from"] == {"here": 1}
+    frozen = fusekit("sync", "--frozen", "--json", "--store", "node").json
+    assert (frozen["from"], frozen["names"], frozen["missing"]) == ({"team": 1}, 1, [])
+    assert fusekit("sync", "--frozen", "--store", "node").out.endswith("serial 1: 1 here; 0 missing\n")
+    assert fusekit("verify", "--full", "--json", "--store", "node").json["bad"] == []
+
+    # What the remote does not have is built, or missing where nothing may be built; no name moves.
+    (project / "moe.toml").write_text(SPEC.replace("K = 256 }", "K = 256 }\nbias = true"))
+    fusekit("lock")
+    before = Store(project / "node").names()
+    result = fusekit("sync", "--frozen", "--store", "node", code=1)
+    assert "missing: moe/fc1@" in result.out
+    assert "no name was changed" in result.err
+    assert Store(project / "node").names() == before
+    built = fusekit("sync", "--json", "--store", "node").json
+    assert (built["from"], built["missing"]) == ({"built here": 1}, [])
+    (old,), (new,) = before, Store(project / "node").names()
+    assert new.record.key != old.record.key
+
+    # An older lock is refused where a newer one was used, and taken where none was.
+    (project / "moe.toml").write_text(SPEC)
+    document = json.loads((project / "fusekit.lock").read_text())
+    (project / "older.lock").write_text(json.dumps(document | {"serial": 1}))
+    environment = {"FUSEKIT_LOCK": str(project / "older.lock")}
+    assert "it is older" in fusekit("sync", "--store", "node", code=1, **environment).err
+
+
+def test_sync_without_a_lock(fusekit, project):
+    assert "`fusekit lock` writes that of a fusekit.toml" in fusekit("sync", code=2).err
