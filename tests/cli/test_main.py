@@ -25,7 +25,7 @@ FOLDER = Path(entry.__file__).parent
 def test_help_is_a_command(fusekit):
     assert fusekit("help").out == fusekit("--help").out
     assert fusekit("help", "build").out == fusekit("build", "--help").out
-    assert "there is no command bild; there are init, new, build, " in fusekit("help", "bild", code=2).err
+    assert "there is no command bild; there are init, new, specs, build, " in fusekit("help", "bild", code=2).err
 
 
 def test_version(fusekit):
