@@ -11,6 +11,7 @@ from filelock import FileLock
 from hypothesis import settings
 
 FIGURES = pytest.StashKey[list[str]]()
+PARTS = 24  # of a long round, to run at the same time
 WORKERS = 8  # at most: with the compiler loaded a process has half a gigabyte, and starts others
 
 sys.path.append(str(Path(__file__).parents[1]))  # for `examples`; an installed fusekit comes first
@@ -18,6 +19,11 @@ sys.path.append(str(Path(__file__).parents[1]))  # for `examples`; an installed 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the long rounds, and measure the figures that docs quote")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "part" in metafunc.fixturenames:
+        metafunc.parametrize("part", range(PARTS if metafunc.config.getoption("--soak") else 1))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -15,6 +15,7 @@ from fusekit.share.bundle_import import import_bundle
 from fusekit.share.selection import Selection, select
 from fusekit.store import Store
 from fusekit.store.documents import seal
+from tests.conftest import PARTS
 from tests.store.samples import build_entry, build_record
 
 SPEC = {"op": "dense-gemm", "tile": [128, 128], "cluster": [2, 1], "problem": {"E": 1, "M": 8, "N": 8, "K": 8}}
@@ -57,9 +58,9 @@ def test_what_c_reads_says_the_same_as_what_python_reads(store, tmp_path):
     refused(path, "has a loader.bin that does not follow")
 
 
-def test_any_changed_word_of_what_c_reads_is_seen(store, tmp_path, soak):
-    selection, source = select(store), random.Random("loader")
-    for number in range(2000 if soak else 40):
+def test_any_changed_word_of_what_c_reads_is_seen(store, tmp_path, soak, part):
+    selection, source = select(store), random.Random(f"loader {part}")
+    for number in range(2000 // PARTS if soak else 40):
         path = tmp_path / f"{number}.tar"
 
         def changed(before):
@@ -104,11 +105,11 @@ def mutate(value, source):
     return value
 
 
-def test_documents_that_were_changed_and_sealed_again(store, tmp_path, soak):
+def test_documents_that_were_changed_and_sealed_again(store, tmp_path, soak, part):
     """Each is refused whole in words of one line, or makes a store in which nothing is wrong."""
-    selection, source = select(store), random.Random("documents")
+    selection, source = select(store), random.Random(f"documents {part}")
     taken = 0
-    for number in range(3000 if soak else 80):
+    for number in range(3000 // PARTS if soak else 80):
         kind = source.choice(("entries", "records"))
         items = list(getattr(selection, kind))
         index = source.randrange(len(items))

@@ -1,7 +1,10 @@
-"""Runs commands of which one system call fails: `python -m tests.store.faults FOLDER EACH`, with faults.c preloaded.
+"""Runs commands of which one system call fails, with faults.c preloaded.
 
-EACH: failures of each command, spread over its calls; 0: every call of it. For each failure one line of JSON on stdout:
-command, call, number of the call, errno, and what was wrong afterwards. FOLDER has what `prepare` put there.
+    python -m tests.store.faults FOLDER EACH PART PARTS
+
+EACH: failures of each command, spread over its calls; 0: of every call of it, of which this is part PART of PARTS. For
+each failure one line of JSON on stdout: command, call, number of the call, errno, and what was wrong afterwards. FOLDER
+has what `prepare` put there.
 """
 
 import contextlib
@@ -103,14 +106,18 @@ class Harness:
             if path.is_file() and path.suffix != ".tmp" and path.relative_to(root).parts[0] not in PRIVATE
         }
 
-    def failures(self, command: str, turn: int, count: int):
+    def failures(self, command: str, turn: int, count: int, part: int, parts: int):
         arguments = self.begin(command)
         good = self.run(arguments, 0)
         expected, calls = self.tree(command), int(str(good["calls"]))
         assert good["code"] == 0, good
-        numbers = range(1, calls + 1) if not count else [1 + (2 * k + 1) * calls // (2 * count) for k in range(count)]
+        numbers = (
+            range(1 + part, calls + 1, parts)
+            if not count
+            else [1 + (2 * k + 1) * calls // (2 * count) for k in range(count)]
+        )
         for place, number in enumerate(numbers):
-            code = CODES[(place + turn) % len(CODES)]
+            code = CODES[(place + turn + part) % len(CODES)]
             self.begin(command)
             answer = self.run(arguments, number, getattr(errno, code))
             wrong = list(self.wrong(command, arguments, answer, expected))
@@ -148,7 +155,7 @@ class Harness:
 def main() -> None:
     harness = Harness(Path(sys.argv[1]))
     for turn, command in enumerate(COMMANDS):
-        for line in harness.failures(command, turn, int(sys.argv[2])):
+        for line in harness.failures(command, turn, *map(int, sys.argv[2:])):
             sys.stdout.write(f"{json.dumps(line)}\n")
             sys.stdout.flush()
 

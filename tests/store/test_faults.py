@@ -22,6 +22,7 @@ from fusekit.store import NameRecord, Store
 from fusekit.store.keys import sha256
 from fusekit.store.signature import generate
 from tests.cli.conftest import NAMES, SPEC
+from tests.conftest import PARTS
 from tests.cubins import cubin_of
 from tests.store.faults import COMMANDS
 from tests.store.samples import build_entry
@@ -49,23 +50,25 @@ def prepare(folder):
     orphan.write_bytes(b"orphan")
 
 
-def test_one_system_call_fails(tmp_path, request):
+def test_one_system_call_fails(tmp_path, soak, part):
     if not sys.platform.startswith("linux") or shutil.which("cc") is None:
         pytest.skip("needs Linux and a C compiler, cc")
-    soak = request.config.getoption("--soak")
     library = tmp_path / "faults.so"
     flags = ["-O1", "-Wall", "-Werror", "-fno-builtin", "-shared", "-fPIC", "faults.c", "-ldl", "-o"]
     subprocess.run(["cc", *flags, str(library)], cwd=HERE, check=True)
     prepare(tmp_path)
     time.sleep(0.06)  # what is younger counts as in use
     run = subprocess.run(
-        [sys.executable, "-m", "tests.store.faults", str(tmp_path), str(0 if soak else EACH)],
+        [sys.executable, "-m", "tests.store.faults", str(tmp_path), str(0 if soak else EACH), str(part), str(PARTS)],
         cwd=HERE.parents[1], env=os.environ | {"LD_PRELOAD": str(library)}, capture_output=True, text=True, check=False,
         timeout=7200 if soak else 300,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     failures = [json.loads(line) for line in run.stdout.splitlines()]
-    assert {command for command, *_ in failures} == set(COMMANDS)
-    assert len(failures) >= EACH * len(COMMANDS)
-    assert all(call for _, call, *_ in failures)
+    # A part of a long round may have no call of a short command.
+    assert soak or {command for command, *_ in failures} == set(COMMANDS)
+    assert len(failures) >= EACH * len(COMMANDS) // (2 if soak else 1)
+    # Two runs of a command may differ by a few calls: the last number of a long round may come too late.
+    reached = sum(bool(call) for _, call, *_ in failures)
+    assert reached == len(failures) or (soak and reached > 0.9 * len(failures))
     assert [failure for failure in failures if failure[-1]] == []
