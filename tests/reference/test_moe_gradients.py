@@ -10,7 +10,7 @@ from fusekit.reference import gemm, permutation
 
 from .specs import canonical
 
-T, X, K, H, I = 5, 4, 2, 8, 16  # noqa: E741 - the field's own name
+T, X, K, H, I = 5, 4, 2, 8, 8  # noqa: E741 - the field's own name
 ACTIVATION = {"alpha": 1.702, "limit": 2.0, "up_offset": 1.0}
 FC1 = canonical(
     bias=True, save_preactivation=True, activation={"kind": "swiglu", **ACTIVATION}, glu_layout="interleaved"
@@ -99,7 +99,8 @@ def backward(where, inverse, offsets, t, kept, grad_y):
 
 
 @pytest.mark.parametrize("where", RECIPES)
-def test_every_gradient_of_a_recipe_is_the_derivative(where):
+def test_every_gradient_of_a_recipe_is_the_derivative(where, soak):
+    """At up to 100 elements of each; at all with --soak."""
     inverse, offsets, tensors, grad_y = problem()
     _, kept = forward(where, inverse, offsets, tensors)
     got = backward(where, inverse, offsets, tensors, kept, grad_y)
@@ -110,12 +111,13 @@ def test_every_gradient_of_a_recipe_is_the_derivative(where):
 
     for name, gradient in got.items():
         assert gradient.shape == tensors[name].shape
-        want = np.zeros_like(gradient)
-        for index in np.ndindex(gradient.shape):
+        chosen = np.random.default_rng(5).permutation(gradient.size)[: None if soak else 100]
+        want = np.zeros(chosen.size)
+        for number, index in enumerate(chosen):
             step = np.zeros_like(gradient)
-            step[index] = 1e-6
-            want[index] = (loss({name: tensors[name] + step}) - loss({name: tensors[name] - step})) / 2e-6
-        np.testing.assert_allclose(gradient, want, rtol=1e-5, atol=1e-7, err_msg=name)
+            step.flat[index] = 1e-6
+            want[number] = (loss({name: tensors[name] + step}) - loss({name: tensors[name] - step})) / 2e-6
+        np.testing.assert_allclose(gradient.flat[chosen], want, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
 def test_a_scaled_bias_would_have_wrong_gradients():
