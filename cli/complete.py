@@ -21,7 +21,7 @@ def files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> li
 
 def families(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """Model types that `new` reads."""
-    from fusekit.spec.hf_config import FAMILIES
+    from fusekit.spec.hf_families import FAMILIES
 
     return sorted(name for name in FAMILIES if name.startswith(incomplete))
 

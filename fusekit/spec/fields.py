@@ -32,7 +32,7 @@ def most_of(field: Field) -> int:
 
 def _same_function(word: str, choices: tuple[str, ...]) -> str:
     """How a spec names the function that `word` is elsewhere. A name that is merely similar is another function's."""
-    from fusekit.spec.hf_config import GATED, PLAIN  # only where an error is being written
+    from fusekit.spec.hf_model import GATED, PLAIN  # only where an error is being written
     from fusekit.spec.values import show
 
     if word.lower() in choices:

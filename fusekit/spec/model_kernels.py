@@ -7,7 +7,7 @@ from typing import Any
 from fusekit.errors import SpecError
 from fusekit.plan.arch import DEFAULT
 from fusekit.plan.operands.split import parts
-from fusekit.spec.hf_config import Mlp, Model, Router
+from fusekit.spec.hf_model import Mlp, Model, Router
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusekit.spec.hf_config import AS_STORED, Mlp, Model, Router
+from fusekit.spec.hf_model import AS_STORED, Mlp, Model, Router
 from fusekit.spec.model_kernels import Kernel, Request, Sizes, mlp_title, router_section, sections
 
 _LAYER_ROUTER = ("score_function", "pre_softmax", "expert_bias", "num_groups", "group_topk", "scaling_factor")

@@ -9,7 +9,7 @@ from typing import Any
 from fusekit.errors import SpecError
 from fusekit.plan.operations import Schema
 from fusekit.spec.fields import Field
-from fusekit.spec.hf_config import Model
+from fusekit.spec.hf_model import Model
 from fusekit.spec.layer import LAYER
 from fusekit.spec.model_kernels import Kernel, Request, Sizes, sizes_of
 from fusekit.spec.model_layer import parts

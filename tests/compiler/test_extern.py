@@ -1,59 +1,18 @@
 """op = "extern": what is read of a stranger's kernel, what its spec must say, and what is refused in words."""
 
 import inspect
-from dataclasses import replace
 
 import pytest
 
-from fusekit.abi import Dim, LaunchRecord, RecordError, TensorArgument, evaluate, flat
+from fusekit.abi import RecordError, evaluate, flat
 from fusekit.abi.arguments import OPTIONS
-from fusekit.compiler.lift import LIFT_VALUES, unify
-from fusekit.errors import ArgumentError, BuildError, FusekitError
-from fusekit.runtime.binding import bind
+from fusekit.errors import BuildError
 from fusekit.runtime.checked import CheckedKernel
 from fusekit.runtime.kernel import Kernel
-from fusekit.runtime.tensors import View
-from fusekit.spec import parse_text
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
 
-TWICE = """
-arguments.x = { role = "input", shape = ["M", "N"], doc = "What is scaled." }
-arguments.y = { role = "output", shape = ["M", "N"] }
-"""
-FILLED = """
-arguments.y = { role = "output", shape = ["N"] }
-arguments.memory = { role = "workspace", bytes = ["mul", 4, "N"] }
-arguments.count = { value = ["mul", 2, "N"] }
-"""
-
-
-def spec_of(function, rest, arch="sm_90a"):
-    text = f"""schema = 1
-        [[kernel]]
-        name = "k"
-        op = "extern"
-        source = "foreignkernels:{function}"
-        arch = "{arch}"
-        {rest}"""
-    (spec,) = parse_text(text, "own")
-    return spec
-
-
-def compiled(tmp_path, function, rest, arch="sm_90a"):
-    from fusekit.compiler.trace import compile_plan
-    from fusekit.compiler.worker import plan
-
-    result = compile_plan(plan(spec_of(function, rest, arch)), tmp_path)
-    return LaunchRecord.from_json(result.launch), result
-
-
-def refused(function, rest):
-    from fusekit.compiler.worker import plan
-
-    with pytest.raises(FusekitError) as error:
-        plan(spec_of(function, rest))
-    return str(error.value)
+from .externs import FILLED, FLAGGED, TWICE, compiled, refused, spec_of
 
 
 def test_two_launches_with_strides_and_scalars(tmp_path):
@@ -128,9 +87,6 @@ def test_a_tensor_map_that_the_driver_encodes(tmp_path):
     assert kernel.proof["launches"] >= 64
 
 
-FLAGGED = 'arguments.y = { role = "output", shape = ["N"] }\n'
-
-
 def test_a_truth_value_is_a_number_of_0_or_1_and_the_default_stream_is_the_launchers(tmp_path):
     record, kernel = compiled(tmp_path, "flagged", FLAGGED)
     flag = record.arguments[1]
@@ -191,80 +147,6 @@ def test_a_default_that_no_pickle_holds(tmp_path):
     assert len(compiled(tmp_path, "defaulted", FLAGGED)[0].launches) == 1
 
 
-VOLUMES = 'arguments.y = { role = "output", shape = ["A", "B", "C", "D", "E", "F"] }\n'
-
-
-def test_many_numbers_that_are_multiplied_are_proved(tmp_path):
-    assert compiled(tmp_path, "volumes", VOLUMES)[1].proof["launches"] >= 64
-
-
-def test_bounds_of_an_integer(tmp_path):
-    record, _ = compiled(tmp_path, "volumes", VOLUMES + "arguments.a = { minimum = 2, maximum = 8, divisor = 2 }")
-    bounds = {scalar.name: (scalar.minimum, scalar.maximum, scalar.divisor) for scalar in record.scalars}
-    assert (bounds["a"], bounds["b"]) == ((2, 8, 2), (-(2**31), 2**31 - 1, 1))
-
-
-def test_an_integer_that_is_an_extent_is_read_from_the_tensor(tmp_path):
-    record, _ = compiled(tmp_path, "sized", 'arguments.y = { role = "output", shape = ["N"] }')
-    assert [argument.name for argument in record.arguments] == ["y", "sizes_1"]
-    assert record.grid == ("sizes_1", 1, 1)
-    assert ("N", "i64") in [(item.value, item.dtype) for _, item in flat(record.parameters) if hasattr(item, "value")]
-
-
-def test_dims_bounds_defaults_and_names(tmp_path):
-    rest = (
-        TWICE
-        + """
-        arguments.options_sm_count = { rename = "rows", default = 1 }
-        dims.M = { skip_if_zero = true }
-        dims.N = { divisor = 6, maximum = 1200 }
-        """
-    )
-    record, _ = compiled(tmp_path, "twice", rest)
-    assert [(dim.name, dim.divisor, dim.minimum, dim.maximum) for dim in record.dims] == [
-        ("M", 1, 0, 2**31 - 1), ("N", 12, 12, 1200),
-    ]  # fmt: skip
-    assert record.skip_if_zero == ("M",)
-    assert record.scalars[-1].name == "rows" and record.scalars[-1].default == 1
-
-
-def test_a_fixed_extent_is_a_number_a_param_or_a_star(tmp_path):
-    for message in ("96", '"columns"', '"*"', '["mul", "columns", 1]'):
-        rest = f"""params.columns = 96
-            arguments.x = {{ role = "input", shape = ["M", {message}] }}
-            arguments.y = {{ role = "output", shape = ["M", 96] }}"""
-        record, _ = compiled(tmp_path, "twice", rest)
-        assert record.tensors[0].shape == ("M", 96)
-    message = refused("twice", rest.replace("96] }", "95] }"))
-    assert message == (
-        'arguments.y.shape[1] is 95; the trace fixes this extent at 96; say 96, a param of that value, or "*"'
-    )
-
-
-def test_one_name_ties_two_extents_and_expressions_derive_them(tmp_path):
-    rest = """arguments.x = { role = "input", shape = ["M", "N"] }
-        arguments.y = { role = "output", shape = ["M", ["floordiv", "N", 2]] }"""
-    record, _ = compiled(tmp_path, "halves", rest)
-    assert [(dim.name, dim.divisor) for dim in record.dims] == [("M", 1), ("N", 8)]
-    assert record.tensors[1].shape == ("M", ("floordiv", "N", 2))
-
-
-def test_an_extent_has_one_name():
-    rest = TWICE.replace('["M", "N"] }', '["M", "J"] }')
-    assert refused("twice", rest) == (
-        "arguments.y.shape[1] is J; the trace has one extent for it and for arguments.x.shape[1], which is N; call both"
-        " the same"
-    )
-
-
-def test_prescribed_strides(tmp_path):
-    rest = TWICE.replace('"output", shape', '"output", strides = ["N", 1], shape')
-    record, _ = compiled(tmp_path, "twice", rest)
-    assert record.tensors[1].strides == ("N", 1)
-    message = refused("twice", TWICE.replace('"output", shape', '"output", strides = ["N", 2], shape'))
-    assert message == "arguments.y.strides[1] is 2; the trace fixes this stride at 1"
-
-
 def test_a_workspace_and_a_computed_integer(tmp_path):
     record, _ = compiled(tmp_path, "filled", FILLED)
     assert (record.scratch, record.workspace, [argument.name for argument in record.arguments]) == (
@@ -309,65 +191,6 @@ def test_what_cannot_be_as_the_spec_says(function, rest, words):
     assert refused(function, rest).startswith(words)
 
 
-def test_a_constant_that_no_cubin_depends_on_is_lifted(tmp_path):
-    lift = 'lift = { clusters = ["max", 1, ["sub", "active_clusters", "cluster_margin"]] }'
-    record, kernel = compiled(tmp_path, "filled", FILLED + lift)
-    margin = ("max", 1, ("sub", "active_clusters", "cluster_margin"))
-    assert record.grid[0] in (("min", margin, ("ceildiv", "N", 128)), ("min", ("ceildiv", "N", 128), margin))
-    plain, alone = compiled(tmp_path, "filled", FILLED + "params.clusters = 59")
-    assert kernel.cubin == alone.cubin
-    assert kernel.proof["launches"] >= 2 * 64
-    values = {"N": 128 * 500, "active_clusters": 61, "cluster_margin": 2}
-    from fusekit.abi.expr import evaluate
-
-    assert evaluate(record.grid[0], values) == evaluate(plain.grid[0], values) == 59
-
-
-def test_what_cannot_be_lifted(tmp_path):
-    with pytest.raises(BuildError, match=r"lift: the cubin for 106 is not the one for 59|lift: .*block"):
-        compiled(tmp_path, "filled", FILLED + 'params.by_size = true\nlift.clusters = "active_clusters"')
-    assert "lift.other: neither foreignkernels:filled nor its host function takes an integer" in refused(
-        "filled", FILLED + 'lift.other = "active_clusters"'
-    )
-    with pytest.raises(BuildError, match="the launch does not depend on the lifted argument"):
-        compiled(tmp_path, "twice_with_more", TWICE + 'lift.more = "active_clusters"')
-
-
-@pytest.mark.parametrize(
-    ("function", "expr"),
-    [
-        (lambda value: value, "active_clusters"),
-        (lambda value: 2 * value, ("mul", 2, "active_clusters")),
-        (lambda value: value - 3, ("add", "active_clusters", -3)),
-        (lambda value: value // 2, None),
-        (lambda value: -(-value // 4), None),
-        (lambda value: min(value, 64), None),
-        (lambda value: max(value, 64), None),
-        (lambda value: value**2, None),
-        (lambda value: value * (value + 1) // 2, None),
-        (lambda value: value**2 - value, None),
-        (lambda value: value & ~7, None),
-        *(
-            (lambda value, by=by: value // by * by, ("mul", by, ("floordiv", "active_clusters", by)))
-            for by in (2, 3, 6, 10)
-        ),
-        *((lambda value, by=by: value // by * by, None) for by in (4, 8, 12, 16, 17, 32)),  # 4 and 8 are the same
-        (lambda value: value.bit_length(), None),
-        (lambda value: 2 * value + 1, None),
-    ],
-)
-def test_two_values_tell_what_a_record_may_be_of_a_lifted_argument(function, expr):
-    x = TensorArgument("x", "input", "bf16", ("M",), (1,))
-    record = LaunchRecord("sm_90a", (x,), (Dim("M"),), parameters=(), grid=(1, 1, 1), block=(32, 1, 1), symbol="k")
-    values = LIFT_VALUES
-    records = tuple(replace(record, grid=(("mul", "M", function(value)), 1, 1)) for value in values)
-    if expr is None:
-        with pytest.raises(BuildError, match=r"lift: record.grid\[0\]\[2\] is .* which is no multiple of it"):
-            unify(records, values, "active_clusters")
-    else:
-        assert unify(records, values, "active_clusters").grid[0] == ("mul", "M", expr)
-
-
 def test_of_a_64_bit_integer_callers_pass_values_of_32(tmp_path):
     record, kernel = compiled(tmp_path, "filled", FILLED.replace('value = ["mul", 2, "N"]', "minimum = 0"))
     count = record.arguments[-1]
@@ -385,62 +208,15 @@ def test_a_number_of_python_is_as_wide_as_its_parameter(tmp_path):
 
 @pytest.mark.parametrize("kind", ["dict", "event", "set"])
 def test_a_type_that_no_record_knows_is_named(kind):
-    message = refused("anything", Y_ALONE + f'params.kind = "{kind}"')
+    message = refused("anything", FLAGGED + f'params.kind = "{kind}"')
     name = {"event": "cudaEvent_t"}.get(kind, kind)
     assert message.startswith(f"what is a {name}, which launch records do not know; pass tensors, pointers, Int32, ")
 
 
 @pytest.mark.parametrize("kind", ["None", "function"])
 def test_the_runtimes_stream_is_a_stream_and_a_function_is_no_argument(tmp_path, kind):
-    record, _ = compiled(tmp_path, "anything", Y_ALONE + f'params.kind = "{kind}"')
+    record, _ = compiled(tmp_path, "anything", FLAGGED + f'params.kind = "{kind}"')
     assert [argument.name for argument in record.arguments] == ["y"]
-
-
-Y_ALONE = 'arguments.y = { role = "output", shape = ["N"] }\n'
-ASKED = FLAGGED + "params.what = "
-
-
-def test_what_is_asked_of_the_device_in_a_trace_is_a_variable(tmp_path):
-    values = {"N": 128 * 200, "sm_count": 131, "active_clusters": 66, "cluster_margin": 2}
-    for what, grid in (("multiprocessors", 131), ("even", 130), ("clusters", 2 * 64)):
-        record, kernel = compiled(tmp_path, "asking", ASKED + f'"{what}"')
-        assert evaluate(record.grid[0], values) == grid
-        assert evaluate(record.grid[0], values | {"N": 128}) == (2 if what == "clusters" else 1)
-        assert kernel.proof["launches"] >= 128
-
-
-def test_a_source_may_ask_the_device_as_well(tmp_path):
-    """As examples of CUTLASS do, which give the host function the answer."""
-    record, kernel = compiled(tmp_path, "asking_itself", FLAGGED)
-    values = {"N": 128 * 200, "sm_count": 131, "active_clusters": 66, "cluster_margin": 2}
-    assert (evaluate(record.grid[0], values), evaluate(record.grid[0], values | {"N": 128})) == (2 * 64, 2)
-    assert kernel.proof["launches"] >= 128
-    for params, words in (
-        ('params.more = "multiprocessors"', "the source and its host function ask the device for several things"),
-        ('params.what = "other clusters"', "several things"), ('params.what = "half"', "the source or its host .*lift"),
-    ):  # fmt: skip
-        with pytest.raises(BuildError, match=words):
-            compiled(tmp_path, "asking_itself", FLAGGED + params)
-
-
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
-def test_blocks_that_are_to_fit_into_a_multiprocessor(tmp_path, arch):
-    """They prefer as much shared memory as they need together: 4 x 16 KiB, and what the driver keeps."""
-    record, _ = compiled(tmp_path, "dense", FLAGGED, arch)
-    percent = record.attributes["preferred_shared_memory_carveout"]
-    whole = {"sm_90a": 228, "sm_120a": 100}[arch]
-    assert 4 * 16 <= percent * whole / 100 <= 4 * 18
-    none, _ = compiled(tmp_path, "dense", FLAGGED + "params.bytes = 0", arch)
-    assert none.attributes == {"preferred_shared_memory_carveout": 0}
-
-
-def test_what_depends_on_the_device_and_has_no_expression_is_refused(tmp_path):
-    for what, words in (
-        ("both", "ask the device for several things"), ("other clusters", "ask the device for several things"),
-        ("half", "asks the device for sm_count, and makes of it what .*lift: record.grid"),
-    ):  # fmt: skip
-        with pytest.raises(BuildError, match=words):
-            compiled(tmp_path, "asking", ASKED + f'"{what}"')
 
 
 def test_what_the_spec_forgets_is_asked_for():
@@ -487,50 +263,8 @@ def test_sources_that_fail(function, words):
     assert refused(function, "").startswith(words)
 
 
-def test_an_extent_and_a_scalar_of_one_name():
-    rest = FILLED.replace('"N"', '"count"').rpartition("arguments.count")[0]
-    assert refused("filled", rest).startswith("'count' is an extent of a tensor and a scalar argument; name the extent")
-
-
 def test_a_module_that_is_not_there():
     from fusekit.compiler.source_call import call_source
 
     with pytest.raises(BuildError, match="source no_such_module:f: there is no module 'no_such_module'"):
         call_source("no_such_module:f", {}, "sm_90a")
-
-
-ROWS = """
-arguments.x = { role = "input", shape = ["M", 128] }
-arguments.y = { role = "output", shape = ["M", 128] }
-"""
-
-
-@pytest.mark.parametrize(("bits", "large", "bounded"), [(0, False, 2), (32, False, 2), (64, False, 0), (32, True, 1)])
-def test_address_sums_of_32_bits_do_not_reach_2_31_elements(tmp_path, bits, large, bounded):
-    rest = ROWS.replace("128] }", "128], large = true }", 1) if large else ROWS
-    record, _ = compiled(tmp_path, "rows", f"{rest}params.bits = {bits}")
-    assert len([constraint for constraint in record.constraints if "2**31 elements" in constraint.message]) == bounded
-    most = 2**24 if bits == 0 else (2**31 - 128) // 200 + 1
-    for m, fits in ((1, True), (most, True), (most + 1, bounded == 0)):
-        views = [View("fp16", (m, 128), (200 if bits else 128, 1), 0) for _ in range(2)]
-        if fits:
-            bind(record, views)
-            continue
-        name = "y" if large else "x"
-        words = rf"{name} must span fewer than 2\*\*31 elements: .*, or say arguments\.{name}\.large = true in its spec"
-        with pytest.raises(ArgumentError, match=words):
-            bind(record, views)
-
-
-def test_a_tensor_map_stays_within_its_tensor(tmp_path):
-    record, kernel = compiled(tmp_path, "mapped_by_sizes", 'arguments.x = { role = "input", shape = ["elements"] }')
-    (constraint,) = record.constraints
-    assert kernel.proof["launches"] >= 64
-    assert constraint.message.startswith("x is smaller than what the kernel's tensor map over it reaches: give it all")
-    for m, n, elements, fits in ((4, 64, 256, True), (4, 64, 255, False), (5, 64, 256, False), (1, 64, 64, True)):
-        assert (evaluate(constraint.expr, {"m": m, "n": n, "elements": elements}) == 0) == fits
-
-
-def test_large_is_a_key_of_tensors():
-    with pytest.raises(FusekitError, match=r"arguments\.count\.large"):
-        spec_of("filled", FILLED.replace('value = ["mul", 2, "N"]', "large = true, value = 3"))

@@ -10,7 +10,7 @@ from fusekit.compiler.worker import plan
 from fusekit.plan.operations import OPERATIONS
 from fusekit.reference.layouts import gate_columns
 from fusekit.spec import parse_text
-from fusekit.spec.hf_config import FAMILIES
+from fusekit.spec.hf_families import FAMILIES
 from fusekit.spec.operands import BACKWARD, operands
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()

@@ -2,7 +2,7 @@
 
 from unittest.mock import patch
 
-from fusekit.spec.hf_config import Model
+from fusekit.spec.hf_model import Model
 from fusekit.spec.model_kernels import Request, sections
 from fusekit.spec.model_layer import Part
 from fusekit.spec.new_spec import new_spec

@@ -6,7 +6,8 @@ import math
 import pytest
 
 from fusekit.errors import SpecError
-from fusekit.spec.hf_config import FAMILIES, read_model
+from fusekit.spec.hf_config import read_model
+from fusekit.spec.hf_families import FAMILIES
 from tests.spec.configs import CONFIGS
 
 
