@@ -25,15 +25,12 @@ FOLDER = "cache_manifests"
     "--expires", metavar="DAYS", type=click.FloatRange(min=0, min_open=True),
     help="With a fusekit.toml: the lock is refused after that many days.",
 )  # fmt: skip
-@click.option(
-    "--folder", metavar="DIR", help=f"Where the manifests are (default: ./{FOLDER}, else the installed ones)."
-)
 @click.option("-j", "--jobs", metavar="N", type=click.IntRange(min=1), help="Compile processes, with --write.")
 @namespaced
 @signing
 @common
 def command(
-    session: Session, targets: tuple[str, ...], write: bool, check: bool, expires: float | None, folder: str | None,
+    session: Session, targets: tuple[str, ...], write: bool, check: bool, expires: float | None,
     jobs: int | None, namespace: str | None,
 ) -> int:  # fmt: skip
     """With a fusekit.toml that has targets: build what the store lacks of them, and write fusekit.lock: names, keys and
@@ -45,11 +42,11 @@ def command(
     FUSEKIT_ALLOW_EXTERN=1. Nothing is compiled without --write; `fusekit build --check` rebuilds.
     """
     project = session.project
-    if project is not None and (project.specs or project.models) and folder is None:
+    if project is not None and (project.specs or project.models):
         if targets or write or namespace:
             raise UsageError(
                 f"the lock of {project.path} has all of its targets; TARGET, --write and --namespace are for cache "
-                "manifests; leave them out, or name a folder of manifests with --folder"
+                "manifests; leave them out"
             )
         from fusekit_cli import lock_project
 
@@ -67,7 +64,7 @@ def command(
     store, identity, specs = session.open_store(), Identity(), select(targets, namespace=namespace)
     if not targets:
         specs = trust(specs, session.config.allow_extern, named=False).specs
-    where = _folder(folder, write)
+    where = _folder(write)
     if write:
         _build(session, targets, jobs, namespace)
     document: dict[str, Any] = {"same": [], "changed": [], "missing": [], "written": []}
@@ -117,14 +114,12 @@ def command(
     return 0
 
 
-def _folder(given: str | None, write: bool) -> Path:
-    if given is not None:
-        return Path(given).absolute()
+def _folder(write: bool) -> Path:
     here = Path(FOLDER).absolute()
     if here.is_dir():
         return here
     if write:
-        raise UsageError(f"there is no folder {here}; manifests are written to their folder; name it with --folder")
+        raise UsageError(f"there is no folder {here}; manifests are written to their folder; make it first")
     from fusekit.spec.catalog import packaged_folder
 
     return packaged_folder().with_name(FOLDER)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fusekit.config import Config
     from fusekit.project import Project
     from fusekit.store import Store
+    from fusekit.store.lockfile import Lock
 
 
 @dataclass
@@ -48,6 +49,18 @@ class Session:
         if project is not None:
             self.detail(f"project: {project.path}")
         return project
+
+    def lock(self, store: Store) -> Lock | None:
+        """The lock that FUSEKIT_LOCK names, to which pull, import and verify keep; not that of the project."""
+        path = self.config.lock
+        if path is None or (self.project is not None and path == self.project.lock):
+            return None
+        from fusekit.store.lockfile import read_lock
+
+        lock = read_lock(path, store.trust)
+        lock.check_current()
+        store.remember(lock, make=False)
+        return lock
 
     def remote(self, text: str) -> str:
         """The URL of the project's remote called `text`; `text` itself if it has none of that name."""

@@ -1,10 +1,9 @@
-"""Options of commands that read a bundle or a remote (--from), or compare with a manifest (--check)."""
+"""The option of commands that read a bundle or a remote: --from."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -14,31 +13,13 @@ from fusekit_cli import complete
 from fusekit_cli.options import Session
 
 if TYPE_CHECKING:
-    from fusekit.share.manifest import Manifest
     from fusekit.share.push_pull import Survey
-    from fusekit.store.verify import Inspect
 
 
 sourced = click.option(
     "--from", "source", metavar="WHERE", shell_complete=complete.files,
     help="Read a bundle (a file, a URL, or - for standard input) or a remote (a folder or a URL), not the store.",
 )  # fmt: skip
-checked = click.option(
-    "--check", "manifest", metavar="MANIFEST", shell_complete=complete.files,
-    help="A cache manifest, by key and digest: pull takes only what it lists, import refuses a bundle with more.",
-)  # fmt: skip
-
-
-def inspecting(session: Session, manifest: str | None) -> tuple[Inspect, Manifest | None]:
-    """The checks of documents that are read, and the manifest that they are compared with."""
-    from fusekit.runtime.wellformed import WELLFORMED
-
-    if manifest is None:
-        return WELLFORMED, None
-    from fusekit.share.manifest import pinned, read_manifest
-
-    locked = read_manifest(Path(manifest), session.open_store().trust)
-    return pinned(locked, WELLFORMED), locked
 
 
 def look(

@@ -17,6 +17,7 @@ from fusekit_cli.options import Session, common
 if TYPE_CHECKING:
     from fusekit.share.manifest import Manifest
     from fusekit.store import Entry, NameRecord, Store, VerifyReport
+    from fusekit.store.lockfile import Lock
     from fusekit.store.verify import Problem
 
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @common
 def command(session: Session, full: bool, source: str | None, manifest: str | None) -> int:
-    """Check every entry and name of every root against its digest; changes nothing. A bundle is checked in full.
+    """Check every entry and name of every root against its digest; changes nothing. A bundle is checked in full. With
+    FUSEKIT_LOCK, every build that the lock lists must be there.
 
     Exit code 1 if one is bad; 3 if there is no store: at --store, in a root of FUSEKIT_STORES, or anywhere.
     """
@@ -39,6 +41,9 @@ def command(session: Session, full: bool, source: str | None, manifest: str | No
     store = session.open_store()
     locked = None if manifest is None else read_manifest(Path(manifest), store.trust)
     report = store.verify(full, WELLFORMED) if source is None else _elsewhere(session, source, full, locked)
+    lock = session.lock(store) if source is None else None
+    if lock is not None:
+        report = replace(report, bad=(*report.bad, *_unlike(store, lock)))
     if locked is not None and source is None:
         report = replace(report, bad=(*report.bad, *_differences(store, locked)))
     fields = ("checked", "bad", "entries", "names", "blobs", "full", "orphans", "temporaries")
@@ -99,6 +104,24 @@ def _differences(store: Store, locked: Manifest) -> list[Problem]:
         Problem(key, why, store.roots[0].name_path(name, locked.arch), store.root)
         for name, key, why in differences(locked, look)
     ]
+
+
+def _unlike(store: Store, lock: Lock) -> list[Problem]:
+    """Builds of `lock` that `store` lacks, or has with a difference."""
+    from fusekit.store.verify import Problem
+
+    problems = []
+    for (name, arch), builds in lock.kernels.items():
+        for build in builds:
+            try:
+                entry = store.find_entry(build.key)
+                if entry is None:
+                    raise IntegrityError(f"{name} for {arch} by {build.toolchain} is in the lock and not here; sync it")
+                lock.check_entry(entry)
+            except IntegrityError as error:
+                path = store.roots[0].name_path(name, arch)
+                problems.append(Problem(build.key, str(error), path, store.root))
+    return problems
 
 
 def _elsewhere(session: Session, source: str, full: bool, locked: Manifest | None) -> VerifyReport:

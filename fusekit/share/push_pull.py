@@ -51,17 +51,15 @@ def pull(
     *,
     inspect: Inspect | None = None,
     dry_run: bool = False,
-    candidates: bool = True,
 ) -> Report:
     """Copy what the writable root lacks of `patterns` (names, files, globs; none: everything) from `remote`.
 
     Each entry is checked and published with its cubin as it arrives; names come last. What is damaged or not trusted,
     or refused by `inspect`, is listed in `Report.failed`, and the rest is copied. dry_run: only name records are read,
-    and nothing is written. candidates: of each name also the newest build of each other cubin format that computes the
-    same. Raises NotBuiltError for a pattern without a match, StoreError if the remote or the store
+    and nothing is written. Raises NotBuiltError for a pattern without a match, StoreError if the remote or the store
     fails.
     """
-    return _Pull(store, remote, notify, inspect).run(patterns, arch, dry_run, candidates=candidates)
+    return _Pull(store, remote, notify, inspect).run(patterns, arch, dry_run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,9 +395,9 @@ class _Pull(Reading):
         super().__init__(store.trust, remote, notify, inspect)
         self.store = store.writable()  # kernels of a root below are copied, too
 
-    def run(self, patterns: Sequence[str], arch: str | None, dry_run: bool, *, candidates: bool) -> Report:
+    def run(self, patterns: Sequence[str], arch: str | None, dry_run: bool) -> Report:
         records = self.records(patterns, arch)
-        others = self.candidates(patterns, records) if candidates else []
+        others = self.candidates(patterns, records)
         with nullcontext() if dry_run else self.store.lease(make=False):
             return self._take(records, others, dry_run)
 

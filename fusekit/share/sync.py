@@ -74,7 +74,8 @@ class _Sync:
     def __init__(self, store: Store, lock: Lock, inspect: Inspect, dry_run: bool) -> None:
         self.store, self.lock, self.dry_run = store, lock, dry_run
         self.target = store.writable()
-        self.inspect = _pinned(lock, inspect)
+        # A remote's name may point to a later build than the lock's, which lies there as a candidate.
+        self.inspect = Inspect(pinned(lock, inspect).entry, inspect.name, inspect.tuning)
         self.report = SyncReport()
         self.origins: dict[str, tuple[str, int]] = {}  # key -> where it is, or came from, and bytes copied
         self.records: dict[tuple[Where, str], Signed] = {}  # from remotes
@@ -207,11 +208,15 @@ class _Reader(Reading):
         self._target.renew()
 
 
-def _pinned(lock: Lock, inspect: Inspect) -> Inspect:
+def pinned(lock: Lock, inspect: Inspect) -> Inspect:
     """`inspect`, and the checks that entries and names are those of `lock`."""
 
     def entry(built: Entry, cubin: bytes | None) -> None:
         lock.check_entry(built)
         inspect.entry(built, cubin)
 
-    return Inspect(entry, inspect.name, inspect.tuning)
+    def name(record: NameRecord) -> None:
+        lock.check_name(record)
+        inspect.name(record)
+
+    return Inspect(entry, name, inspect.tuning)

@@ -58,7 +58,7 @@ def complete(fusekit):
         (("build", "nothing*"), []),
         (("new", "some/mod"), ["some/mod"]),
         (("ls", "--from", "kern"), ["kern"]),
-        (("pull", "--check", "man"), ["man"]),
+        (("verify", "--check", "man"), ["man"]),
         (("pull", "rem"), ["rem"]),
     ],
 )

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from fusekit.share.manifest import Locked, Manifest, write_manifest
+from fusekit.share.manifest import Locked, Manifest, write_manifest, write_signed
 from fusekit.store import NameRecord, Store
+from fusekit.store.lockfile import Build, Lock
 from fusekit.store.signature import read_signing_key
 from fusekit_cli.main import main
 from tests.cli.conftest import NAMES
@@ -275,7 +276,7 @@ def test_dry_runs(fusekit, store, other, tmp_path):
         assert not (tmp_path / "other").exists()
 
 
-def test_a_manifest_protects_against_what_is_older(fusekit, store, other, tmp_path):
+def test_a_lock_protects_against_what_is_older(fusekit, store, other, tmp_path):
     """Yesterday's names, entries and signatures are all good; only who knows today's can tell."""
     pytest.importorskip("cryptography")
     pytest.importorskip("fsspec")
@@ -289,28 +290,37 @@ def test_a_manifest_protects_against_what_is_older(fusekit, store, other, tmp_pa
     store.publish_name(NameRecord(NAMES[0], "sm_90a", entry.key, {}, {}))
     fusekit("push", "remote", "--sign", "ours")
     fusekit("export", "today.tar", "--sign", "ours")
-    listed = {listed.record.name: Locked.of(store.find_entry(listed.record.key)) for listed in store.names()}
-    manifest = Manifest("sm_90a", {"nvidia-cutlass-dsl": "4.8.1"}, listed)
-    path = str(write_manifest(manifest, tmp_path, read_signing_key(tmp_path / "ours")))
+    kernels = {
+        (listed.record.name, listed.record.arch): (Build.of("dsl", store.find_entry(listed.record.key)),)
+        for listed in store.names()
+    }
+    path = tmp_path / "fusekit.lock"
+    lock = Lock("0" * 32, 1, None, {"dsl": {}}, {}, kernels)
+    write_signed(path, lock.to_bytes(), "lock", read_signing_key(tmp_path / "ours"))
+    locked = {**trusted, "FUSEKIT_LOCK": str(path)}
 
     other("pull", "yesterday", **trusted)  # signed, and so taken: docs/remotes.md says so
     for run in (other, functools.partial(fusekit, "--store", "fresh")):
-        refused = run("pull", "yesterday", "--check", path, "--json", code=1, **trusted)
+        refused = run("pull", "yesterday", "--json", code=1, **locked)
         assert [row["name"] for row in refused.json["failed"]] == [NAMES[0]]
-        assert "one of them is older" in refused.err
-        older = run("import", "yesterday.tar", "--check", path, code=1, **trusted)
-        assert "which the manifest does not list for it" in older.err
-        assert run("pull", "remote", "--check", path, "--json", **trusted).json["failed"] == []
-        assert run("import", "today.tar", "--check", path, "--json", **trusted).json["names"] == 3
-    # What is withheld is missed, and a manifest that is not today's own bytes is refused.
-    for file in (tmp_path / "remote" / "names").rglob("*linear*"):
+        assert f"the build {entry.key[:12]} that the lock lists" in refused.err
+        older = run("import", "yesterday.tar", code=1, **locked)
+        assert "is not listed there" in older.err
+        assert run("pull", "remote", "--json", **locked).json["failed"] == []
+        assert run("import", "today.tar", "--json", **locked).json["names"] == 3
+        assert run("verify", "--json", **locked).json["bad"] == []
+    assert fusekit("--store", "one", "pull", "remote", NAMES[1], "--json", **locked).json["entries"] == 1
+    assert "lists none of these names" in other("pull", "remote", "nothing", code=2, **locked).err
+    (bad, *_) = fusekit("--store", "one", "verify", "--json", code=1, **locked).json["bad"]
+    assert "is in the lock and not here" in bad["problem"]
+    # What is withheld is missed, and a lock that is not today's own bytes is refused.
+    for file in (tmp_path / "remote" / "entries").rglob(f"{entry.key}.json"):
         file.unlink()
-    assert "linear" in other("pull", "remote", "--check", path, code=3, **trusted).err
-    data = (tmp_path / path).read_text()
-    (tmp_path / path).write_text(data.replace(entry.key, build_entry(0)[0].key))
-    assert "changed after they were signed" in other("pull", "remote", "--check", path, code=1, **trusted).err
+    assert "does not have it" in fusekit("--store", "new", "pull", "remote", code=1, **locked).err
+    path.write_text(path.read_text().replace(entry.key, build_entry(0)[0].key))
+    assert "changed after they were signed" in other("pull", "remote", code=1, **locked).err
     next(tmp_path.glob("*.sig")).unlink()
-    assert "is not signed" in other("pull", "remote", "--check", path, code=1, **trusted).err
+    assert "is not signed" in other("pull", "remote", code=1, **locked).err
 
 
 def test_verify_holds_a_store_against_a_manifest(fusekit, store, tmp_path):

@@ -143,7 +143,7 @@ def test_a_sample_of_the_committed_manifest_is_built_again():
 
 
 def test_foreign_kernels_are_locked_where_they_are_asked_for(fusekit, tmp_path):
-    (tmp_path / "locks").mkdir()
+    (tmp_path / "cache_manifests").mkdir()
     shutil.copy(Path(__file__).parents[1] / "compiler" / "foreignkernels.py", tmp_path)
     (tmp_path / "own.toml").write_text("""schema = 1
 [[kernel]]
@@ -154,7 +154,7 @@ arch = "sm_90a"
 arguments.x = { role = "input", shape = ["M", "N"] }
 arguments.y = { role = "output", shape = ["M", "N"] }
 """)
-    arguments = ("lock", "own.toml", "--folder", "locks")
+    arguments = ("lock", "own.toml")
     assert "allow it with --allow-extern" in fusekit(*arguments, "--write", code=2).err
     fusekit.environment["FUSEKIT_ALLOW_EXTERN"] = "1"
     written = fusekit(*arguments, "--write", "--json").json

@@ -296,7 +296,7 @@ HOSTILE = "\x1b]0;owned\x07\x1b[31m\x9b2J\r\u202e\udc80\x7f"
     [
         ("ls", f"{HOSTILE}/x"), ("show", f"{HOSTILE}/x"), ("build", f"{HOSTILE}.toml"), ("build", f"{HOSTILE}/x"),
         ("build", "own.toml"), ("build", "--check", f"{HOSTILE}.json"), (HOSTILE,), (f"--{HOSTILE}",),
-        ("lock", "--folder", HOSTILE),
+        ("lock", HOSTILE),
         ("import", HOSTILE), ("verify", "--store", HOSTILE), ("show", "x", "--debug", "--store", HOSTILE),
         ("gc", "--max-size", HOSTILE), ("run", HOSTILE), ("explain", HOSTILE), ("export", "out", HOSTILE),
         ("pull", HOSTILE), ("key", "show", HOSTILE), ("doctor", "--store", HOSTILE), ("build", "--executor", HOSTILE),

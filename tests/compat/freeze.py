@@ -65,13 +65,15 @@ def main(out: Path) -> None:
         spec.write_text(SPEC, encoding="utf-8")
         key = Path(scratch) / "key"
 
-        def fusekit(*arguments: object) -> None:
-            subprocess.run(["fusekit", "--store", folder / "store", *map(str, arguments)], check=True)
+        def fusekit(*arguments: object, cwd: Path | None = None) -> None:
+            subprocess.run(["fusekit", "--store", folder / "store", *map(str, arguments)], check=True, cwd=cwd)
 
         fusekit("key", "new", key)
         fusekit("build", spec, "--sign", key)
         fusekit("export", folder / "kernels.tar", "--sign", key)
-        fusekit("lock", spec, "--write", "--folder", folder / "manifests", "--sign", key)
+        (folder / "cache_manifests").mkdir()
+        fusekit("lock", spec, "--write", "--sign", key, cwd=folder)
+        (folder / "cache_manifests").rename(folder / "manifests")
         fusekit("export", folder / "loader", "--lang", "c", "--loader", "--prefix", "compat")
         shutil.copy(f"{key}.pub", folder / "key.pub")
         (folder / "records.json").write_text(json.dumps(records(), indent=1), encoding="utf-8")
