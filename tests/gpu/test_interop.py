@@ -201,3 +201,16 @@ def test_cuda_core_stream(gpu, specs, torch):
     gpu.kernel(spec)(**tensors, stream=stream)
     stream.sync()
     assert_right(spec, inputs, torch_outputs(torch, spec, tensors))
+
+
+def test_dlpacks_exchange_api_gives_the_current_stream(torch):
+    from fusekit.runtime.work_stream import ATTRIBUTE, current_of
+
+    if not hasattr(torch.Tensor, ATTRIBUTE):
+        pytest.skip(f"PyTorch {torch.__version__} has no exchange API")
+    framework, current = current_of(torch.zeros(4, device="cuda"))
+    assert framework == "torch"
+    assert current() == torch.cuda.current_stream().cuda_stream
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        assert current() == side.cuda_stream
