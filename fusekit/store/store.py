@@ -245,15 +245,24 @@ class Store(Lookup):
                 release()
 
     def adopt(self, record: NameRecord) -> bool:
-        """Copy the kernel of `record`, with its name, from a lower root into the writable one; False if it is there
-        already. Nothing else copies from a lower root.
+        """Copy the kernel of `record`, with its name and the newest candidate of each other cubin format, from a lower
+        root into the writable one; False if it is there already. Nothing else copies from a lower root.
         """
         kernel = self.load(record.key)
         if kernel is None:
             raise IntegrityError(f"{record.name} points to entry {record.key}, which no root holds; build it again")
         target = self.writable()
         with target.lease():
-            return self._copy(target, kernel, record)
+            copied = self._copy(target, kernel, record)
+            for other in names.one_per_format(self.candidates(record))[1:]:
+                there = quietly(target.roots[0].candidate, other.name, other.arch, other.key) == other
+                if there and target.present(other.key) is not None:
+                    continue
+                if (kernel := self.load(other.key)) is not None:
+                    target.publish(*kernel, self.signatures(kernel[0].to_bytes()))
+                    target.publish_candidate(other, self.signatures(other.to_bytes()))
+                    copied = True
+        return copied
 
     def _copy(self, target: Store, kernel: tuple[Entry, bytes], record: NameRecord) -> bool:
         named = quietly(target.roots[0].name, record.name, record.arch)

@@ -2,8 +2,8 @@
 
     python tests/compat/freeze.py tests/compat/VERSION.tar.gz
 
-The file holds a signed store, a signed bundle of it, its manifest, the public key, the C loader, and launch records of
-every schema. The private key is not kept.
+The file holds a signed store, a signed bundle of it, its manifest and lock, the public key, the C loader, and launch
+records of every schema. The private key is not kept.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ def main(out: Path) -> None:
         (folder / "cache_manifests").mkdir()
         fusekit("lock", spec, "--write", "--sign", key, cwd=folder)
         (folder / "cache_manifests").rename(folder / "manifests")
+        (folder / "fusekit.toml").write_text("[targets]\nspecs = ['frozen.toml']\n", encoding="utf-8")
+        fusekit("lock", "--sign", key, cwd=folder)
         fusekit("export", folder / "loader", "--lang", "c", "--loader", "--prefix", "compat")
         shutil.copy(f"{key}.pub", folder / "key.pub")
         (folder / "records.json").write_text(json.dumps(records(), indent=1), encoding="utf-8")

@@ -105,6 +105,20 @@ def test_a_lower_root_gives_the_build_that_a_driver_reads(tmp_path):
     assert builds(both) == [last.key, first.key]
 
 
+def test_copying_up_takes_the_candidates_along(tmp_path):
+    site = Store(tmp_path / "site")
+    first, last = publish(site, CU12), publish(site, CU13)
+    both = Store(tmp_path / "own", (tmp_path / "site",))
+    record = both.find_name(NAME, "sm_90a")
+    assert both.adopt(record)
+    own = Store(tmp_path / "own")
+    assert builds(own) == [last.key, first.key]
+    assert own.load(first.key)
+    before = files(own.root)
+    assert not both.adopt(record)
+    assert files(own.root) == before
+
+
 def test_a_format_that_was_not_recorded_is_read_from_the_cubin(tmp_path):
     store = Store(tmp_path)
     entry, cubin = build_entry(3, cubin_of("kernel", seed="old" * 200, abi=8))
