@@ -207,7 +207,9 @@ def _dry_run(session: Session, wanted: BuildPlan, layers: list[dict[str, Any]], 
     def text() -> None:
         if missing:
             rows = [(miss.name, miss.arch, (miss.key or "")[:12], miss.reason) for miss in missing]
-            output.table(session, ("NAME", "ARCH", "KEY", "WHY"), _by_layer(rows, layers))
+            output.table(
+                session, ("NAME", "ARCH", "KEY", "WHY"), _by_layer(rows, layers), spare=("KEY", "ARCH"), prose="WHY"
+            )
         kernels = output.plural(len(wanted.misses), "kernel")
         click.echo(f"{len(missing)} to build ({kernels} to compile), {len(cached)} cached")
 
@@ -267,7 +269,7 @@ def comparison_text(session: Session, comparison: Any) -> None:
     rows = [(row.name, row.expected[:12], row.built[:12], row.why) for row in comparison.changed]
     rows += [(name, "", "", why) for name, why in comparison.missing]
     if rows:
-        output.table(session, ("NAME", "MANIFEST", "NOW", "WHY"), rows)
+        output.table(session, ("NAME", "MANIFEST", "NOW", "WHY"), rows, spare=("NOW", "MANIFEST"), prose="WHY")
 
 
 def _document(session: Session, report: BuildReport, layers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -299,7 +301,10 @@ def _text(session: Session, report: BuildReport, layers: list[dict[str, Any]]) -
             for result, kernels in (("built", report.built), ("hit", report.hits))
             for row in kernels
         ]  # fmt: skip
-        output.table(session, headings, _by_layer(rows, layers), right=("REGISTERS", "SPILLED", "CUBIN", "SECONDS"))
+        output.table(
+            session, headings, _by_layer(rows, layers), right=("REGISTERS", "SPILLED", "CUBIN", "SECONDS"),
+            spare=("PROVED", "SPILLED", "REGISTERS", "CUBIN", "ARCH"),
+        )  # fmt: skip
     total = len(report.built) + len(report.hits) + len(report.failed)
     if len(report.hits) == total:
         click.echo(f"{output.plural(total, 'kernel')}, all cached ({report.seconds:.2f} s)")

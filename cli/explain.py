@@ -44,6 +44,6 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, names
                     (f"  {row.field}", *("(absent)" if value is None else value for value in (row.stored, row.now)))
                     for row in explanation.differs
                 ]
-                output.table(session, ("  FIELD", "STORED", "NOW"), rows)
+                output.table(session, ("  FIELD", "STORED", "NOW"), rows, spare=("STORED",), prose="NOW")
 
     output.answer(session, output.one_or_many(explanations), text)

@@ -68,7 +68,14 @@ def command(session: Session, max_size: int | None, max_age: float | None, dry_r
                 )
                 for kernel in report.evicted
             ]
-            output.table(session, ("NAME", "KEY", "FREED", "IDLE", "REASON"), rows, right=("FREED", "IDLE"))
+            output.table(
+                session,
+                ("NAME", "KEY", "FREED", "IDLE", "REASON"),
+                rows,
+                right=("FREED", "IDLE"),
+                spare=("KEY",),
+                prose="REASON",
+            )
         cleared = ", ".join(
             output.plural(count, noun)
             for count, noun in (

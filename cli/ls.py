@@ -59,7 +59,8 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, sourc
             for build in row["candidates"]:
                 cells.append((row["name"], row["arch"], "", "", build["bytes"], *_build(build), *[""] * len(more)))
         if rows:
-            output.table(session, headings, cells, right=("REGISTERS", "SPILLS", "BYTES"))
+            spare = ("TOOLCHAIN", "DRIVER", "KEY", "SPILLS", "REGISTERS", "PART OF", "ROOT", "BYTES", "ARCH")
+            output.table(session, headings, cells, right=("REGISTERS", "SPILLS", "BYTES"), spare=spare)
 
     output.answer(session, rows, text)
     if not rows:

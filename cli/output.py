@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,9 @@ from fusekit_cli.terminal import inline
 if TYPE_CHECKING:
     from fusekit.share.selection import Step
     from fusekit.share.transfer import Report
+
+
+_PROSE = 20  # columns that a text that is wrapped takes at least
 
 
 def answer(session: Session, document: Any, text: Callable[[], None]) -> None:
@@ -39,18 +42,20 @@ def one_or_many(documents: Sequence[Any]) -> Any:
 
 
 def table(
-    session: Session, headings: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = ()
-) -> None:
+    session: Session, headings: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = (),
+    spare: Sequence[str] = (), prose: str = "",
+) -> None:  # fmt: skip
     """Print rows under headings; the columns named in `right` are aligned to the right.
 
-    On a terminal it is drawn; into a file or a pipe it is aligned with spaces, at any width, so that it can be cut,
-    sorted and searched.
+    On a terminal it is drawn. Where that is too narrow, the columns `spare` are left out, the first ones first, what
+    all names of the first column begin with is printed once above, and the column `prose` is wrapped at words. Into a
+    file or a pipe it is aligned with spaces, at any width, so that it can be cut, sorted and searched.
     """
     cells = [[inline(str(cell)) for cell in row] for row in rows]
     lines: list[str] = []
-    widths = [max(len(row[i]) for row in [headings, *cells]) for i in range(len(headings))]
-    if sys.stdout.isatty() and _drawn(session, headings, cells, widths, right):
+    if sys.stdout.isatty() and _drawn(session, headings, cells, right, spare, prose):
         return
+    widths = _widths(headings, cells)
     pad = [str.rjust if heading in right else str.ljust for heading in headings]
     for row in [headings, *cells]:
         padded = [by(cell, width) for by, cell, width in zip(pad, row, widths, strict=True)]
@@ -65,17 +70,22 @@ def driver(version: int | None) -> str | None:
 
 def tree(document: Mapping[str, Any], indent: str = "") -> None:
     """Print nested JSON values as indented `name  value` lines; a list of plain values stays on one line."""
+    for line in tree_lines(document, indent):
+        click.echo(line)
+
+
+def tree_lines(document: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """The lines of `tree`."""
     width = max((len(name) for name, value in document.items() if _flat(value)), default=0)
     for name, value in document.items():
         if _flat(value):
-            click.echo(f"{indent}{inline(name).ljust(width)}  {_plain(value)}".rstrip())
+            yield f"{indent}{inline(name).ljust(width)}  {_plain(value)}".rstrip()
         elif isinstance(value, Mapping):
-            click.echo(f"{indent}{inline(name)}")
-            tree(value, indent + "  ")
+            yield f"{indent}{inline(name)}"
+            yield from tree_lines(value, indent + "  ")
         else:
-            click.echo(f"{indent}{inline(name)}")
-            for item in value:
-                click.echo(f"{indent}  - {_item(item)}")
+            yield f"{indent}{inline(name)}"
+            yield from (f"{indent}  - {_item(item)}" for item in value)
 
 
 def dry_document(dry_run: bool, steps: Iterable[Step]) -> dict[str, Any]:
@@ -120,9 +130,39 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}"
 
 
+def _widths(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> list[int]:
+    return [max(len(row[i]) for row in [headings, *cells]) for i in range(len(headings))]
+
+
+def _needed(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> int:
+    """Columns of a terminal that a drawn table takes."""
+    return sum(_widths(headings, cells)) + 3 * len(headings) + 1
+
+
+def _fits(headings: Sequence[str], cells: list[list[str]], width: int, prose: str) -> bool:
+    """Whether a table fits into `width` columns, once the text of the column `prose` is wrapped."""
+    needed = _needed(headings, cells)
+    if needed > width and prose in headings:
+        needed = _needed(*_without(headings, cells, prose)) + 3 + _PROSE
+    return needed <= width
+
+
+def _without(headings: Sequence[str], cells: list[list[str]], heading: str) -> tuple[list[str], list[list[str]]]:
+    kept = [at for at, name in enumerate(headings) if name != heading]
+    return [headings[at] for at in kept], [[row[at] for at in kept] for row in cells]
+
+
+def _common(names: Sequence[str]) -> str:
+    """What several names all begin with, to the end of a file's or a layer's name."""
+    first, last = min(names), max(names)
+    alike = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)
+    return first[: max(first.rfind("/", 0, alike), first.rfind(".", 0, alike)) + 1]
+
+
 def _drawn(
-    session: Session, headings: Sequence[str], cells: list[list[str]], widths: list[int], right: Sequence[str]
-) -> bool:
+    session: Session, headings: Sequence[str], cells: list[list[str]], right: Sequence[str], spare: Sequence[str],
+    prose: str,
+) -> bool:  # fmt: skip
     try:
         from rich import box
         from rich.console import Console
@@ -130,17 +170,32 @@ def _drawn(
     except ImportError:  # a launch-only installation may lack it
         return False
     console = Console(no_color=not session.config.color, markup=False, highlight=False, emoji=False)
-    if sum(widths) + 3 * len(widths) + 1 > console.width:
-        return False  # a name that is folded cannot be copied
+    dropped: list[str] = []
+    for heading in spare:
+        if _needed(headings, cells) <= console.width:
+            break
+        headings, cells = _without(headings, cells, heading)
+        dropped.append(heading)
+    begin = ""
+    if not _fits(headings, cells, console.width, prose):
+        begin = _common([row[0] for row in cells])
+        cells = [[row[0].removeprefix(begin), *row[1:]] for row in cells]
+        if not _fits(headings, cells, console.width, prose):
+            return False  # a name that is folded cannot be copied
+    if begin:
+        click.echo(f"{headings[0]} begins with {begin}")
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
-        drawn.add_column(heading, justify="right" if heading in right else "left")
+        justify: Any = "right" if heading in right else "left"
+        drawn.add_column(heading, justify=justify, no_wrap=heading != prose)
     for row in cells:
         drawn.add_row(*row)
     with console.capture() as captured:
         console.print(drawn)
     # The escape sequences are those of rich; the cells have none left.
     getattr(sys.stdout, "write_drawn", sys.stdout.write)(captured.get())
+    if dropped:
+        session.note(f"not shown in {console.width} columns: {', '.join(dropped)}; --json has all")
     return True
 
 

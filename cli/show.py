@@ -18,13 +18,20 @@ if TYPE_CHECKING:
     from fusekit.share.push_pull import Survey
 
 
+LINES = 40  # of an entry, unless all of it is wanted
+_SHORT = ("name", "arch", "key", "root", "lowest_driver", "resources", "spec", "candidates", "defaults", "cubin",
+          "toolchain", "seconds")  # fmt: skip
+_UNSAID: tuple[Any, ...] = (None, False, "none", [], {}, 0)
+
+
 @click.command("show")
 @click.argument("name", shell_complete=complete.stored, callback=stored_names)
 @click.option("--arch", help="The architecture, such as sm_90a, if the store has several.")
+@click.option("--all", "whole", is_flag=True, help="Also the whole spec, proof, launch record and fields of the key.")
 @sources.sourced
 @common
-def command(session: Session, name: str, arch: str | None, source: str | None) -> None:
-    """Show the entry of NAME in full: spec, launch record, arguments, resources, toolchain, proof.
+def command(session: Session, name: str, arch: str | None, whole: bool, source: str | None) -> None:
+    """Show the entry of NAME: arguments, resources, toolchain and spec, in 40 lines; with --all in full.
 
     FILE/KERNEL shows the variant that `load` takes. A FILE or a glob shows each kernel that it matches; with --json
     several are a list, and one is an object. FILE/LAYER shows a layer: options, arguments, steps,
@@ -51,16 +58,29 @@ def command(session: Session, name: str, arch: str | None, source: str | None) -
         for index, document in enumerate(documents):
             if index:
                 click.echo()
-            rest = dict(document)
-            arguments = rest.pop("arguments")
-            if edges := rest["proof"].get("edges"):
-                rest["proof"] = rest["proof"] | {"edges": f"{len(edges)}; --json lists them"}
-            output.tree(rest)
-            click.echo("arguments")
-            rows = [(row["name"], row["role"], row["dtype"], row["shape"], row["what"]) for row in arguments]
-            output.table(session, ("ARGUMENT", "ROLE", "DTYPE", "SHAPE", "WHAT IT IS"), rows)
+            _text(session, document, whole)
 
     output.answer(session, output.one_or_many(documents), text)
+
+
+def _text(session: Session, document: Mapping[str, Any], whole: bool) -> None:
+    rest = dict(document)
+    rows = [(row["name"], row["role"], row["dtype"], row["shape"], row["what"]) for row in rest.pop("arguments")]
+    if edges := rest["proof"].get("edges"):
+        rest["proof"] = rest["proof"] | {"edges": f"{len(edges)}; --json lists them"}
+    if rows:
+        output.table(session, ("ARGUMENT", "ROLE", "DTYPE", "SHAPE", "WHAT IT IS"), rows, prose="WHAT IT IS")
+    if not whole:
+        for part in ("resources", "spec"):
+            rest[part] = {name: value for name, value in rest[part].items() if name != "layer" and value not in _UNSAID}
+        rest = {name: rest[name] for name in _SHORT if rest[name] not in _UNSAID}
+    lines = [*output.tree_lines(rest)]
+    most = len(lines) if whole else max(LINES - len(rows) - 4, 1)  # the table has a heading, and lines around it
+    for line in lines[:most]:
+        click.echo(line)
+    if not whole:
+        more = f"{len(lines) - most} more lines, " if len(lines) > most else ""
+        click.echo(f"--all: {more}proof, launch record and fields of the key")
 
 
 def _layer(session: Session, store: Store, name: str, records: Sequence[NameRecord], where: str) -> None:

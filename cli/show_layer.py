@@ -107,7 +107,9 @@ def text(session: Session, document: Mapping[str, Any]) -> None:
             for number, step in enumerate(steps["steps"], start=1)
         ]  # fmt: skip
         click.echo()
-        output.table(session, ("STEP", "KERNEL", "OP", "READS", "WRITES"), done, right=("STEP",))
+        output.table(
+            session, ("STEP", "KERNEL", "OP", "READS", "WRITES"), done, right=("STEP",), spare=("OP",), prose="READS"
+        )
     memory = document["memory"]
     click.echo(f"\nmemory for {memory['tokens']} tokens")
     kept = ", ".join(f"{name} {output.size(size)}" for name, size in memory["kept_buffers"].items())
@@ -122,7 +124,13 @@ def text(session: Session, document: Mapping[str, Any]) -> None:
         click.echo(f"  FP8 weights                 {output.size(memory['codes'])}")
     click.echo()
     kernels = [(row["name"], row["arch"], row["op"], row["registers"], row["key"][:12]) for row in document["kernels"]]
-    output.table(session, ("NAME", "ARCH", "OP", "REGISTERS", "KEY"), kernels, right=("REGISTERS",))
+    output.table(
+        session,
+        ("NAME", "ARCH", "OP", "REGISTERS", "KEY"),
+        kernels,
+        right=("REGISTERS",),
+        spare=("KEY", "REGISTERS", "ARCH"),
+    )
     if document["missing"]:
         click.echo(f"not built: {', '.join(document['missing'])}")
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -50,6 +51,28 @@ def test_a_table_on_a_terminal_is_drawn(monkeypatch, tmp_path, color):
 def test_a_table_without_rich_is_aligned(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "rich", None)
     assert drawn(monkeypatch, tmp_path) == ALIGNED
+
+
+WIDE = [(f"model/moe.fc{n}@128x128-c2x1-dynamic", "sm_90a", 168, f"{n}.25", "what is in the file is not the same now")
+        for n in (1, 2)]  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", [140, 80, 66])
+def test_a_narrow_terminal_leaves_columns_out_and_never_breaks_a_word(monkeypatch, tmp_path, columns):
+    pytest.importorskip("rich")
+    headings = ("NAME", "ARCH", "REGISTERS", "SECONDS", "WHY")
+    terminal = Terminal()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        output.table(session(tmp_path, False), headings, WIDE, spare=("REGISTERS", "ARCH"), prose="WHY")
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
+    assert max(map(len, lines)) <= columns
+    text = " ".join(" ".join(lines).split())
+    assert all(word in text for row in WIDE for word in (row[0].rpartition(".")[2], row[3], *row[4].split()))
+    assert "SECONDS" in text
+    assert ("REGISTERS" in text, "ARCH" in text) == (columns > 80, columns > 80)
+    assert ("NAME begins with model/moe." in text) == (columns == 66)
 
 
 def test_a_table_wider_than_the_terminal_is_not_folded(monkeypatch, tmp_path):
