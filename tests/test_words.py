@@ -34,6 +34,10 @@ SYMBOLS = {
 }
 
 
+# A file without these has nothing that `names` gives: most have none, and a walk takes long.
+SUSPECT = re.compile(rf"\b_*({'|'.join((*NAMES, *SYMBOLS))})_*\b|[\"']\s*Of ")
+
+
 def phrases(text):
     """(line, what is there, what to write) of each phrase in a file."""
     for pattern, instead in PHRASES.items():
@@ -43,7 +47,7 @@ def phrases(text):
 
 def names(text):
     """(line, what is there, what to write) of each name that Python code gives to something, and each docstring."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(ast.parse(text)) if SUSPECT.search(text) else ():
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
                 given = [name]
