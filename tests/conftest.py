@@ -22,8 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "part" in metafunc.fixturenames:
-        metafunc.parametrize("part", range(PARTS if metafunc.config.getoption("--soak") else 1))
+    if "soak_part" in metafunc.fixturenames:
+        metafunc.parametrize("soak_part", range(PARTS if metafunc.config.getoption("--soak") else 1))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -36,14 +36,14 @@ def drawn(source: random.Random, depth: int) -> Any:
 
 
 @pytest.mark.parametrize(("wraps", "value"), [(0, evaluate), (1, evaluate_address)])
-def test_a_step_beyond_64_bits_has_no_value_anywhere(tmp_path, soak, part, wraps, value):
+def test_a_step_beyond_64_bits_has_no_value_anywhere(tmp_path, soak, soak_part, wraps, value):
     built = complete(record())
     kernel = Exported("sample/x@1", built, CUBIN)
     texts = generate([kernel], "fusekit")
     texts["fusekit.c"] += SOURCE
     library = ctypes.CDLL(str(build(tmp_path, texts, "fusekit")))
     assert tuple(dim.name for dim in built.dims) == DIMS
-    writer, source = flat._RecordWriter("x", built, {}), random.Random(f"expressions {wraps} {part}")
+    writer, source = flat._RecordWriter("x", built, {}), random.Random(f"expressions {wraps} {soak_part}")
     none = 0
     for _ in range(180_000 // PARTS if soak else 20_000):
         expr = drawn(source, 3)

@@ -58,8 +58,8 @@ def test_what_c_reads_says_the_same_as_what_python_reads(store, tmp_path):
     refused(path, "has a loader.bin that does not follow")
 
 
-def test_any_changed_word_of_what_c_reads_is_seen(store, tmp_path, soak, part):
-    selection, source = select(store), random.Random(f"loader {part}")
+def test_any_changed_word_of_what_c_reads_is_seen(store, tmp_path, soak, soak_part):
+    selection, source = select(store), random.Random(f"loader {soak_part}")
     for number in range(2000 // PARTS if soak else 40):
         path = tmp_path / f"{number}.tar"
 
@@ -105,9 +105,9 @@ def mutate(value, source):
     return value
 
 
-def test_documents_that_were_changed_and_sealed_again(store, tmp_path, soak, part):
+def test_documents_that_were_changed_and_sealed_again(store, tmp_path, soak, soak_part):
     """Each is refused whole in words of one line, or makes a store in which nothing is wrong."""
-    selection, source = select(store), random.Random(f"documents {part}")
+    selection, source = select(store), random.Random(f"documents {soak_part}")
     taken = 0
     for number in range(3000 // PARTS if soak else 80):
         kind = source.choice(("entries", "records"))

@@ -50,7 +50,7 @@ def prepare(folder):
     orphan.write_bytes(b"orphan")
 
 
-def test_one_system_call_fails(tmp_path, soak, part):
+def test_one_system_call_fails(tmp_path, soak, soak_part):
     if not sys.platform.startswith("linux") or shutil.which("cc") is None:
         pytest.skip("needs Linux and a C compiler, cc")
     library = tmp_path / "faults.so"
@@ -59,7 +59,7 @@ def test_one_system_call_fails(tmp_path, soak, part):
     prepare(tmp_path)
     time.sleep(0.06)  # what is younger counts as in use
     run = subprocess.run(
-        [sys.executable, "-m", "tests.store.faults", str(tmp_path), str(0 if soak else EACH), str(part), str(PARTS)],
+        [sys.executable, "-m", "tests.store.faults", tmp_path, *map(str, (0 if soak else EACH, soak_part, PARTS))],
         cwd=HERE.parents[1], env=os.environ | {"LD_PRELOAD": str(library)}, capture_output=True, text=True, check=False,
         timeout=7200 if soak else 300,
     )  # fmt: skip
