@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fusekit.errors import IntegrityError
+from fusekit.errors import IntegrityError, UsageError
 from fusekit.store import Entry, NameListing, NameRecord, Store, names
 from fusekit.store.listing import SUMMARY, Build
 from fusekit_cli import complete, output, sources
@@ -28,15 +28,21 @@ _UNSAID: tuple[Any, ...] = (None, False, "none", [], {}, 0)
 @click.argument("name", shell_complete=complete.stored, callback=stored_names)
 @click.option("--arch", help="The architecture, such as sm_90a, if the store has several.")
 @click.option("--all", "whole", is_flag=True, help="Also the whole spec, proof, launch record and fields of the key.")
+@click.option("--sass", "machine_code", is_flag=True, help="Only the machine code, by nvdisasm.")
 @sources.sourced
 @common
-def command(session: Session, name: str, arch: str | None, whole: bool, source: str | None) -> None:
+def command(
+    session: Session, name: str, arch: str | None, whole: bool, machine_code: bool, source: str | None
+) -> None:  # fmt: skip
     """Show the entry of NAME: arguments, resources, toolchain and spec, in 40 lines; with --all in full.
 
     FILE/KERNEL shows the variant that `load` takes. A FILE or a glob shows each kernel that it matches; with --json
     several are a list, and one is an object. FILE/LAYER shows a layer: options, arguments, steps,
     memory, kernels.
     """
+    if machine_code:
+        _sass(session, name, arch, source)
+        return
     if source is None:
         store = session.open_store()
         listings = stored(store, name, arch)
@@ -61,6 +67,29 @@ def command(session: Session, name: str, arch: str | None, whole: bool, source: 
             _text(session, document, whole)
 
     output.answer(session, output.one_or_many(documents), text)
+
+
+def _sass(session: Session, name: str, arch: str | None, source: str | None) -> None:
+    from fusekit_cli.sass import sass
+
+    if source is not None:
+        raise UsageError("--sass reads the store; pull or import the kernel first, and leave --from out")
+    store = session.open_store()
+    listings = stored(store, name, arch)
+    if is_layer(name, [listed.record for listed in listings]):
+        raise UsageError(
+            f"--sass is of one kernel; {name} is a layer; name one of its kernels: {listings[0].record.name}"
+        )
+    listed, *others = chosen(store, name, arch)
+    if others:
+        raise UsageError(f"--sass is of one kernel; '{name}' matches {1 + len(others)}; name one: {listed.record.name}")
+    entry = store.find_entry(listed.record.key)
+    if entry is None:
+        raise store.not_built(name, arch)
+    code = sass(store.read_cubin(entry))
+    output.answer(
+        session, {"name": listed.record.name, "arch": listed.record.arch, "sass": code}, lambda: click.echo(code)
+    )
 
 
 def _text(session: Session, document: Mapping[str, Any], whole: bool) -> None:

@@ -97,6 +97,20 @@ def test_show(store, fusekit):
     assert re.search(r"registers +168", out)
 
 
+def test_machine_code(store, fusekit, tmp_path):
+    tool = tmp_path / "bin" / "nvdisasm"
+    tool.parent.mkdir()
+    tool.write_text('#!/bin/sh\n[ "$1" = --print-code ] && [ -s "$2" ] && echo "HGMMA R24"\n')
+    tool.chmod(0o755)
+    path = {"PATH": f"{tool.parent}:/usr/bin:/bin"}
+    assert fusekit("show", NAMES[0], "--sass", **path).out.strip() == "HGMMA R24"
+    assert fusekit("show", NAMES[0], "--sass", "--json", **path).json["sass"] == "HGMMA R24\n"
+    assert f"name one: {NAMES[0]}" in fusekit("show", "quickstart", "--sass", code=2, **path).err
+    assert "leave --from out" in fusekit("show", NAMES[0], "--sass", "--from", "x.tar", code=2, **path).err
+    tool.write_text("#!/bin/sh\necho broken >&2; exit 1\n")
+    assert "cannot read this cubin: broken" in fusekit("show", NAMES[0], "--sass", code=1, **path).err
+
+
 def test_show_says_what_the_arguments_are(fusekit):
     text = 'schema = 1\n[[kernel]]\nname = "fc1"\nop = "grouped-gemm"\narch = "sm_90a"\ntile = [128, 128]\n'
     (spec,) = parse_text(text + 'activation = { kind = "swiglu" }\nb_major = "n"\n', "model")
