@@ -21,7 +21,7 @@ requires = ">={version}"            # versions of fusekit that may read it
 [targets]                           # what `fusekit build` and `fusekit lock` mean when they are given no target
 specs = {specs}
 models = {models}
-tokens = 8192                       # tokens of a launch, by which variants of the models are chosen
+tokens = [8192]                     # tokens of a launch: variants of the models for each count
 # arch = ["sm_90a"]                 # of specs that name none, of the models, and of packaged specs
 # toolchains = ["cutlass-dsl-4.8.1-cu12"]   # others may not build; `fusekit doctor` names the one installed here
 

@@ -38,17 +38,17 @@ class Project:
     """A project file. All paths are absolute.
 
     path: of the file. specs: targets, as `fusekit build` takes them. models: Hugging Face configs, each a spec of its
-    layers. arch: architectures of targets that name none; of packaged ones, instead of theirs. tokens: tokens of a
-    launch, for the models. toolchains: labels of those that may build, such as `cutlass-dsl-4.8.1-cu12`; empty: any.
-    store, read_only_roots: as in `Config`. remotes: URL by name, in the order in which they are asked. keys: the only
-    trusted keys; None: not narrowed. defaults: of spec files in `specs`.
+    layers. arch: architectures of targets that name none; of packaged ones, instead of theirs. tokens: of a launch, for
+    the models: variants for each count. toolchains: labels of those that may build, such as `cutlass-dsl-4.8.1-cu12`;
+    empty: any. store, read_only_roots: as in `Config`. remotes: URL by name, in the order in which they are asked.
+    keys: the only trusted keys; None: not narrowed. defaults: of spec files in `specs`.
     """
 
     path: Path
     specs: tuple[str, ...] = ()
     models: tuple[Path, ...] = ()
     arch: tuple[str, ...] = ()
-    tokens: int | None = None
+    tokens: tuple[int, ...] = ()
     toolchains: tuple[str, ...] = ()
     store: Path | None = None
     read_only_roots: tuple[Path, ...] = ()
@@ -135,10 +135,7 @@ class _Reader:
             specs=tuple(map(self._target, self._texts("targets", "specs"))),
             models=models,
             arch=self._texts("targets", "arch"),
-            tokens=self._value(
-                "targets", "tokens", None, lambda value: type(value) is int and 0 < value <= _MOST_TOKENS,
-                "it is the number of tokens of a launch",
-            ),
+            tokens=self._tokens(),
             toolchains=self._texts("targets", "toolchains"),
             store=None if store is None else self._path(store),
             read_only_roots=tuple(map(self._path, self._texts("stores", "read_only"))),
@@ -146,6 +143,13 @@ class _Reader:
             keys=None if keys is None else tuple(map(self._path, keys)),
             defaults=dict(self.document.get("defaults", {})),
         )  # fmt: skip
+
+    def _tokens(self) -> tuple[int, ...]:
+        value = self.document.get("targets", {}).get("tokens", [])
+        counts = value if isinstance(value, list) else [value]
+        if not all(type(count) is int and 0 < count <= _MOST_TOKENS for count in counts):
+            raise self._bad("targets.tokens", value, "it is the number of tokens of a launch, or a list of numbers")
+        return tuple(counts)
 
     def _requires(self) -> None:
         from fusekit import __version__

@@ -1,16 +1,21 @@
 """The project file: where it is found, what wins over it, and what it can never do."""
 
+import json
 import os
 
 import pytest
 
 import fusekit
+from fusekit.choice.tuning import features
 from fusekit.compiler.build import check_toolchain, look_up
 from fusekit.config import Config
 from fusekit.errors import ArgumentError, SpecError, ToolchainError, UsageError
+from fusekit.plan.layer import stored_options
 from fusekit.project import Project, find_project, read_project
+from fusekit.spec.schemas import layer_of
 from fusekit.store import Store
 from fusekit.store.signature import Trust, generate
+from tests.spec.configs import CONFIGS
 
 WHOLE = """
 requires = ">=0.2,<9"
@@ -54,7 +59,7 @@ def test_every_key(tmp_path, monkeypatch):
     assert project == Project(
         path=folder / "fusekit.toml",
         specs=(f"{folder}/specs/*.toml", "quickstart/linear", f"{tmp_path}/moe.toml/fc1"),
-        models=(folder / "config.json",), arch=("sm_90a",), tokens=64, toolchains=("cutlass-dsl-4.8.1-cu12",),
+        models=(folder / "config.json",), arch=("sm_90a",), tokens=(64,), toolchains=("cutlass-dsl-4.8.1-cu12",),
         store=folder / "kernels", read_only_roots=(tmp_path.__class__("/nfs/a"), tmp_path.__class__("/home/me/b")),
         remotes={"cluster": "s3://bucket/kernels", "near": f"{folder}/mirror"}, keys=(folder / "team.pub",),
         defaults={"dtype": "bf16"},
@@ -72,6 +77,7 @@ def test_every_key(tmp_path, monkeypatch):
         ("[targets]\nspecs = [1]", "it is a list of texts"),
         ("[targets]\ntokens = 0", "number of tokens"),
         ("[targets]\ntokens = true", "number of tokens"),
+        ("[targets]\ntokens = [1, 'a']", "or a list of numbers"),
         ('[stores]\nstore = ""', "it is a path"),
         ("[remotes]\nA = 's3://x'", 'a remote is NAME = "URL"'),
         ("[remotes]\na = ''", 'a remote is NAME = "URL"'),
@@ -166,6 +172,29 @@ def test_targets_and_defaults(tmp_path):
     (tmp_path / "moe.toml").write_text(SPEC)
     with pytest.raises(SpecError, match="out_dtype"):
         look_up([path], project=write(tmp_path, "[defaults]\nout_dtype = 'f7'"))
+
+
+def test_a_model_for_several_token_counts(tmp_path):
+    """The variants of each count, with the keys that they have alone, in one layer; of one name, the first count's."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(CONFIGS["mixtral-8x7b"]))
+    text = "[targets]\nmodels = ['m']\ntokens = {}"
+
+    def named(tokens):
+        found = look_up(project=write(tmp_path, text.format(tokens)))
+        return {spec.full_name: spec for of_file in found for spec in of_file.specs}
+
+    few, many, both = named(64), named([8192]), named([64, 8192])
+    assert few.keys() < both.keys() <= few.keys() | many.keys()
+    apart = (few | many).keys() - both.keys()
+    assert {name.partition("@")[0] for name in apart} <= {"m/moe.router-wgrad"}  # which is split for many tokens
+    for kernel in {spec.name for spec in both.values()}:
+        alike = [features(spec.canonical()) for spec in both.values() if spec.name == kernel]
+        assert alike == alike[:1] * len(alike)
+    assert all(both[name].device_spec() == spec.device_spec() for name, spec in (many | few).items() if name in both)
+    assert {layer_of(spec).tokens for spec in both.values()} == {64}
+    assert len({spec.problem.T for spec in both.values() if hasattr(spec.problem, "T")}) <= 1
+    assert stored_options("m/moe", {name: spec.canonical() for name, spec in both.items()}).tokens == 64
 
 
 def test_only_listed_toolchains_build(tmp_path):

@@ -15,7 +15,7 @@ from fusekit.plan.arch import ARCHES, DEFAULT
 from fusekit.spec import document
 from fusekit.spec.extern import EXTERN
 from fusekit.spec.parse import parse_file, parse_text
-from fusekit.spec.schemas import Spec, layer_name
+from fusekit.spec.schemas import Spec, layer_name, layer_of
 from fusekit.spec.values import nearest
 
 STDIN = "-"
@@ -104,10 +104,14 @@ def targets(
     return tuple(target for pattern in patterns or ("*",) for target in _found(pattern, options))
 
 
-def of_model(config: Path, tokens: int | None = None, archs: Sequence[str] = (), namespace: str | None = None) -> Found:
+def of_model(
+    config: Path, tokens: Sequence[int] = (), archs: Sequence[str] = (), namespace: str | None = None
+) -> Found:  # fmt: skip
     """The kernels that `fusekit new` writes for the Hugging Face `config` (a file, or a folder with config.json), under
-    the name of its folder, or of the file.
+    the name of its folder, or of the file. tokens: of a launch; for several counts there are the variants of each, in
+    layers for the first; of one name, that of the first count.
     """
+    from fusekit.choice.tuning import features
     from fusekit.spec.hf_config import MAX_BYTES, read_model
     from fusekit.spec.model_kernels import Request
     from fusekit.spec.new_spec import new_spec
@@ -120,13 +124,19 @@ def of_model(config: Path, tokens: int | None = None, archs: Sequence[str] = (),
         raise UsageError(f"{path}: {error}; a model is a config.json, or a folder that holds one") from None
     stem = re.sub(r"[^a-z0-9._-]+", "-", (path.parent.name if path.stem == "config" else path.stem).lower())
     request = Request(stem.strip("-._")[:64] or "model", origin=path.name)
-    if tokens is not None:
-        request = replace(request, tokens=tokens)
     model = read_model(text, str(path))
-    every: tuple[Spec, ...] = ()
+    counts, every = tokens or (request.tokens,), dict[tuple[str, str], Spec]()
+    kernels: dict[tuple[str, str], Spec] = {}
     for arch in archs or (DEFAULT.name,):
-        every += parse_text(new_spec(model, replace(request, arch=arch)).text, request.name, str(path), namespace)
-    return _of_file(every, request.name, "*", str(path))
+        for count in counts:
+            wanted = new_spec(model, replace(request, arch=arch, tokens=count))
+            for spec in parse_text(wanted.text, request.name, str(path), namespace):
+                alike: Any = kernels.setdefault((spec.name, spec.arch), spec)
+                # Variants of one kernel have one problem, and those of a layer one table.
+                same: Any = replace(spec, layer=layer_of(alike), problem=alike.problem)
+                if features(same.canonical()) == features(alike.canonical()):  # or `load` could not choose
+                    every.setdefault((spec.full_name, spec.arch), same)
+    return _of_file(tuple(every.values()), request.name, "*", str(path))
 
 
 def _found(pattern: str, options: Options) -> list[Found]:
