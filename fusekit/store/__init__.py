@@ -4,6 +4,8 @@ Three maps, each on plain files:
 
 - **name -> key** (`names/`): `gpt-oss-120b/fc1-fwd@128x192-c2x1-dynamic` on `sm_90a` points to a key. The only
   files that change. A name record also has a summary of its entry, for listings: a copy, by which nothing is loaded.
+  It gives the last build; records of earlier ones are in `candidates/`, and a load takes the first that its driver
+  reads. A publisher that replaces a name writes both records there first.
 - **key -> entry** (`entries/`): the key is the SHA-256 of everything that decides the result (spec, architecture,
   toolchain, options, sources, schema). The entry is the result: the cubin's digest, launch record, resources, proof. An
   action cache.

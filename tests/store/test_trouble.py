@@ -11,7 +11,6 @@ import pytest
 # Commands import their parts late; a test that gave up its rights may no longer be able to.
 from fusekit.compiler.build_check import locked_in
 from fusekit.compiler.identity import Identity
-from fusekit.config import Config
 from fusekit.errors import IntegrityError, StoreError
 from fusekit.share.manifest import Manifest
 from fusekit.store import Store, files
@@ -203,7 +202,7 @@ class TestAFolderThatNobodyMayEnter:
             assert f"{closed.root}" in out + err
             assert "Permission denied" in out + err
             assert "defect" not in err
-        (answer,) = _stores(SimpleNamespace(config=Config(closed.root)), None)
+        (answer,) = _stores(SimpleNamespace(open_store=lambda: closed), None)
         assert "Permission denied" in answer["problem"]
         with pytest.raises(StoreError, match="Permission denied"):
             read_any_keys(closed.root / "key")
