@@ -31,7 +31,7 @@ from fusekit.spec import ExternSpec, Spec
 from fusekit.spec.catalog import Found, of_model, specs_of
 from fusekit.spec.catalog import targets as find_targets
 from fusekit.store import DiscardReport, Entry, Store, key_of
-from fusekit.store.entries import toolchain_label
+from fusekit.store.entries import CUBIN_FORMAT, toolchain_label
 from fusekit.store.keys import sha256
 from fusekit.store.locks import PATIENCE
 
@@ -437,18 +437,19 @@ def _make(
     def compiled() -> tuple[Entry, bytes]:
         done = compiler.compile(Job(task.name, planner, alone(task.specs[0]), task.fields, _home(task.specs[0])))
         _unchanged(task)
+        cubin = done.compiled.cubin
         entry = Entry(
             key=task.key,
             fields=task.fields,
-            cubin_sha256=sha256(done.compiled.cubin),
-            cubin_bytes=len(done.compiled.cubin),
+            cubin_sha256=sha256(cubin),
+            cubin_bytes=len(cubin),
             launch=done.compiled.launch,
-            resources=done.compiled.resources,
+            resources=done.compiled.resources | {"cubin_format": cubin[CUBIN_FORMAT]},
             proof=done.compiled.proof,
             toolchain=done.toolchain,
             seconds=done.seconds,
         )
-        return entry, done.compiled.cubin
+        return entry, cubin
 
     outcome = store.ensure_unless_held(task.key, compiled) if waits else store.ensure(task.key, compiled, patience=0)
     if outcome is None:

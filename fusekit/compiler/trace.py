@@ -25,7 +25,6 @@ from fusekit.compiler.prove import prove
 from fusekit.compiler.recorder import HostFunction
 from fusekit.compiler.symbols import naming
 from fusekit.errors import BuildError, ToolchainError, install
-from fusekit.store.entries import CUBIN_FORMAT
 
 _PREFIX = "fusekit"
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -57,7 +56,6 @@ def compile_plan(plan: TracePlan, scratch: Path) -> Compiled:
         record, proof = _lifted(plan.lifted, traced.cubin, record, proof, scratch)
     taken = [cubins.read(traced.cubin, launch.symbol).resources(launch.dynamic_shared) for launch in record.launches]
     most = max(taken, key=lambda resources: (resources["spill_bytes"], resources["registers"]))
-    most["cubin_format"] = traced.cubin[CUBIN_FORMAT]
     return Compiled(traced.cubin, record.to_json(), most, proof)
 
 
