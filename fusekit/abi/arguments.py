@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,1023}")
 RESERVED = frozenset({
     "sm_count", "active_clusters", "cluster_margin", "workspace", "scratch", "stream", "inf", "nan",
 })  # fmt: skip
-OPTIONS = frozenset({"stream", "cluster_margin", "priority"})
+OPTIONS = frozenset({"stream", "cluster_margin", "priority", "sm_count"})
 """What a launch takes next to the arguments. A new record has no argument of such a name; an old one may."""
 
 
