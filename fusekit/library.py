@@ -204,7 +204,7 @@ class Library:
 
         _check_name(name)
         if isinstance(device, str) and device == "cpu":
-            from fusekit.interop.cpu import cpu_layer
+            from fusekit.cpu import cpu_layer
 
             for key, value in {"arch": arch, "ranks": ranks, "tokens": tokens, "rows": rows}.items():
                 if value is not None:

@@ -16,9 +16,9 @@
 | runtime | errors, config, abi, store, choice, cuda.bindings |
 | layers | errors, plan, runtime, exchange |
 | exchange | errors, plan, runtime |
-| library | errors, config, project, abi, store, choice, runtime, layers, exchange; for layers on the CPU interop.cpu |
+| cpu | errors, plan, runtime, layers, reference, spec, numpy |
+| library | errors, config, project, abi, store, choice, runtime, layers, exchange, cpu |
 | interop | errors, abi, library, runtime, layers, exchange, plan.arch; each framework in the module of its name alone |
-| interop.cpu | also reference, spec, plan.layer, numpy |
 | cabi | errors, abi |
 | reference | numpy, spec, plan, errors |
 | providers | compiler, the foreign package that a module is named after, the DSL |
@@ -67,9 +67,13 @@ MAY = {
     },
     "layers": {"fusekit.errors", "fusekit.plan", "fusekit.runtime", "fusekit.exchange"},
     "exchange": {"fusekit.errors", "fusekit.plan", "fusekit.runtime"},
+    "cpu": {
+        "fusekit.errors", "fusekit.plan", "fusekit.runtime", "fusekit.layers", "fusekit.reference", "fusekit.spec",
+        "numpy",
+    },
     "library": {
         "fusekit.errors", "fusekit.config", "fusekit.project", "fusekit.abi", "fusekit.store", "fusekit.choice",
-        "fusekit.runtime", "fusekit.layers", "fusekit.exchange", "fusekit.interop.cpu",
+        "fusekit.runtime", "fusekit.layers", "fusekit.exchange", "fusekit.cpu",
     },
     "interop": {
         "fusekit.errors", "fusekit.abi", "fusekit.library", "fusekit.runtime", "fusekit.layers", "fusekit.exchange",
@@ -90,9 +94,6 @@ MAY = {
         "fusekit.errors", "fusekit.config", "fusekit.library", "fusekit.compiler", "fusekit.stand_in",
     },
 }  # fmt: skip
-
-# What one module of a room may import, and no other of it.
-MODULE_MAY = {"fusekit/interop/cpu.py": {"fusekit.reference", "fusekit.spec", "fusekit.plan.layer", "numpy"}}
 
 # A framework is imported by one module, which a program imports that uses it; the benchmarks run PyTorch beside.
 FRAMEWORKS = {
@@ -116,7 +117,7 @@ LAZY = {
     "cutlass", "llvmlite", "numpy", "cuda", "rich", "torch", "hypothesis", "fsspec", "aiohttp", "tenacity",
     "cryptography", "distributed", "filelock", "platformdirs", "transformer_engine", "matplotlib",
 }  # fmt: skip
-LAZY_ROOMS = {"cutlass": {"kernels"}, "numpy": {"reference", "bench"}, "cuda": {"kernels", "runtime", "bench"}}
+LAZY_ROOMS = {"cutlass": {"kernels"}, "numpy": {"reference", "bench", "cpu"}, "cuda": {"kernels", "runtime", "bench"}}
 CLI_LAZY = LAZY | {
     "fusekit.compiler",
     "fusekit.library",
@@ -187,8 +188,7 @@ def test_every_room_is_in_the_table():
 @pytest.mark.parametrize("path", LIBRARY_FILES, ids=name_of)
 def test_library_imports(path):
     room = room_of(path)
-    also = MODULE_MAY.get(name_of(path), set())
-    allowed = MAY[room] | also | {f"fusekit.{room}", "fusekit.dtypes"}
+    allowed = MAY[room] | {f"fusekit.{room}", "fusekit.dtypes"}
     for got in imports_of(path):
         stdlib = got.module.partition(".")[0] in sys.stdlib_module_names
         if got.module.partition(".")[0] in FRAMEWORKS:
@@ -199,7 +199,7 @@ def test_library_imports(path):
             f"{room} may not import {got.module} (line {got.line})"
         )
         root = got.module.partition(".")[0]
-        if got.top and root in LAZY - also and room not in LAZY_ROOMS.get(root, set()):
+        if got.top and root in LAZY and room not in LAZY_ROOMS.get(root, set()):
             pytest.fail(f"{got.module} is imported at the top (line {got.line}); import it where it is used")
         if room == "kernels" and stdlib:
             assert root in KERNEL_STDLIB, f"device code may not import {got.module} (line {got.line})"
@@ -263,7 +263,7 @@ def loaded(statement: str, folder: Path, *, tolerate_exit: bool = False) -> set[
     return set(json.loads(done.stdout.rpartition("\n")[2]))
 
 
-@pytest.mark.parametrize("room", sorted(set(MAY) - {"__init__", "kernels", "reference", "bench"}))
+@pytest.mark.parametrize("room", sorted(set(MAY) - {"__init__", "kernels", "reference", "bench", "cpu"}))
 def test_a_fresh_process_loads_nothing_heavy(room, tmp_path):
     modules = loaded(f"import fusekit.{room}", tmp_path)
     heavy = {"cutlass", "torch", "numpy", "llvmlite", "rich", "click", "hypothesis"}

@@ -117,8 +117,8 @@ def test_a_layer_with_a_recipe(jax_layer, case):
 
 
 def test_a_layer_of_the_cpu():
+    from fusekit.cpu import CpuLayer
     from fusekit.interop import jax as interop
-    from fusekit.interop.cpu import CpuLayer
 
     layer = CpuLayer(layer_of("gpt-oss"))
     f = interop.moe(layer, "fusekit_test_cpu")  # for XLA's CPU, which has no streams

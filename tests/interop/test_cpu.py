@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import fusekit
+from fusekit import cpu
 from fusekit.config import Config
 from fusekit.errors import ArgumentError, UsageError
-from fusekit.interop import cpu
 from fusekit.interop.views import as_dtype
 from fusekit.library import Library, default_library
 from fusekit.plan.layer.options import MLP

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from fusekit.interop.cpu import CpuLayer  # noqa: E402
+from fusekit.cpu import CpuLayer  # noqa: E402
 from fusekit.interop.torch import MoE  # noqa: E402
 from fusekit.spec.hf_config import read_model  # noqa: E402
 from fusekit.spec.model_kernels import Request  # noqa: E402

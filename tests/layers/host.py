@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fusekit.interop.cpu import CpuLayer, array_of, host_tensor
+from fusekit.cpu import CpuLayer, array_of, host_tensor
 from fusekit.layers.memory import Slice
 from fusekit.reference import steps
 from fusekit.runtime.recent import Recent
