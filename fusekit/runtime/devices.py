@@ -12,10 +12,7 @@ from typing import Any, Literal
 from fusekit.errors import ArchMismatchError, ArgumentError, DriverError, how_to_build, whole
 from fusekit.runtime.allocators import Allocator, TorchAllocator, checked_address
 from fusekit.runtime.driver import Driver
-from fusekit.runtime.recent import Recent
 from fusekit.runtime.streams import LEGACY, PER_THREAD
-
-_STREAMS_KEPT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +103,6 @@ class Devices:
         self.driver = driver
         self._allocator = TorchAllocator(self) if allocator == "torch" else allocator
         self._devices: dict[int, Device] = {}
-        self._parts: Recent[int, int] = Recent(_STREAMS_KEPT)  # by a stream's id: later streams get its handle again
         self._thread = threading.local()
         self.count: int = driver.check(driver.api.cuDeviceGetCount(), "cuDeviceGetCount")
         if self.count == 0:
@@ -180,24 +176,16 @@ class Devices:
             raise self.driver.error(status, what)
 
     def part_of(self, stream: int) -> int:
-        """The multiprocessors of the green context that `stream` belongs to; 0 for a stream of the whole device."""
+        """The multiprocessors of the green context that `stream` belongs to; 0 for a stream of the whole device.
+
+        Nothing is kept by handle, which a later stream gets again; and cuStreamGetId would end a capture.
+        """
         if stream <= PER_THREAD:
             return 0
-        failed, ident = self.driver.api.cuStreamGetId(stream)
-        if failed:
-            return 0  # the launch that follows has the error
-        try:
-            return self._parts[ident]
-        except KeyError:
-            part = self._multiprocessors(stream)
-            self._parts.remember(ident, part)
-            return part
-
-    def _multiprocessors(self, stream: int) -> int:
         api = self.driver.api
         failed, green = api.cuStreamGetGreenCtx(stream)
         if failed or not int(green):
-            return 0
+            return 0  # after a failure the launch that follows has the error
         kind = api.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
         return int(self.driver.check(api.cuGreenCtxGetDevResource(green, kind), "cuGreenCtxGetDevResource").sm.smCount)
 

@@ -12,7 +12,6 @@ import struct
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 from fusekit.abi import (
@@ -104,7 +103,8 @@ class LaunchPlan:
         sm_count = settings.sm_count or loaded.device.sm_count
         launch = {"sm_count": sm_count, "cluster_margin": settings.margin, **integers}
         if loaded.active_clusters is not None:
-            launch["active_clusters"] = min(loaded.active_clusters, max(sm_count // prod(record.cluster), 1))
+            share = loaded.active_clusters * sm_count // loaded.device.sm_count
+            launch["active_clusters"] = max(share, min(loaded.active_clusters, 1))
         env = record.environment({**bound.env, **launch})
         self._check_constraints(env)
         self.grid = tuple(evaluate(expr, env) for expr in record.grid)

@@ -107,7 +107,6 @@ class FakeDriver:
 
     def __post_init__(self) -> None:
         self.memory: dict[int, Any] = {}
-        self.generations: dict[int, int] = {}  # how often a stream's handle became another's
         self.mapped: set[int] = set()
         self.host_memory: dict[int, Any] = {}
         self.owner: dict[int, int] = {}
@@ -220,9 +219,6 @@ class FakeDriver:
 
     def cuStreamGetCtx(self, stream: int) -> Any:  # noqa: N802
         return OK, self.stream_contexts.get(stream, 1000)
-
-    def cuStreamGetId(self, stream: int) -> Any:  # noqa: N802
-        return OK, (stream, self.generations.get(stream, 0))
 
     def cuStreamGetGreenCtx(self, stream: int) -> Any:  # noqa: N802
         context = self.stack[-1] if stream <= 2 and self.stack else GREEN + stream

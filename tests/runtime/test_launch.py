@@ -67,7 +67,7 @@ def test_a_signature_seen_before_costs_neither_checks_nor_encoding() -> None:
     kernel(**given, stream=9)
     fake.calls.clear()
     kernel(**given, stream=9)
-    assert fake.calls == ["cuStreamGetId", "cuLaunchKernelEx"]
+    assert fake.calls == ["cuStreamGetGreenCtx", "cuLaunchKernelEx"]
     assert fake.launches[0].parameters == fake.launches[1].parameters
     given["x"] = Torchlike((96, 128), address=0x5000_0000)
     fake.calls.clear()
@@ -82,9 +82,9 @@ def test_a_bound_launch_is_one_driver_call() -> None:
     launch = kernel.bind(**tensors(), cluster_margin=1)
     fake.calls.clear()
     launch(5)
-    assert fake.calls == ["cuStreamGetId", "cuStreamGetGreenCtx", "cuLaunchKernelEx"]
+    assert fake.calls == ["cuStreamGetGreenCtx", "cuLaunchKernelEx"]
     launch(5)
-    assert fake.calls[3:] == ["cuLaunchKernelEx"]
+    assert fake.calls[2:] == ["cuLaunchKernelEx"]
     launch(6)
     assert [launched.stream for launched in fake.launches] == [5, 5, 6]
     assert fake.launches[0].grid == (130, 1, 1)

@@ -33,7 +33,7 @@ def test_one_call_queues_every_launch() -> None:
     assert (base, count, log, scale) == (0x3000_0004 + 16, 3, 2, 2.25)
     fake.calls.clear()
     kernel(**tensors(m=300), stream=9)
-    assert fake.calls == ["cuStreamGetId", "cuLaunchKernelEx", "cuLaunchKernelEx"]
+    assert fake.calls == ["cuStreamGetGreenCtx", "cuLaunchKernelEx", "cuLaunchKernelEx"]
     assert [launched.parameters for launched in fake.launches[:2]] == [x.parameters for x in fake.launches[2:]]
 
 

@@ -40,7 +40,7 @@ def test_a_tensor_map_is_given_its_address_in_place() -> None:
     fake.cuCtxPushCurrent(1000)
     fake.calls.clear()
     launch.update(x=Torchlike((96, 128), address=0x7000_0000))(9)
-    assert fake.calls == ["cuTensorMapReplaceAddress", "cuStreamGetId", "cuLaunchKernelEx"]
+    assert fake.calls == ["cuTensorMapReplaceAddress", "cuStreamGetGreenCtx", "cuLaunchKernelEx"]
     assert struct.unpack_from("<Q", parameters(fake)[0]) == (0x7000_0000,)
 
 
