@@ -26,10 +26,11 @@ MOST, EQUAL, LATE = 4096, 48, 100
 BF16 = torch.bfloat16
 
 
-def median(call, values, wait):
-    """Microseconds of the host for one `call(value)`; the device is idle before each."""
+def median(call, values, wait, before=lambda value: None):
+    """Microseconds of the host for one `call(value)`, after `before(value)`; the device is idle before each."""
     times = []
     for value in values:
+        before(value)
         wait()
         begin = time.perf_counter()
         call(value)
@@ -81,9 +82,12 @@ def layer_costs(layers, count, new, wait, stream):
         layer.backward(dy=dy[:count], **cut, **gradients, kept=kept, scratch=scratch, stream=stream)
 
     costs = {}
-    for name, call in (("forward", forward), ("backward", backward)):
+    # A backward pass reads what the forward pass of as many tokens has kept.
+    for name, call, before in (("forward", forward, lambda count: None), ("backward", backward, forward)):
+        before(MOST)
         call(MOST)
-        costs[name] = {"known": median(call, [MOST] * 100, wait), "first": median(call, tokens, wait)}
+        known = median(call, [MOST] * 100, wait, before)
+        costs[name] = {"known": known, "first": median(call, tokens, wait, before)}
     return costs | {"equal": median(lambda other: forward(MOST, other), layers[1:], wait)}
 
 

