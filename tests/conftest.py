@@ -32,7 +32,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     whole = config.args_source is config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
     free = not config.getoption("--soak") and not config.getoption("usepdb")
     if whole and free and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
-        config.option.numprocesses = min(WORKERS, len(os.sched_getaffinity(0)))
+        # One more than processors: tests wait for processes that they start.
+        config.option.numprocesses = min(WORKERS, len(os.sched_getaffinity(0)) + 1)
         config.option.dist = "loadfile"  # what a module's tests share is made once
         config.option.loadscopereorder = False  # files with few tests take longest
     if config.getoption("numprocesses", None):
