@@ -52,7 +52,7 @@ def write(folder, text):
 
 
 def test_every_key(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     folder = tmp_path / "project"
     folder.mkdir()
     project = write(folder, WHOLE)
@@ -60,7 +60,7 @@ def test_every_key(tmp_path, monkeypatch):
         path=folder / "fusekit.toml",
         specs=(f"{folder}/specs/*.toml", "quickstart/linear", f"{tmp_path}/moe.toml/fc1"),
         models=(folder / "config.json",), arch=("sm_90a",), tokens=(64,), toolchains=("cutlass-dsl-4.8.1-cu12",),
-        store=folder / "kernels", read_only_roots=(tmp_path.__class__("/nfs/a"), tmp_path.__class__("/home/me/b")),
+        store=folder / "kernels", read_only_roots=(tmp_path.__class__("/nfs/a"), tmp_path / "home/b"),
         remotes={"cluster": "s3://bucket/kernels", "near": f"{folder}/mirror"}, keys=(folder / "team.pub",),
         defaults={"dtype": "bf16"},
     )  # fmt: skip

@@ -21,13 +21,12 @@ from fusekit.errors import IntegrityError, StoreError, UsageError
 from fusekit.store import names
 from fusekit.store.documents import parse
 from fusekit.store.entries import Entry, toolchain_label
-from fusekit.store.files import close, file_error, read_file
-from fusekit.store.given import given_file
+from fusekit.store.files import close, file_error
 from fusekit.store.keys import is_digest
-from fusekit.store.lockfile import signature_path
+from fusekit.store.lockfile import read_signed, signature_path
 from fusekit.store.names import NameRecord
 from fusekit.store.publishing import Publisher
-from fusekit.store.signature import SigningKey, Trust, is_key_id, read_signatures
+from fusekit.store.signature import SigningKey, Trust, is_key_id
 from fusekit.store.verify import Inspect
 
 SCHEMA = 2
@@ -205,14 +204,7 @@ def read_manifest(path: Path, trust: Trust | None = None) -> Manifest:
     Raises UsageError if there is no such file or it is not a manifest, IntegrityError if it is damaged, SignatureError
     if it is not trusted.
     """
-    with given_file(path, "manifest") as (file, status):
-        if status.st_size > LIMIT:
-            raise IntegrityError(f"{path} has {status.st_size} bytes; a manifest has at most {LIMIT}; check the path")
-        data = file.read(LIMIT)
-    if trust is not None:
-        signatures = read_signatures(((key.id, signature_path(path, key.id)) for key in trust.keys), read_file)
-        trust.check("manifest", data, signatures, path)
-    return _parse(data, path)
+    return _parse(read_signed(path, "manifest", LIMIT, trust), path)
 
 
 @contextmanager

@@ -147,19 +147,29 @@ def read_lock(path: Path, trust: Trust | None = None) -> Lock:
 
     Raises UsageError if there is no such file, IntegrityError if it is no lock, SignatureError if it is not trusted.
     """
-    with given_file(path, "lock", "`fusekit lock` writes one, from a fusekit.toml") as (file, status):
-        if status.st_size > LIMIT:
-            raise IntegrityError(f"{path} has {status.st_size} bytes; a lock has at most {LIMIT}; check the path")
-        data = file.read(LIMIT)
-    if trust is not None:
-        signatures = read_signatures(((key.id, signature_path(path, key.id)) for key in trust.keys), read_file)
-        trust.check("lock", data, signatures, path)
+    data = read_signed(path, "lock", LIMIT, trust, "`fusekit lock` writes one, from a fusekit.toml")
     try:
         return _lock(parse(data, LIMIT), path, sha256(data))
     except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
         raise IntegrityError(
             f"{path} is no lock ({type(error).__name__}: {error}); get it again, or write it: `fusekit lock`"
         ) from None
+
+
+def read_signed(path: Path, what: str, limit: int, trust: Trust | None, remedy: str = "check the path") -> bytes:
+    """The content of the file `path`; with `trust`, one of its keys signed it. what: what it should be, such as `lock`.
+
+    Raises UsageError if there is no such file, IntegrityError for one of more than `limit` bytes, SignatureError if it
+    is not trusted.
+    """
+    with given_file(path, what, remedy) as (file, status):
+        if status.st_size > limit:
+            raise IntegrityError(f"{path} has {status.st_size} bytes; a {what} has at most {limit}; check the path")
+        data = file.read(limit)
+    if trust is not None:
+        signatures = read_signatures(((key.id, signature_path(path, key.id)) for key in trust.keys), read_file)
+        trust.check(what, data, signatures, path)
+    return data
 
 
 def signature_path(path: Path, key_id: str) -> Path:
