@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import platform
 import shlex
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import fusekit
-from fusekit.errors import FusekitError, install
+from fusekit.errors import FusekitError
 from fusekit_cli import output
 from fusekit_cli.options import Session, common
 
 if TYPE_CHECKING:
     from fusekit.store import Row, Store
     from fusekit.store.listing import Build
-
-IMPORT_SECONDS = 120
 
 
 @click.command("doctor")
@@ -70,19 +66,14 @@ def _package() -> dict[str, Any]:
 
 
 def _compiler() -> dict[str, Any]:
-    """The distributions of the toolchain, and whether its libraries load, tried in a subprocess."""
+    """The distributions of the toolchain, and whether it builds and proves a kernel."""
     answer: dict[str, Any] = {"ok": False, "toolchain": {}, "problem": None}
     try:
+        from fusekit.compiler.self_test import self_test
         from fusekit.compiler.toolchain import distributions
 
         answer["toolchain"] = distributions()
-        trial = "import cutlass.cute, llvmlite.binding"
-        run = subprocess.run(
-            [sys.executable, "-c", trial], capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
-        )
-        if run.returncode:
-            last = run.stderr.strip().rpartition("\n")[2]
-            raise FusekitError(f"`{trial}` failed: {last}; compiling needs it; {install('build', '--force-reinstall')}")
+        self_test()
         answer["ok"] = True
     except Exception as error:
         answer["problem"] = _text(error)

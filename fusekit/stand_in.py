@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from fusekit.compiler import build, fakes
-from fusekit.compiler.capture import arch_of, captured, effective_options
+from fusekit.compiler import build, dsl, fakes
+from fusekit.compiler.capture import captured
 from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.identity import Identity
 from fusekit.compiler.leaves import (
@@ -84,8 +84,8 @@ def compile(function: Callable[..., Any], *args: Any, options: str = "", **kwarg
         compiled = fusekit.compile(scale, x, y, cutlass.Float32(1.0), stream)  # as cute.compile
         compiled(x, y, 2.0, stream)  # as its result
     """
-    compile_options = effective_options(options)
-    call = captured(function, args, kwargs, compile_options, arch_of(compile_options))
+    compile_options = dsl.compile_options(options)
+    call = captured(function, args, kwargs, compile_options, dsl.arch_of(compile_options))
     inputs = json.dumps([call.source, call.params], sort_keys=True).encode()
     named = dataclasses.replace(call, name=f"{call.name[:40]}-{hashlib.sha256(inputs).hexdigest()[:12]}")
     (spec,) = parse_text(f"schema = 1\nsummary = {json.dumps(call.source)}\n\n{named.toml()}", STEM, "fusekit.compile")

@@ -28,6 +28,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -251,6 +252,42 @@ def test_no_module_level_mutable_state(path):
         assert not empty and not (is_constructor and not value.args), (
             f"line {node.lineno}: filled later, so it is state"
         )
+
+
+PRIVATE_DSL = {PACKAGE / "compiler" / "dsl.py", PACKAGE / "kernels" / "dsl.py"}
+DSL_FILES = [path for path in LIBRARY_FILES if room_of(path) in ("compiler", "kernels", "plan", "stand_in")]
+PRIVATE_PYTHON = {"_getframe", "_exit", "_asdict", "_write_atomic"}
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Attributes with an underscore that code reads, also by name, and words by which the DSL calls its parts."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
+            names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+        else:
+            names = []
+        yield from (name for name in names if re.fullmatch(r"_[a-z]\w*|__\w*(mlir|c_pointers)\w*", str(name)))
+        if isinstance(node, ast.Constant) and re.match(r"_mlir_|cutlass\.(_|base_dsl|cutlass_dsl)", str(node.value)):
+            yield node.value
+
+
+def test_two_modules_hold_the_private_parts_of_the_dsl():
+    trees = {path: ast.parse(path.read_text()) for path in DSL_FILES}
+    defined = {*PRIVATE_PYTHON}
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                defined.add(node.id if isinstance(node, ast.Name) else node.attr)
+    found = {path: set[str]() for path in DSL_FILES}
+    for path in DSL_FILES:
+        found[path] |= {got.module for got in imports_of(path)
+                        if re.match(r"cutlass\.(_|base_dsl|cutlass_dsl)", got.module)}  # fmt: skip
+        found[path] |= {name for name in private_names(trees[path]) if name not in defined}
+    assert {path for path, names in found.items() if names} == PRIVATE_DSL, found
 
 
 def loaded(statement: str, folder: Path, *, tolerate_exit: bool = False) -> set[str]:

@@ -15,13 +15,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fusekit.compiler import fakes, values
+from fusekit.compiler import dsl, fakes, values
 from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.intercept import listening
 from fusekit.compiler.leaves import POINTER, TENSOR, leaves
 from fusekit.compiler.options import OPT_LEVEL
-from fusekit.compiler.trace import without_colours
-from fusekit.errors import BuildError, SpecError, ToolchainError, UsageError, install
+from fusekit.errors import BuildError, SpecError, UsageError
 from fusekit.plan.arch import FOREIGN
 from fusekit.spec.fields import NAME_PATTERN, NAME_RULE
 
@@ -184,8 +183,8 @@ def _describe(compiler: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     function, *given = args
     named = {key: value for key, value in kwargs.items() if key not in ("options", "is_experimental")}
     try:
-        options = effective_options(kwargs.get("options"), compiler)
-        return captured(function, tuple(given), named, options, arch_of(options))
+        options = dsl.compile_options(kwargs.get("options"), compiler)
+        return captured(function, tuple(given), named, options, dsl.arch_of(options))
     except BuildError as error:
         return f"{getattr(function, '__qualname__', type(function).__qualname__)}: {error}"
     except Exception as error:  # the caller's program goes on
@@ -193,39 +192,12 @@ def _describe(compiler: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         return f"{name}: {type(error).__name__}: {error}; report it, with what was compiled"
 
 
-def effective_options(options: Any, compiler: Any = None) -> Any:
-    """The DSL's `CompileOptions` of a call: of its string, else of `cute.compile[...]`."""
-    try:
-        from cutlass.base_dsl.compiler import CompileOptions, _parse_compile_options_from_str
-    except ImportError as error:
-        raise ToolchainError(f"the CuTe DSL cannot be imported ({error}); {install('build')}") from error
-
-    if isinstance(options, str) and options:
-        try:
-            return _parse_compile_options_from_str(options)
-        except Exception as error:
-            why = f"{type(error).__name__}: {without_colours(str(error)).partition(chr(10))[0]}"
-            raise BuildError(f"options {options!r}: the CuTe DSL does not take them ({why}); fix them") from None
-    if compiler is None:
-        return CompileOptions()
-    return getattr(compiler, "_compile_options", None) or compiler.compile_options  # of cute.compile, or of the DSL
-
-
-def arch_of(options: Any) -> str:
-    """The architecture that a call compiles for: its option's, the environment's, or the device's."""
-    from cutlass.base_dsl import Arch
-    from cutlass.cutlass_dsl import CuTeDSL
-
-    name: str = Arch.from_string(options.gpu_arch or CuTeDSL._get_dsl().envar.arch).to_string()
-    return name
-
-
 def _options(options: Any) -> str:
     """What of the options changes the cubin, as the DSL's option string."""
     words = []
     for kind, option in options.options.items():
-        name = getattr(kind, "_cli_flag", None)
-        default = OPT_LEVEL if name == "opt-level" else kind._default
+        name, default = dsl.option_flag(kind)
+        default = OPT_LEVEL if name == "opt-level" else default
         if option.value == default or name in _OF_NO_CUBIN:
             continue
         if name not in _OF_THE_CUBIN:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
+from fusekit.compiler import dsl
+
 _LOCALS = "<locals>"
 
 
@@ -25,9 +27,7 @@ def is_jit(function: Any) -> bool:
     """Whether that is what `cute.jit`, without options, makes of a function."""
     from cutlass import cute
 
-    probe = vars(cute.jit(lambda: None))
-    same = ("_dsl_cls", "_decorator_kind", "_preprocess_enabled")
-    return all(vars(function).get(name) == probe[name] for name in same) and hasattr(function, "__wrapped__")
+    return dsl.jit_marks(function) == dsl.jit_marks(cute.jit(lambda: None)) and hasattr(function, "__wrapped__")
 
 
 def attributes_of(function: Any) -> dict[str, Any]:
@@ -78,8 +78,7 @@ def rebuilt(outer: Any, place: str, free: Mapping[str, Any], names: dict[str, An
 
 def code_of(function: Any) -> Any:
     """The code as it was compiled, which the DSL replaces when it traces a function; None of what has none."""
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    return getattr(function, "_original_code", getattr(function, "__code__", None))
+    return dsl.original_code(inspect.unwrap(getattr(function, "__func__", function)))
 
 
 def _below(code: Any, names: list[str]) -> list[tuple[str, CodeType]]:

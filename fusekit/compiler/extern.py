@@ -14,7 +14,7 @@ from typing import Any
 
 from fusekit.abi import Argument, Constraint, Dim, Expr, ScalarArgument, TensorArgument, render, variables
 from fusekit.abi.expr import evaluate, freeze, validate
-from fusekit.compiler import fakes, hardware
+from fusekit.compiler import dsl, fakes, hardware
 from fusekit.compiler.hostfunction import (
     HostArgument,
     HostInteger,
@@ -247,7 +247,7 @@ class _Reading:
             host_strides.append(host)
             divisor = math.lcm(divisor, step)
         tensor = TensorArgument(
-            name, table["role"], leaf.dtype, tuple(extents), tuple(strides), divisor, max(fake._assumed_align, 1)
+            name, table["role"], leaf.dtype, tuple(extents), tuple(strides), divisor, max(dsl.alignment(fake), 1)
         )
         shape_, strides_ = tuple(map(freeze, hosts)), tuple(map(freeze, host_strides))
         return HostTensor(name, shape_, strides_, large=table.get("large", False)), tensor
@@ -318,7 +318,7 @@ class _Reading:
         for extent in reversed(shape):
             strides.insert(0, span)
             span = extent if span == 1 else ("mul", extent, span)
-        align = max(getattr(leaf.fake, "_assumed_align", 0) or 0, DTYPES[leaf.dtype].bytes)
+        align = max(dsl.alignment(leaf.fake, 0) or 0, DTYPES[leaf.dtype].bytes)
         return HostPointer(name), TensorArgument(
             name, table["role"], leaf.dtype, tuple(shape), tuple(strides), alignment=align
         )

@@ -32,7 +32,7 @@ from itertools import count
 from types import ModuleType
 from typing import Any
 
-from fusekit.compiler import closures, lambdas
+from fusekit.compiler import closures, dsl, lambdas
 from fusekit.compiler.intercept import Traced
 from fusekit.errors import BuildError
 
@@ -140,7 +140,7 @@ class CallWriter:
         kind = type(value).__name__
         if kind == "_FakeTensor":
             return self._tensor(
-                value.element_type, value.memspace, value._assumed_align, value.shape, value.stride, self._symbol
+                value.element_type, value.memspace, dsl.alignment(value), value.shape, value.stride, self._symbol
             )
         if isinstance(value, cute.Tensor):
             return self._real(value, where)
@@ -153,7 +153,7 @@ class CallWriter:
                 )
             return {"number": type(value).__name__, "value": self.value(value.value, where)}
         if kind == "_Pointer":
-            return {"pointer": value.dtype.__name__, "align": value._assumed_align, "memory": value.memspace.name}
+            return {"pointer": value.dtype.__name__, "align": dsl.alignment(value), "memory": value.memspace.name}
         if kind.endswith("Stream") or kind == "CUstream":
             return {"stream": True}
         if hasattr(value, "__dlpack__"):
@@ -165,16 +165,12 @@ class CallWriter:
 
     def _real(self, tensor: Any, where: str) -> dict[str, Any]:
         """A tensor with an address, by its layout: an extent that is dynamic there is a symbol of its own."""
-        from cutlass._mlir import ir
-
-        tensor.__c_pointers__()  # only with the descriptor does the DSL make the divisors of the strides
-        with ir.Context(), ir.Location.unknown():
-            text = str(tensor.mlir_type)
+        text = dsl.type_text(tensor)
         match = re.search(r'"\(([^()]*)\):\(([^()]*)\)"', text)
         if match is None:
             raise BuildError(f"{where} has the layout {text}, which is nested; compile it with a fake tensor")
         shape, stride = ([_extent(item) for item in _EXTENT.finditer(part)] for part in match.groups())
-        align = tensor._assumed_align or max(1, tensor.element_type.width // 8)
+        align = dsl.alignment(tensor) or max(1, tensor.element_type.width // 8)
         return self._tensor(tensor.element_type, tensor.memspace, align, shape, stride, self._fresh)
 
     def _tensor(self, dtype: Any, memory: Any, align: int, shape: Any, stride: Any, named: Any) -> dict[str, Any]:

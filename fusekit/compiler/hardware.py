@@ -13,34 +13,9 @@ from typing import Any
 from unittest.mock import patch
 
 from fusekit.abi import Expr
-from fusekit.compiler.cubin import RESERVED_SHARED
 
 MULTIPROCESSORS: Expr = "sm_count"
 CLUSTERS: Expr = ("max", 1, ("sub", "active_clusters", "cluster_margin"))
-
-
-@contextmanager
-def target(arch: str) -> Iterator[None]:
-    """In the block the DSL takes `arch` for the device's architecture, and the shared memory of a multiprocessor from
-    it. Imports the DSL.
-    """
-    from cuda.bindings.driver import CUdevice_attribute
-    from cutlass.base_dsl.runtime import cuda
-    from cutlass.cutlass_dsl import CuTeDSL
-    from cutlass.memory import get_smem_capacity_in_bytes
-
-    asked, environment = cuda.get_device_attribute, CuTeDSL._get_dsl().envar
-
-    def answer(attribute: Any, *rest: Any, **named: Any) -> Any:
-        if attribute == CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR:
-            # One block may have all of it but for what the driver keeps of every block.
-            return get_smem_capacity_in_bytes(arch.rstrip("af")) + RESERVED_SHARED
-        return asked(attribute, *rest, **named)
-
-    # Else the DSL asks the driver. Where that sees no GPU, the message of its error asks again, a hundred times over:
-    # a minute, where a driver is there and many processes wait for its lock.
-    with patch.object(cuda, "get_device_attribute", answer), patch.object(environment, "_arch", arch):
-        yield
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 from fusekit.abi import TensorArgument
 from fusekit.abi.arguments import OPTIONS
 from fusekit.abi.expr import Expr, evaluate, render
+from fusekit.compiler import dsl
 from fusekit.compiler.hostfunction import (
     HostArgument,
     HostInteger,
@@ -45,14 +46,14 @@ def check_plan(plan: TracePlan) -> None:
     for fake, host in zip(fakes, plan.host_arguments, strict=True):
         if not isinstance(host, HostTensor):
             continue
-        tensor = tensor_of(plan.signature, host.argument)
+        tensor, alignment = tensor_of(plan.signature, host.argument), dsl.alignment(fake)
         if bytes_of(fake) != tensor.itemsize:
             raise BuildError(
                 f"trace plan: {tensor.name} is traced as {fake.element_type}, the record says {tensor.dtype}"
             )
-        if tensor.alignment % fake._assumed_align:
+        if tensor.alignment % alignment:
             raise BuildError(
-                f"trace plan: {tensor.name} is traced with {fake._assumed_align}-byte alignment, the record promises"
+                f"trace plan: {tensor.name} is traced with {alignment}-byte alignment, the record promises"
                 f" only {tensor.alignment}; raise the one or lower the other"
             )
         shape, strides = layout(tensor, host)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from fusekit.errors import BuildError, ToolchainError, install
+from fusekit.compiler import dsl
+from fusekit.errors import BuildError
 
 Traced = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """The host function, its positional fake arguments, its keyword ones."""
@@ -78,13 +79,13 @@ def listening(listener: Listener, *, direct: bool = False) -> Iterator[None]:
     direct: also of every host function that is called without it, as of the call of `cute.compile` that would compile
     the same.
     """
-    compiler, dsl = _classes()
+    compiled, called = dsl.call_hooks()
 
     def hear(instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None] | None:
-        return None if kwargs.get("compile_only") or _tracing() else listener(instance, _called(*args), kwargs)
+        return None if kwargs.get("compile_only") or dsl.is_tracing() else listener(instance, _called(*args), kwargs)
 
     with ExitStack() as heard:
-        for owner, name, hook in ((compiler, "__call__", listener), (dsl, "_func", hear))[: 1 + direct]:
+        for (owner, name), hook in ((compiled, listener), (called, hear))[: 1 + direct]:
             heard.callback(_Ear.add(owner, name, hook).remove, hook)
         yield
 
@@ -95,13 +96,6 @@ def _called(function: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
     if args and inspect.unwrap(getattr(type(args[0]), name, None) or _called) is function:
         return (args[0] if name == "__call__" else getattr(args[0], name), *args[1:])
     return (function, *args)
-
-
-def _tracing() -> bool:
-    """Whether a host function is being traced, whose calls of others are a part of it."""
-    from cutlass._mlir import ir
-
-    return ir.Context.current is not None and ir.InsertionPoint.current is not None
 
 
 def traced(compile_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Traced:
@@ -121,13 +115,3 @@ def traced(compile_function: Callable[..., Any], *args: Any, **kwargs: Any) -> T
     except _Caught as caught:
         return caught.traced
     raise BuildError(f"{compile_function.__qualname__} compiled nothing: cute.compile was not called")
-
-
-def _classes() -> tuple[Any, Any]:
-    """The class of `cute.compile`, and the class that traces host functions."""
-    try:
-        from cutlass.base_dsl.compiler import CompileCallable
-        from cutlass.base_dsl.dsl import BaseDSL
-    except ImportError as error:
-        raise ToolchainError(f"the CuTe DSL cannot be imported ({error}); {install('build')}") from error
-    return CompileCallable, BaseDSL

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from fusekit.abi.arguments import OPTIONS, RESERVED
+from fusekit.compiler import dsl
 from fusekit.dtypes import ARGUMENTS, DTYPES, ROWS, SIGNED, UNSIGNED
 from fusekit.errors import BuildError
 
@@ -148,7 +149,7 @@ def flat(name: str, value: Any) -> Iterator[Leaf]:
     parts = members(value)
     if value is None or isinstance(value, str | enum.Enum | type):
         return  # compiled away, or into the code
-    if hasattr(value, "_assumed_align") and hasattr(value, "element_type") and hasattr(value, "shape"):
+    if dsl.is_tensor(value):
         yield Leaf(name, TENSOR, _dtype(name, value.element_type), value)
     elif parts is not None:
         for part in parts:
@@ -165,7 +166,7 @@ def flat(name: str, value: Any) -> Iterator[Leaf]:
         yield Leaf(name, FLOAT, "f32", value)
     elif "Pointer" in kind:
         yield Leaf(name, POINTER, _dtype(name, value.dtype), value)
-    elif not callable(value) or hasattr(value, "__get_mlir_types__"):
+    elif not callable(value) or dsl.has_values(value):
         raise BuildError(
             f"{name} is a {kind}, which launch records do not know; pass tensors, pointers, Int32, Int64, Float32 or a"
             " stream, also in tuples and dataclasses; annotate a constant as cutlass.Constexpr"

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fusekit.compiler import dsl
 from fusekit.compiler.capture import toml_key, toml_value
 from fusekit.compiler.foreign import search_path
 from fusekit.compiler.options import environment
@@ -77,7 +78,7 @@ def _leaf(leaf: Any, symbols: dict[int, str]) -> dict[str, Any]:
         for extent in leaf.shape
     ]
     steps = [None if isinstance(extent, int) else extent.divisibility for extent in leaf.fake.stride]
-    return {**facts, "shape": shape, "steps": steps, "align": leaf.fake._assumed_align}
+    return {**facts, "shape": shape, "steps": steps, "align": dsl.alignment(leaf.fake)}
 
 
 def _text(name: str, source: str, arch: str, params: Mapping[str, Any], leaves: list[dict[str, Any]]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from fusekit.abi import elf
 from fusekit.abi.tensormap import TensorMap, encode, encoder_modes
+from fusekit.compiler import dsl
 from fusekit.compiler.cubin import parsed
 from fusekit.errors import BuildError, ToolchainError, install
 
@@ -75,8 +76,8 @@ class HostFunction:
         file = parsed(host_object, "host object")
         self._refuse_unknown_symbols(file)
         self._engine = self._link(host_object)
-        start = f"_mlir_{prefix}_"
-        entries = [s.name for s in file.symbols if s.section and s.name.startswith(f"{start}_mlir_ciface_")]
+        start = dsl.symbols_of(prefix)
+        entries = [s.name for s in file.symbols if s.section and s.name.startswith(f"{start}{dsl.ENTRY}")]
         if len(entries) != 1:
             raise BuildError(
                 f"host object: entry points {entries or 'none'}; there must be one; update fusekit for this DSL"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
-from unittest.mock import patch
 
 _LONGEST = 60  # characters before the digest
 _SIZES = {"experts": "e", "topk": "k", "ranks": "r", "warps": "w"}
@@ -37,28 +35,3 @@ def _words(facts: Mapping[str, Any]) -> list[str | None]:
             ]
     texts = [facts[field] for field in ("out", "dtype") if isinstance(facts.get(field), str)]
     return texts + [f"{letter}{facts[field]}" for field, letter in _SIZES.items() if facts.get(field)]
-
-
-@contextmanager
-def naming(symbol: str) -> Iterator[None]:
-    """In the block the DSL calls kernels `symbol`, their function unless that is `kernel`, `cutlass` and their number;
-    "" leaves the names to the DSL. Imports the DSL.
-    """
-    from cutlass.cutlass_dsl import CuTeDSL
-
-    if not symbol:
-        yield
-        return
-    usual = CuTeDSL._get_name_options
-
-    def options(function: Callable[..., Any]) -> Any:
-        given = usual(function)
-        if getattr(function, "_decorator_kind", "") != "kernel":
-            return given
-        name = symbol if function.__name__ == "kernel" else f"{symbol}_{function.__name__}"
-        # ptxas compiles a kernel to other code where its name lacks `cutlass`.
-        return type(given)(name, remove_cutlass_symbol=False, keep_mangled_name=False)
-
-    # `set_name_prefix` would have to be called, and taken back, on every kernel that the host function may launch.
-    with patch.object(CuTeDSL, "_get_name_options", staticmethod(options)):
-        yield

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fusekit.compiler.digests import digest, private, read_all
+from fusekit.compiler.dsl import LIBRARY
 from fusekit.config import compiler_cache
 from fusekit.errors import ToolchainError, install
 
@@ -26,7 +27,6 @@ SUPPORTED = "4.8"
 _FAMILY = "nvidia-cutlass-dsl"
 _CUDA_LIBRARY = re.compile(rf"{_FAMILY}-libs-cu(\d+)")  # the compiler itself, as of one major version of CUDA
 IMPORTED = (".py", ".pyc", *EXTENSION_SUFFIXES)
-_LOADED = "cutlass._mlir._mlir_libs._cutlass_ir"  # the module that the DSL loads one of them as
 
 
 def distributions(cache: Path | None = None) -> dict[str, str]:
@@ -56,7 +56,7 @@ def distributions(cache: Path | None = None) -> dict[str, str]:
 
 def check_loaded(versions: dict[str, str]) -> None:
     """Raises ToolchainError where the library that the DSL has loaded in this process is not of `versions`."""
-    module = sys.modules.get(_LOADED)
+    module = sys.modules.get(LIBRARY)
     match = re.match(r"_cutlass_ir\.cu(\d+)\.", Path(getattr(module, "__file__", None) or "").name)
     if match is not None and f"{_FAMILY}-libs-cu{match[1]}" not in versions:
         listed = ", ".join(versions)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
-import inspect
 import math
-import os
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,17 +13,16 @@ from typing import Any
 
 from fusekit.abi import LaunchRecord, render
 from fusekit.compiler import cubin as cubins
-from fusekit.compiler import hardware, hostcode, lift
+from fusekit.compiler import dsl, hardware, hostcode, lift
+from fusekit.compiler.cubin import RESERVED_SHARED
 from fusekit.compiler.hostfunction import Lifted, TracePlan
 from fusekit.compiler.lift import LIFT_VALUES
 from fusekit.compiler.options import compile_options
 from fusekit.compiler.prove import prove
 from fusekit.compiler.recorder import HostFunction
-from fusekit.compiler.symbols import naming
 from fusekit.errors import BuildError, ToolchainError, install
 
 _PREFIX = "fusekit"
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,51 +126,14 @@ def trace(plan: TracePlan, scratch: Path) -> Traced:
     except ImportError as error:
         raise ToolchainError(f"the CuTe DSL cannot be imported ({error}); {install('build')}") from error
     try:
-        with contextlib.chdir(scratch), hardware.target(plan.signature.arch), naming(plan.symbol):
+        with contextlib.chdir(scratch), dsl.target(plan.signature.arch, RESERVED_SHARED), dsl.naming(plan.symbol):
             options = f"{compile_options(plan.signature.arch)} {plan.options}"
             compiled = cute.compile(plan.function, *plan.arguments, **plan.keywords, options=options)
     except BuildError:
         raise
     except Exception as error:
-        raise BuildError(f"the CuTe DSL refuses the kernel: {without_colours(str(error)) or repr(error)}") from error
-    image = compiled.artifacts.CUBIN
-    if isinstance(image, str):  # the path of the file that it should have written
-        if getattr(compiled, "kernel_info", None):
-            raise BuildError(
-                f"the CuTe DSL assembled nothing for {plan.signature.arch}: the CUDA libraries that are installed with"
-                f" it do not know that; {install('cu13')}, or take another arch"
-            )
-        raise BuildError("the host function launches no kernel; a spec is one that launches one kernel or more")
-    if not image:
-        raise ToolchainError(
-            "the CuTe DSL gave no cubin; this fusekit does not know its version; install nvidia-cutlass-dsl 4.8"
-        )
-    module = getattr(compiled, "ir_module", None)
-    if module is None:
-        raise ToolchainError(
-            "the CuTe DSL gave no host code to read; this fusekit does not know its version; install nvidia-cutlass-dsl"
-            " 4.8"
-        )
-    return Traced(bytes(image), module, _host_object(compiled))
-
-
-def without_colours(text: str) -> str:
-    """A message of the DSL's, without the escapes of a terminal."""
-    return _ANSI.sub("", text).strip()
-
-
-def _host_object(compiled: Any) -> bytes:
-    # The DSL's engine looks up the host object's CUDA entry points before it writes it out, and finds them only when
-    # its own runtime library is visible in the whole process. None of them is called.
-    from cutlass.base_dsl.env_manager import get_prefix_dsl_libs
-
-    for path in (get_prefix_dsl_libs("CUTE_DSL") or "").split(os.pathsep):
-        if path:
-            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-    # It also writes the signature, pickled, which not every default of an argument can be. Nothing here reads it.
-    compiled.execution_args.signature = inspect.Signature()
-    try:
-        host_object: bytes = compiled.dump_to_object(_PREFIX)
-    except Exception as error:
-        raise ToolchainError(f"the CuTe DSL cannot write its host object: {without_colours(str(error))}") from error
-    return host_object
+        raise BuildError(
+            f"the CuTe DSL refuses the kernel: {dsl.without_colours(str(error)) or repr(error)}"
+        ) from error
+    cubin = dsl.cubin(compiled, plan.signature.arch)
+    return Traced(cubin, dsl.host_module(compiled), dsl.host_object(compiled, _PREFIX))

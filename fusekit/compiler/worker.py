@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fusekit.compiler import foreign, values
+from fusekit.compiler import dsl, foreign, values
 from fusekit.compiler.fakes import FAKES
 from fusekit.compiler.hostfunction import TracePlan
 from fusekit.compiler.options import LINE_INFO, compile_options, has_lineinfo
@@ -168,6 +168,7 @@ def _import_compiler() -> None:
     try:
         for module in COMPILER:
             import_module(module)
+        dsl.check()
     except (Exception, SystemExit) as error:  # a broken installation fails in any way
         raise unusable(_described(error)) from error
 

@@ -7,19 +7,8 @@ map adds to the kernel's parameters is its 128 descriptor bytes. Sources: PTX IS
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass._mlir import ir
-from cutlass._mlir.dialects import cute_nvgpu
-from cutlass.cutlass_dsl import dsl_user_op
 
 from fusekit.kernels.inline import inline
-
-
-@dsl_user_op
-def descriptor_address(atom, *, loc=None, ip=None):
-    """Generic address of the tensor map inside a TMA copy atom that is a kernel parameter."""
-    executable = cute_nvgpu.atom_make_exec_tma(atom._trait.value, loc=loc, ip=ip)
-    pointer = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<128>>")
-    return cute_nvgpu.get_tma_desc_addr(pointer, executable, loc=loc, ip=ip)
 
 
 def divide(a: Int32, b) -> Int32:

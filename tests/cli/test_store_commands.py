@@ -1,5 +1,6 @@
 """ls, show, verify over a store of test entries."""
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -313,6 +314,7 @@ def test_doctor_without_a_compiler_a_driver_or_a_store(fusekit):
     assert {"compiler", "driver", "gpus", "stores", "can_build", "can_run"} <= set(document)
     for probe in ("compiler", "driver"):
         assert document[probe]["ok"] or document[probe]["problem"]
+    assert document["can_build"] == (importlib.util.find_spec("cutlass") is not None)
     (own,) = document["stores"]
     assert (own["path"], own["exists"], own["writable"], own["problem"]) == (str(fusekit.root), False, True, None)
     assert not fusekit.root.exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fusekit.compiler import dsl
 from fusekit.errors import BuildError
 
 POINTER_BYTES = 8
@@ -51,9 +52,7 @@ class Layouts:
         return layout
 
     def _make(self, type_: Any) -> Layout:
-        from cutlass._mlir import ir
-        from cutlass._mlir.dialects import llvm
-
+        ir, llvm = dsl.ir(), dsl.llvm()
         if isinstance(type_, ir.IntegerType):
             return _scalar("integer", type_.width)
         if isinstance(type_, ir.FloatType):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusekit.compiler import dsl
 from fusekit.compiler.hostcode import encoded, loops
 from fusekit.compiler.hostcode.bits import FLOAT_OPERATIONS, PREDICATES, Bits, Graph, Pointer, Symbol, UndecidedError
 from fusekit.compiler.hostcode.layout import Layout, Layouts, Leaf
@@ -262,8 +263,7 @@ class Run:
         return self.machine.layouts.of(instruction.operation.results[0].type)
 
     def constant(self, instruction: Instruction, *_: Any) -> Value:
-        from cutlass._mlir import ir
-
+        ir = dsl.ir()
         value, layout = instruction.attributes["value"], self.layout(instruction)
         if isinstance(value, ir.IntegerAttr):
             return self.graph.const(value.value, layout.leaves[0].width)

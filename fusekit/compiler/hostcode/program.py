@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusekit.compiler import dsl
 from fusekit.errors import BuildError
 
 _LOCATION = re.compile(r'"([^"]+)":([0-9]+):')
@@ -154,8 +155,6 @@ def _decode(operation: Any, slots: dict[Any, int], numbers: dict[Any, int]) -> I
 
 def _slot(value: Any, slots: dict[Any, int]) -> int:
     # By owner: some values overload ==, and comparing them would write operations into the module.
-    from cutlass._mlir import ir
-
-    owner = value.owner
+    ir, owner = dsl.ir(), value.owner
     number: int = ir.BlockArgument(value).arg_number if isinstance(owner, ir.Block) else 0
     return slots[owner] + number

@@ -9,6 +9,7 @@ from typing import Any
 
 from fusekit.abi import Argument, Constraint, Expr, LaunchRecord, LaunchStep, TensorArgument, render
 from fusekit.compiler import cubin as cubins
+from fusekit.compiler.dsl import ENTRY
 from fusekit.compiler.hostcall import given, layout, tensor_of
 from fusekit.compiler.hostcode.arguments import Arguments
 from fusekit.compiler.hostcode.bits import Bits, Pointer, Symbol, UndecidedError
@@ -20,7 +21,6 @@ from fusekit.compiler.hostcode.terms import Algebra, Term
 from fusekit.compiler.hostfunction import HostTensor, TracePlan
 from fusekit.errors import BuildError
 
-_ENTRY = "_mlir_ciface_"
 _LAUNCH, _LOAD, _SET_ATTRIBUTE = "_cudaLaunchKernelEx", "cuda_load_to_device", "_cudaKernelSetAttributeForDevice"
 _KERNELS = "kernels_"
 # cudaLaunchConfig_t in bytes: grid, block, dynamic shared memory, stream, attributes and their count.
@@ -42,10 +42,10 @@ def read(module: Any, plan: TracePlan, cubin: bytes) -> tuple[TracePlan, LaunchR
     with module.context:  # which operands of vector types need to be looked at
         while True:
             machine = Machine(module)
-            entry = next((name for name in machine.names if name.startswith(_ENTRY)), None)
+            entry = next((name for name in machine.names if name.startswith(ENTRY)), None)
             if entry is None:
                 raise BuildError(
-                    f"host code: it has no function {_ENTRY}...; this fusekit does not know the DSL that made it"
+                    f"host code: it has no function {ENTRY}...; this fusekit does not know the DSL that made it"
                 )
             arguments = Arguments(plan, machine, machine.function(entry).argument_types)
             try:

@@ -5,10 +5,8 @@ passed is seen by whoever acquires the word.
 """
 
 from cutlass import Int32, Int64, Uint32, cute
-from cutlass._mlir import ir
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
 
+from fusekit.kernels.dsl import dsl_user_op, inline_i32
 from fusekit.plan.exchange import NEXT, STATUS
 
 WAIT = """{
@@ -60,11 +58,7 @@ end_:
 @dsl_user_op
 def wait(address: Int64, epoch: Int32, deadline: Int64, *, loc=None, ip=None) -> Int32:
     """1 once the word is `epoch` or a later one, 0 if it is neither by the deadline; what was released is then seen."""
-    given = [operand.ir_value(loc=loc, ip=ip) for operand in (Int64(address), Int32(epoch), Int64(deadline))]
-    result = llvm.inline_asm(
-        ir.IntegerType.get_signless(32), given, WAIT, "=r,l,r,l,~{memory}", has_side_effects=True, loc=loc, ip=ip
-    )
-    return Int32(result)
+    return Int32(inline_i32(WAIT, "=r,l,r,l,~{memory}", (Int64(address), Int32(epoch), Int64(deadline)), loc, ip))
 
 
 def release(address: Int64, value: Int32) -> None:

@@ -11,6 +11,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from fusekit.kernels import lanes, ptx
+from fusekit.kernels.dsl import descriptor_address
 from fusekit.kernels.gemm.operands.base import DeviceOperand, Idle
 from fusekit.kernels.quantise import codes
 from fusekit.plan.quant import SIDE
@@ -146,7 +147,7 @@ class Columns(DeviceOperand):
         if lane == 0:
             for number, box in enumerate(boxes):
                 token = block * SIDE + number * (SIDE // len(boxes))
-                ptx.tma_store(ptx.descriptor_address(target.codes), box, self.coordinates(token, column))
+                ptx.tma_store(descriptor_address(target.codes), box, self.coordinates(token, column))
             cute.arch.cp_async_bulk_commit_group()
 
     def coordinates(self, token, column) -> tuple:

@@ -8,11 +8,9 @@ group are in the order of places, so they lie together. Which tile is done when 
 """
 
 from cutlass import Int32, Int64, cute
-from cutlass._mlir import ir
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
 
 from fusekit.kernels import ptx
+from fusekit.kernels.dsl import dsl_user_op, inline_i32
 from fusekit.kernels.exchange import signals
 from fusekit.kernels.gemm.operands.base import DeviceOperand
 from fusekit.kernels.inline import inline
@@ -49,13 +47,8 @@ out_:
 @dsl_user_op
 def arrived(flag: Int64, epoch: Int32, status: Int64, milliseconds: Int32, *, loc=None, ip=None) -> Int32:
     """1 once the flag is up, 0 if it is not in time; what was released is then seen."""
-    given = [
-        operand.ir_value(loc=loc, ip=ip) for operand in (Int64(flag), Int32(epoch), Int64(status), Int32(milliseconds))
-    ]
-    result = llvm.inline_asm(
-        ir.IntegerType.get_signless(32), given, ARRIVED, "=r,l,r,l,r,~{memory}", has_side_effects=True, loc=loc, ip=ip
-    )
-    return Int32(result)
+    operands = (Int64(flag), Int32(epoch), Int64(status), Int32(milliseconds))
+    return Int32(inline_i32(ARRIVED, "=r,l,r,l,r,~{memory}", operands, loc, ip))
 
 
 def acquire(address: Int64) -> Int32:

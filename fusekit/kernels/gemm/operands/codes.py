@@ -8,6 +8,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from fusekit.kernels import lanes, ptx
+from fusekit.kernels.dsl import descriptor_address
 from fusekit.kernels.floats import multiply
 from fusekit.kernels.gemm.operands.base import DeviceOperand
 from fusekit.kernels.quantise import codes
@@ -35,7 +36,7 @@ class Codes(DeviceOperand):
         self.staging = kit.StagingBoxes(plan)
 
     def view(self, parameter):
-        return CodedRows(ptx.descriptor_address(parameter.codes), parameter.scales, parameter.stride)
+        return CodedRows(descriptor_address(parameter.codes), parameter.scales, parameter.stride)
 
     @cute.jit
     def block(

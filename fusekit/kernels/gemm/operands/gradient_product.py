@@ -5,6 +5,7 @@ from typing import NamedTuple
 from cutlass import cute
 
 from fusekit.kernels import ptx
+from fusekit.kernels.dsl import descriptor_address
 from fusekit.kernels.gemm.operands.base import BOTH, DeviceOperand, dtype_of, struct
 
 
@@ -44,7 +45,7 @@ class TokenRows(DeviceOperand):
     def descriptors(self, operands) -> list:
         """Addresses of the tensor maps of dy and x; None for the one that is gathered."""
         names, maps = ("dy", "x"), operands.token_rows
-        return [None if name == self.plan.gather else ptx.descriptor_address(getattr(maps, name)) for name in names]
+        return [None if name == self.plan.gather else descriptor_address(getattr(maps, name)) for name in names]
 
     def view(self, parameter):
         return None
@@ -86,7 +87,7 @@ class Dw(DeviceOperand):
         return self.kit.box_map(self.kit.store_op(), view, (self.columns, self.plan.arch.warp_rows))
 
     def view(self, parameter):
-        return ptx.descriptor_address(parameter)
+        return descriptor_address(parameter)
 
     def result(self, values, box: int, number: int, where, work, boxes) -> int:
         if self.plan.in_parts:

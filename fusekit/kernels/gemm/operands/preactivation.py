@@ -1,6 +1,7 @@
 """z, the activation's input: stored as soon as the accumulators of a box are final."""
 
 from fusekit.kernels import ptx
+from fusekit.kernels.dsl import descriptor_address
 from fusekit.kernels.gemm.operands.base import DeviceOperand
 from fusekit.plan.gemm import GATED_UNIT
 
@@ -23,7 +24,7 @@ class Preactivation(DeviceOperand):
         )
 
     def view(self, parameter):
-        return ptx.descriptor_address(parameter)
+        return descriptor_address(parameter)
 
     def stored_boxes(self) -> int:
         return self.plan.tile[1] // self.columns

@@ -2,7 +2,7 @@
 
 from cutlass import cute
 
-from fusekit.kernels import ptx
+from fusekit.kernels.dsl import descriptor_address
 from fusekit.kernels.gemm.operands.base import LEFT, RIGHT, DeviceOperand, dtype_of
 
 
@@ -31,7 +31,7 @@ class X(DeviceOperand):
 
     def descriptor(self, operands):
         """Its tensor map's address; None where its rows are gathered."""
-        return None if self.plan.gathers else ptx.descriptor_address(operands.x)
+        return None if self.plan.gathers else descriptor_address(operands.x)
 
     def boxes(self, descriptor, stages, stage, k_tile, row):
         """A stage of x from row `row` on."""
@@ -76,7 +76,7 @@ class W(DeviceOperand):
 
     def descriptor(self, operands):
         """Its tensor map's address."""
-        return ptx.descriptor_address(operands.w)
+        return descriptor_address(operands.w)
 
     def boxes(self, descriptor, stages, stage, k_tile, columns):
         """A stage of w; columns: (tile along N, half of N, group)."""
@@ -108,7 +108,7 @@ class Y(DeviceOperand):
         return self.kit.ragged_map(self.kit.store_op(), given.y, (self.columns, self.plan.arch.warp_rows))
 
     def view(self, parameter):
-        return ptx.descriptor_address(parameter)
+        return descriptor_address(parameter)
 
     def stored_boxes(self) -> int:
         return self.plan.out_tile_n // self.columns

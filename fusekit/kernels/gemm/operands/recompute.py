@@ -1,6 +1,7 @@
 """y once more: the activation's value, staged next to z and stored with dz."""
 
 from fusekit.kernels import ptx
+from fusekit.kernels.dsl import descriptor_address
 from fusekit.kernels.gemm.operands.base import DeviceOperand
 from fusekit.plan.gemm import OUTPUT_BOXES
 
@@ -17,7 +18,7 @@ class Recompute(DeviceOperand):
         return self.kit.ragged_map(self.kit.store_op(), given.y, (self.columns, self.plan.arch.warp_rows))
 
     def view(self, parameter):
-        return ptx.descriptor_address(parameter)
+        return descriptor_address(parameter)
 
     def pack(self, values):
         return ptx.pack_pair(*values, self.out_dtype)

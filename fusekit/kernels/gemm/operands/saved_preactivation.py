@@ -1,6 +1,7 @@
 """z as a forward pass stored it, and dz. The backward driver streams both through the same boxes."""
 
 from fusekit.kernels import ptx
+from fusekit.kernels.dsl import descriptor_address
 from fusekit.kernels.gemm.operands.base import STREAMED, DeviceOperand
 
 
@@ -15,7 +16,7 @@ class SavedPreactivation(DeviceOperand):
         return self.kit.z_map(self.kit.load_op(), given.preactivation, self.plan)
 
     def view(self, parameter):
-        return ptx.descriptor_address(parameter)
+        return descriptor_address(parameter)
 
     def barrier(self, shared, warp, slot):
         """The barrier of box `slot` of a consumer warp."""
@@ -32,7 +33,7 @@ class Dz(DeviceOperand):
         return self.kit.z_map(self.kit.store_op(), given.dz, self.plan)
 
     def view(self, parameter):
-        return ptx.descriptor_address(parameter)
+        return descriptor_address(parameter)
 
     def z_box(self, box, where, work) -> None:
         ptx.tma_store(work.operands.dz, box, where)

@@ -13,6 +13,7 @@ import cutlass
 from cutlass import Float32, Int32, Uint32, cute
 
 from fusekit.kernels import lanes, ptx
+from fusekit.kernels.dsl import descriptor_address
 from fusekit.kernels.gemm.columns import SLAB_TOKENS, SLABS, Columns, Place, Turned
 from fusekit.kernels.gemm.operands.base import STREAMED, Idle
 from fusekit.kernels.gemm.operands.codes import in_order
@@ -162,7 +163,7 @@ class DzTurned(Columns):
                     box = idle.shared.staging + (warp * self.plan.warp_bytes + unit * self.plan.z_box_bytes)
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.plan.z_box_bytes)
                     where = self.kit.z_place(self.plan, end - first, end, n_tile, unit)
-                    z = ptx.descriptor_address(idle.operands.saved_preactivation)
+                    z = descriptor_address(idle.operands.saved_preactivation)
                     ptx.tma_load(z, box, barrier, where)
         cute.arch.sync_warp()
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, cute
-from cutlass.cutlass_dsl import extract_mlir_values, new_from_mlir_values
 
+from fusekit.kernels.dsl import extract_mlir_values, new_from_mlir_values
 from fusekit.kernels.gemm.operands.base import Extents
 from fusekit.kernels.gemm.sm90.raster import ALONG_M, Raster
 from fusekit.kernels.ptx import (
