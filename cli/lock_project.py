@@ -34,7 +34,8 @@ def run(session: Session, project: Project, *, check: bool, expires: float | Non
     lock, missing, moved = resolved.lock, resolved.missing, changes(before, resolved)
     if check:  # what is not in this store is compared by its key
         missing = tuple(row for row in missing if row.why is not None)
-    same = sum(map(len, lock.kernels.values())) - sum(row.now is not None for row in moved)
+    listed = {(*where, build.toolchain) for where, builds in lock.kernels.items() for build in builds}
+    same = len(listed - {(row.name, row.arch, row.toolchain) for row in moved})
     renewed = before is None or not lock.same_content(before) or expires is not None or store.signer is not None
     renewed |= before is not None and before.expires is not None and before.expires <= expiry(0)
     written = renewed and not check and not missing

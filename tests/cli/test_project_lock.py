@@ -32,7 +32,8 @@ def project(tmp_path, fusekit):
 
 
 def test_a_lock_from_nothing_to_a_rollback(project, fusekit, monkeypatch):
-    assert fusekit("lock", "--check", "--json", code=1).json["changed"][0]["before"] is None
+    checked = fusekit("lock", "--check", "--json", code=1).json
+    assert (checked["changed"][0]["before"], checked["same"]) == (None, 0)
     assert not (project / "fusekit.lock").exists()
     written = fusekit("lock", "--json").json
     assert (written["serial"], written["written"], written["missing"]) == (1, True, [])
