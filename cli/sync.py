@@ -16,7 +16,8 @@ from fusekit_cli.options import Session, common, signing
 from fusekit_cli.progress import progress, progress_of
 
 if TYPE_CHECKING:
-    from fusekit.store import Store
+    from fusekit.compiler.build import Task
+    from fusekit.store import NameRecord, Store
     from fusekit.store.lockfile import Build, Where
 
 COMPILED = "built here"
@@ -32,8 +33,8 @@ def command(session: Session, frozen: bool, dry_run: bool, jobs: int | None) -> 
     """Make the store hold every build that fusekit.lock lists (FUSEKIT_LOCK, else that of the project), with its names.
 
     What no root of the store has, installed wheels included, comes from the remotes of fusekit.toml, in their order;
-    the rest is built, from the project's targets. Names that are copied change only when all is there. Exit code 1 if
-    something is missing.
+    the rest is built, from the project's targets. Names change only when all is there. Exit code 1 if something is
+    missing.
     """
     from fusekit.runtime.wellformed import WELLFORMED
     from fusekit.share.sync import sync
@@ -51,8 +52,16 @@ def command(session: Session, frozen: bool, dry_run: bool, jobs: int | None) -> 
     def compiled(missing: Sequence[tuple[Where, Build]]) -> Mapping[str, str]:
         return {} if frozen else _build(session, store, missing, jobs)
 
+    def records() -> Mapping[tuple[Where, str], NameRecord]:
+        from fusekit.compiler.naming import record_of
+
+        tasks = _planned(session, store)
+        return {
+            ((spec.full_name, spec.arch), task.key): record_of(task.key, spec) for task in tasks for spec in task.specs
+        }
+
     with progress(session, "syncing", moves_bytes=True) as update:
-        report = sync(store, lock, remotes, WELLFORMED, progress_of(update), compiled, dry_run=dry_run)
+        report = sync(store, lock, remotes, WELLFORMED, progress_of(update), compiled, records, dry_run=dry_run)
     roots = {str(root.path): str(root.path) for root in store.roots} | {str(store.root): "here"}
     origins = Counter(roots.get(source.origin, source.origin) for source in report.sources)
     fresh = [source for source in report.sources if source.origin not in roots]
@@ -87,22 +96,29 @@ def command(session: Session, frozen: bool, dry_run: bool, jobs: int | None) -> 
     return 1 if report.missing and not dry_run else 0
 
 
-def _build(session: Session, store: Store, missing: Sequence[tuple[Where, Build]], jobs: int | None) -> dict[str, str]:
-    """Build those of `missing` that the project's targets give with the toolchain here; key -> origin."""
-    from fusekit.compiler.build import BuildPlan, execute, plan_build, select, trust
+def _planned(session: Session, store: Store) -> tuple[Task, ...]:
+    """What the project's targets give with the toolchain here; nothing, with a note, if there is none."""
+    from fusekit.compiler.build import plan_build, select, trust
     from fusekit.errors import ToolchainError
 
     if session.project is None:
         session.note("nothing is built: there is no fusekit.toml, whose targets say what")
-        return {}
-    keys = {build.key for _, build in missing}
+        return ()
     try:
         specs = trust(select(project=session.project), session.config.allow_extern, named=True).specs
         planned = plan_build(specs, store)
     except ToolchainError as error:
         session.note(str(error))
-        return {}
-    wanted = BuildPlan(misses=tuple(task for task in planned.misses if task.key in keys))
-    report = execute(wanted, store, jobs)
+        return ()
+    return (*planned.hits, *planned.misses)
+
+
+def _build(session: Session, store: Store, missing: Sequence[tuple[Where, Build]], jobs: int | None) -> dict[str, str]:
+    """Build those of `missing` that are planned here; key -> origin."""
+    from fusekit.compiler.build import BuildPlan, execute
+
+    keys = {build.key for _, build in missing}
+    tasks = tuple(task for task in _planned(session, store) if task.key in keys)
+    report = execute(BuildPlan(misses=tasks), store, jobs, named=False)
     failures(session, report.failed)
     return {built.key: COMPILED for built in report.built}

@@ -359,10 +359,11 @@ def execute(
     progress: Callable[[Progress], None] | None = None,
     planner: Callable[[Spec], TracePlan] | None = None,
     executor: Executor | None = None,
+    named: bool = True,
 ) -> BuildReport:
     """Builds the plan's misses and names everything; see `build`.
 
-    planner: instead of the operations' own; importable by name, called in a worker.
+    planner: instead of the operations' own; importable by name, called in a worker. named: False publishes no name.
     """
     report, store = BuildReport(failed=list(wanted.failed)), store.inspecting(check_usable)
     if jobs is not None:
@@ -373,14 +374,14 @@ def execute(
         for task in wanted.hits:
             assert task.summary is not None
             try:
-                if not task.named:
+                if named and not task.named:
                     report.moved += give_names(store, task.key, task.specs)
             except IntegrityError as error:
                 _fail(report, task, error)
             else:
                 report.hits += _rows(task, task.summary)
         if wanted.misses:
-            _build(wanted.misses, store, jobs, progress or (lambda _: None), planner, executor, report)
+            _build(wanted.misses, store, jobs, progress or (lambda _: None), planner, executor, report, named)
     order = {(spec.full_name, spec.arch): place for place, spec in enumerate(wanted.specs)}
     for rows in (report.built, report.hits, report.failed, report.moved):
         rows.sort(key=lambda row: order.get((row.name, row.arch), -1))
@@ -395,6 +396,7 @@ def _build(
     planner: Callable[[Spec], TracePlan] | None,
     executor: Executor | None,
     report: BuildReport,
+    named: bool,
 ) -> None:
     store.sign("entry", b"")  # a store that would not trust what is built here raises before it is built
     from fusekit.compiler.pool import processes, run
@@ -412,7 +414,7 @@ def _build(
 
     def make(compiler: Compiler, task: Task) -> tuple[Entry, bool, list[Moved]]:
         waits = time.monotonic() - begun.setdefault(task.key, time.monotonic()) < PATIENCE
-        return _make(compiler, task, store, planner, waits)
+        return _make(compiler, task, store, planner, waits, named)
 
     with team as (compilers, stop), closing(run(misses, compilers, make, stop)) as outcomes:
         for done, (task, outcome) in enumerate(outcomes, start=1):
@@ -426,7 +428,7 @@ def _build(
 
 
 def _make(
-    compiler: Compiler, task: Task, store: Store, planner: Callable[[Spec], TracePlan] | None, waits: bool
+    compiler: Compiler, task: Task, store: Store, planner: Callable[[Spec], TracePlan] | None, waits: bool, named: bool
 ) -> tuple[Entry, bool, list[Moved]]:
     """The entry of `task`, whether it was compiled now, and the names that it moved. Another builder may have been
     faster. If it is at it now this is postponed, as long as it `waits`: so builders of one catalogue share it.
@@ -455,7 +457,7 @@ def _make(
     if outcome is None:
         raise PostponedError
     entry, is_new = outcome
-    return entry, is_new, give_names(store, task.key, task.specs, entry)
+    return entry, is_new, give_names(store, task.key, task.specs, entry) if named else []
 
 
 def _home(spec: Spec) -> tuple[str, ...] | None:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from fusekit.share.remote import Remote
     from fusekit.store import Entry, NameRecord, Store
 
-Signed = tuple["NameRecord", dict[str, bytes]]
+Signed = tuple["NameRecord", dict[str, bytes] | None]
+"""A record and the signatures over it; None: to be signed here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +54,23 @@ class SyncReport:
 
 def sync(
     store: Store, lock: Lock, remotes: Mapping[str, Remote], inspect: Inspect, notify: Notify | None = None,
-    compile: Callable[[Sequence[tuple[Where, Build]]], Mapping[str, str]] = lambda missing: {}, *,
-    dry_run: bool = False,
+    compile: Callable[[Sequence[tuple[Where, Build]]], Mapping[str, str]] = lambda missing: {},
+    records: Callable[[], Mapping[tuple[Where, str], NameRecord]] = dict, *, dry_run: bool = False,
 ) -> SyncReport:  # fmt: skip
     """Make the writable root of `store`, over its read-only roots, hold every build of `lock`, and no name of it point
     to another one.
 
     remotes: by name, asked in their order for what is missing. inspect: checks documents; the lock's checks are added.
-    compile: builds what no remote has, and returns key -> its origin. Nothing is published under a name unless all is
-    there. Raises IntegrityError for a lock that has expired or is older than one that was used here, and for a
-    store that has another build of a listed key.
+    compile: publishes builds that no remote has, without names, and returns key -> its origin. records: by name,
+    architecture and key, for builds that were compiled here. No name is published unless all is there.
+
+    Raises IntegrityError for a lock that has expired or is older than one that was used here, and for a store that has
+    another build of a listed key.
     """
     lock.check_current()
     store.remember(lock, write=not dry_run)
     with nullcontext() if dry_run else store.lease():
-        return _Sync(store, lock, inspect, dry_run).run(remotes, notify, compile)
+        return _Sync(store, lock, inspect, dry_run).run(remotes, notify, compile, records)
 
 
 class _Sync:
@@ -84,6 +87,7 @@ class _Sync:
     def run(
         self, remotes: Mapping[str, Remote], notify: Notify | None,
         compile: Callable[[Sequence[tuple[Where, Build]]], Mapping[str, str]],
+        records: Callable[[], Mapping[tuple[Where, str], NameRecord]],
     ) -> SyncReport:  # fmt: skip
         for key in self.builds:
             if (root := self._root_of(key)) is not None:
@@ -99,6 +103,9 @@ class _Sync:
                     self.origins[key] = (origin, 0)
         self.report.missing = self._missing()
         if not self.report.missing:
+            unnamed = [(where, build.key) for where, build in self._every() if self._signed(where, build.key) is None]
+            known = records() if unnamed else {}
+            self.records |= {item: (known[item], None) for item in unnamed if item in known}
             self._names()
         for where, builds in self.lock.kernels.items():
             for build in builds:
@@ -107,8 +114,15 @@ class _Sync:
         return self.report
 
     def _missing(self) -> list[tuple[Where, Build]]:
-        every = [(where, build) for where, builds in self.lock.kernels.items() for build in builds]
-        return [(where, build) for where, build in every if build.key not in self.origins]
+        return [(where, build) for where, build in self._every() if build.key not in self.origins]
+
+    def _every(self) -> list[tuple[Where, Build]]:
+        return [(where, build) for where, builds in self.lock.kernels.items() for build in builds]
+
+    def _signed(self, where: Where, key: str) -> Signed | None:
+        """The record by which the name `where` points to `key`: of a root, or what came to be published."""
+        here = self._record_of(where, key)
+        return (here, self.store.signatures(here.to_bytes())) if here else self.records.get((where, key))
 
     def _root_of(self, key: str) -> Root | None:
         """The first root that has the entry of `key` as the lock lists it, with its cubin."""
@@ -129,8 +143,8 @@ class _Sync:
     def _from_remote(self, name: str, remote: Remote, notify: Notify | None) -> None:
         """Copy from `remote` the builds that no root has, and the records of names that point to them."""
         wanted = sorted({build.key for _, build in self._missing()})
-        every = [(where, build.key) for where, builds in self.lock.kernels.items() for build in builds]
-        unnamed = [item for item in every if item not in self.records and self._record_of(*item) is None]
+        every = [(where, build.key) for where, build in self._every()]
+        unnamed = [item for item in every if self._signed(*item) is None]
         if not wanted and not unnamed:
             return
         reader = _Reader(self.target, remote, notify, self.inspect)
@@ -179,24 +193,24 @@ class _Sync:
 
     def _names(self) -> None:
         """Publish the records that no root has. The last build of a name in the writable root is one of the lock."""
+        published: list[Signed] = []
         for where, builds in self.lock.kernels.items():
             last = quietly(self.target.roots[0].name, *where)
             stale = last is not None and all(last.key != build.key for build in builds)
-            records = []
+            before = len(published)
             for key in reversed(self.lock.keys(*where)):
-                here = self._record_of(where, key)
-                signed = (here, self.store.signatures(here.to_bytes())) if here else self.records.get((where, key))
+                signed = self._signed(where, key)
                 if signed is None:
                     raise IntegrityError(
                         f"{where[0]} for {where[1]}: the build {key[:12]} is there, and no record by which the name "
                         "points to it; push it again from the store where it was built",
                         key=key,
                     )
-                if here is None or stale:
-                    records.append(signed)
-            self.report.names += bool(records)
-            for record, signatures in () if self.dry_run else records:
-                self.store.publish_name(record, signatures=signatures)
+                if stale or (where, key) in self.records:
+                    published.append(signed)
+            self.report.names += len(published) > before
+        for record, signatures in () if self.dry_run else published:
+            self.store.publish_name(record, signatures=signatures)
 
 
 class _Reader(Reading):

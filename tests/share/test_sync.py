@@ -89,6 +89,30 @@ def test_what_is_missing_moves_no_name(cluster, tmp_path):
     assert node.find_name(OTHER, "sm_90a").key == cluster.other.key
 
 
+def test_what_is_built_here_is_named_with_the_rest(cluster, tmp_path):
+    """Also if the sync that built it was stopped."""
+    node = Store(tmp_path / "node")
+    old = publish(node, CU12, seed=9, name=OTHER)
+
+    def compile_other(missing):
+        node.publish(*cluster.store.load(cluster.other.key))
+        return {cluster.other.key: "built here"}
+
+    def records():
+        return {((OTHER, "sm_90a"), cluster.other.key): cluster.store.find_name(OTHER, "sm_90a")}
+
+    report = sync(node, cluster.lock, {}, WELLFORMED, compile=compile_other, records=records)
+    assert ({source.origin for source in report.sources}, len(report.missing)) == ({"built here"}, 2)
+    assert (node.find_name(OTHER, "sm_90a").key, node.find_name(NAME, "sm_90a")) == (old.key, None)
+    only = Remote(str(tmp_path / "only"))
+    push(cluster.store, select(cluster.store, [NAME]), only)
+    with pytest.raises(IntegrityError, match="no record by which the name points to it"):
+        sync(node, cluster.lock, {"only": only}, WELLFORMED)
+    report = sync(node, cluster.lock, {"only": only}, WELLFORMED, records=records)
+    assert (report.names, node.find_name(OTHER, "sm_90a").key) == (2, cluster.other.key)
+    assert sync(node, cluster.lock, {}, WELLFORMED, records=records).names == 0
+
+
 def test_a_name_that_moved_on_comes_back_to_the_lock(cluster, tmp_path):
     node = Store(tmp_path / "node")
     sync(node, cluster.lock, cluster.remotes, WELLFORMED)
