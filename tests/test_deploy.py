@@ -102,8 +102,15 @@ def slurm(run, tmp_path):
     """Runs a job's script where `srun` starts one task."""
     tools = stub(tmp_path / "tools", "srun", 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_PER_TASK": "2"}
-    job |= {"SHARED": str(tmp_path / "shared"), "LOCAL": str(tmp_path / "local"), "KERNELS": KERNELS}
+    job |= {"PROJECT": str(tmp_path / "project"), "LOCAL": str(tmp_path / "local")}
+    write_project(tmp_path / "project")
     return lambda *line, **options: run("bash", *map(str, line), path=[tools], **job, **options)
+
+
+def write_project(folder, text='[targets]\nspecs = ["quickstart"]\n[remotes]\ncluster = "remote"\n'):
+    """A project file with one kernel of what `text` has."""
+    folder.mkdir(exist_ok=True)
+    (folder / "fusekit.toml").write_text(text.replace('"quickstart"', f'"{KERNELS}"'))
 
 
 def test_slurm_builds_and_launches(slurm, tmp_path):
@@ -111,7 +118,9 @@ def test_slurm_builds_and_launches(slurm, tmp_path):
     (tmp_path / "local").mkdir()
     (tmp_path / "local" / "of-another").write_text("")
     slurm(HERE / "slurm" / "launch.sbatch", code=(0, NO_GPU))
-    printed = slurm(HERE / "slurm" / "launch.sbatch", "sh", "-c", "fusekit ls && echo $FUSEKIT_STORES").stdout
+    command = "fusekit ls && echo $FUSEKIT_STORES && cat $FUSEKIT_LOCK"
+    printed = slurm(HERE / "slurm" / "launch.sbatch", "sh", "-c", command).stdout
+    assert '"serial": 1' in printed
     assert KERNELS in printed
     assert str(tmp_path / "local" / "kernels-7") in printed
     assert [path.name for path in (tmp_path / "local").iterdir()] == ["of-another"]  # its own copy alone is removed
@@ -139,23 +148,27 @@ def test_kubernetes_documents_are_valid():
 
 
 def test_kubernetes_builds_and_launches(run, tmp_path):
-    claim, *jobs = documents()
-    folders = {"/shared": tmp_path / "shared", "/local": tmp_path / "local"}
+    config, claim, *jobs = documents()
+    folders = {f"/{name}": tmp_path / name for name in ("project", "shared", "local")}
     for folder in folders.values():
         folder.mkdir()
+    write_project(folders["/project"], config["data"]["fusekit.toml"])
     codes = []
     for job in jobs:
         spec = job["spec"]["template"]["spec"]
         named = {volume["name"]: volume.get("persistentVolumeClaim", {}).get("claimName") for volume in spec["volumes"]}
         assert named["shared"] == claim["metadata"]["name"]
+        maps = {volume["configMap"]["name"] for volume in spec["volumes"] if "configMap" in volume}
+        assert maps <= {config["metadata"]["name"]}
         for container in (*spec.get("initContainers", ()), *spec["containers"]):
             mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
             assert {mount["name"] for mount in container["volumeMounts"]} <= named.keys()
             variables = {each["name"]: each["value"] for each in container["env"]}
-            assert {value for value in variables.values() if value.startswith("/")} <= mounted
-            here = {key: str(folders.get(value, value)) for key, value in variables.items()}
-            if "KERNELS" in here:
-                here["KERNELS"] = KERNELS
+            here = {}
+            for key, value in variables.items():
+                mount = re.match(r"/\w+", value)
+                assert mount is None or mount[0] in mounted
+                here[key] = value if mount is None else f"{folders[mount[0]]}{value[mount.end() :]}"
             done = run(*container["command"], *container["args"], code=(0, NO_GPU), **here)
             codes.append((container["name"], done.returncode))
-    assert codes[:2] == [("build", 0), ("copy", 0)]
+    assert codes[:2] == [("build", 0), ("sync", 0)]
