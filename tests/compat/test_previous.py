@@ -18,9 +18,13 @@ from fusekit.runtime.wellformed import WELLFORMED
 from fusekit.share.bundle_import import import_bundle
 from fusekit.share.loader import export_bundle
 from fusekit.share.manifest import Manifest, differences, read_manifest, write_manifest
+from fusekit.share.push_pull import push
+from fusekit.share.remote import Remote
 from fusekit.share.selection import select
+from fusekit.share.sync import sync
 from fusekit.store import Store, key_of
 from fusekit.store.entries import CUBIN_FORMAT
+from fusekit.store.lockfile import read_lock
 from fusekit.store.signature import Trust
 from tests.cabi.bundles import BundleLauncher
 from tests.cabi.launcher import OK, build
@@ -94,6 +98,23 @@ def test_its_manifest_is_read(frozen, store, trust, tmp_path):
     backwards = dict(zip(manifest.kernels, list(manifest.kernels.values())[::-1], strict=True))
     other = Manifest(manifest.arch, manifest.toolchain, backwards)
     assert len(list(differences(other, look))) == 8  # all but the one in the middle
+
+
+def test_its_lock_is_kept_to(frozen, store, trust, tmp_path):
+    path = frozen / "fusekit.lock"
+    if not path.exists():
+        pytest.skip("0.1 has no lock")
+    lock = read_lock(path, trust)
+    assert (lock.serial, len(lock.kernels), lock.to_bytes()) == (1, 9, path.read_bytes())
+    remote = Remote(str(tmp_path / "remote"))
+    push(store, select(store), remote)
+    node = Store(tmp_path / "node", trust=trust)
+    report = sync(node, lock, {"team": remote}, WELLFORMED)
+    assert (report.missing, report.problems, report.names) == ([], [], 9)
+    kept = node.keeping_to(lock)
+    assert {kept.load(listed.record.key)[0].key for listed in kept.names()} == {
+        build.key for builds in lock.kernels.values() for build in builds
+    }
 
 
 def test_its_launch_records_come_back(frozen):
