@@ -5,7 +5,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { FK_END = 1024 }; /* zeros at the end of a tar file */
+enum {
+    FK_END = 1024,   /* zeros at the end of a tar file */
+    FK_CANDIDATE = 0 /* as a major number: an earlier build of a name */
+};
 
 struct fusekit_bundle {
     int file;
@@ -160,14 +163,24 @@ void fusekit_bundle_close(fusekit_bundle *bundle) {
 
 const char *fusekit_bundle_digest(const fusekit_bundle *bundle) { return bundle->digest; }
 
-size_t fusekit_bundle_count(const fusekit_bundle *bundle) { return (size_t)fk_kernels(bundle)->kernel_count; }
+/* A name for a caller: candidates, which are last, have those that were counted before. */
+static const fk_listed *fk_named_at(const fusekit_bundle *bundle, size_t index) {
+    const fk_listed *listed = fk_listing(bundle, index);
+    return listed == NULL || listed->major == FK_CANDIDATE ? NULL : listed;
+}
+
+size_t fusekit_bundle_count(const fusekit_bundle *bundle) {
+    size_t count = 0;
+    while (fk_named_at(bundle, count) != NULL) ++count;
+    return count;
+}
 
 const char *fusekit_bundle_name(const fusekit_bundle *bundle, size_t index) {
-    const fk_listed *listed = fk_listing(bundle, index);
+    const fk_listed *listed = fk_named_at(bundle, index);
     return listed == NULL ? NULL : listed->name;
 }
 
 const char *fusekit_bundle_arch(const fusekit_bundle *bundle, size_t index) {
-    const fk_listed *listed = fk_listing(bundle, index);
+    const fk_listed *listed = fk_named_at(bundle, index);
     return listed == NULL ? NULL : listed->arch;
 }

@@ -24,7 +24,8 @@ enum {
     FK_LAUNCH_PRIORITY = 8,
     FK_LEGACY = 1, /* handles that name no stream of their own: the driver takes the current context for them */
     FK_PER_THREAD = 2,
-    FK_ELF_ABI = 8, /* where a cubin has EI_ABIVERSION; from 8 on, only drivers for CUDA 13 read it */
+    FK_ELF_ABI = 8,   /* where a cubin has EI_ABIVERSION */
+    FK_FORMAT_13 = 8, /* from this one on, only drivers for CUDA 13 read it */
     FK_CUDA_13 = 13000,
     FK_MINIMUM_DRIVER = 12040 /* cuKernelGetParamInfo */
 };

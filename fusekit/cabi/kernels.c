@@ -87,6 +87,34 @@ static fusekit_status fk_choose(const fusekit_bundle *bundle, const char *name, 
                    bundle->title, name, name);
 }
 
+/* The format of a listed cubin, EI_ABIVERSION; -1 if it is not there to be read. */
+static int fk_format(const fusekit_bundle *bundle, const fk_listed *listed) {
+    unsigned char format;
+    if ((uint64_t)listed->cubin_before > bundle->start || listed->cubin_before < listed->cubin_bytes ||
+        listed->cubin_bytes <= FK_ELF_ABI ||
+        fk_read(bundle, bundle->start - (uint64_t)listed->cubin_before + FK_ELF_ABI, &format, 1, NULL) != FUSEKIT_OK)
+        return -1;
+    return format;
+}
+
+/* The build of a name that the driver reads: its last one, else the one of the latest format; the last if there is none. */
+static const fk_listed *fk_readable(const fusekit_driver *driver, const fusekit_bundle *bundle, const fk_listed *last) {
+    const fk_listed *listed, *best = last;
+    size_t index;
+    int latest = -1;
+    if (driver->cuda >= FK_CUDA_13 || fk_format(bundle, last) < FK_FORMAT_13) return last;
+    for (index = 0; (listed = fk_listing(bundle, index)) != NULL; ++index) {
+        int format;
+        if (listed->major != FK_CANDIDATE || strcmp(listed->name, last->name) != 0 || strcmp(listed->arch, last->arch) != 0)
+            continue;
+        format = fk_format(bundle, listed);
+        if (format <= latest || format >= FK_FORMAT_13) continue;
+        latest = format;
+        best = listed;
+    }
+    return best;
+}
+
 /* Whether a listed kernel's record is its own, and its cubin has what the record launches. */
 static fusekit_status fk_check_listed(const fusekit_bundle *bundle, const fk_listed *listed, const fk_source *source,
                                       fusekit_error *error) {
@@ -181,6 +209,7 @@ fusekit_status fusekit_kernel_load(const fusekit_driver *driver, const fusekit_b
     if (status != FUSEKIT_OK) return status;
     kernel = (fusekit_kernel *)calloc(1, sizeof *kernel);
     if (kernel == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory to load", name);
+    listed = fk_readable(driver, bundle, listed);
     status = fk_load_listed(driver, bundle, listed, ordinal, kernel, error);
     if (status == FUSEKIT_OK) {
         *out = kernel;

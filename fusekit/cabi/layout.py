@@ -38,6 +38,8 @@ from fusekit.dtypes import ROWS
 MAGIC = int.from_bytes(b"fusekit\0", "little")
 VERSION = 1
 """Version of this form, with everything below; a reader accepts its own version alone."""
+CANDIDATE = 0
+"""Instead of the major number of its architecture: an earlier build of a name, which the loader of 0.1 passes over."""
 
 # Steps of expressions. `jump` leaves out `value` steps; `unless` does where the value on top, which it takes, is 0.
 OPERATORS = (
@@ -142,7 +144,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _rows("skips", "skip", VARIABLES), _rows("nodes", "node", LAUNCHES, low=1),
     ),
     # Of the loader alone: what a bundle holds for it (`member`). suffix: 0, 1 for f, 2 for a; problem: why there is no
-    # record.
+    # record. Candidates come last.
     "listed": (
         _text("name"), _text("arch"), Field("major", high=99), Field("minor", high=9), Field("suffix", high=2),
         _text("problem"), *_place("record", DOCUMENT), *_place("cubin", CUBIN),

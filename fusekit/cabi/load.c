@@ -83,7 +83,7 @@ static fusekit_status fk_open_cubin(fk_kernel *kernel, fusekit_error *error) {
     const fk_source *source = kernel->source;
     const fk_record *record = kernel->record;
     int index, result;
-    if (source->cubin_size > FK_ELF_ABI && source->cubin[FK_ELF_ABI] >= 8 && driver->cuda < FK_CUDA_13)
+    if (source->cubin_size > FK_ELF_ABI && source->cubin[FK_ELF_ABI] >= FK_FORMAT_13 && driver->cuda < FK_CUDA_13)
         return fk_fail(error, FUSEKIT_NO_DRIVER,
                        "%s: the CUDA driver supports CUDA %d.%d; the cubin is of CUDA 13's format; update the driver",
                        record->name, driver->cuda / 1000, driver->cuda % 1000 / 10);

@@ -110,6 +110,7 @@ def open_bundle(source: Source, trust: Trust | None) -> Iterator[_Reader]:
 
 # Checks of the columns of a row of the index.
 _Column = Callable[[object], bool]
+Kernels = Sequence[tuple[NameRecord, Entry]]
 
 
 def _size_up_to(limit: int) -> _Column:
@@ -190,6 +191,7 @@ class _Reader:
         signed = {member.subject[0] for member in index.of("signature")}
         at = {member.sha256: (member, offset) for member, offset in self._offsets(index) if member.kind == "blob"}
         records: list[NameRecord] = []
+        candidates: list[NameRecord] = []
         entries: dict[str, Entry] = {}
         signatures: dict[str, dict[str, bytes]] = {}  # digest of a document -> key id -> signature
         loader: bytes | None = None
@@ -215,8 +217,7 @@ class _Reader:
                     raise self._bad(
                         f"has the name {document.name} for {document.arch}, but no such entry {document.key}"
                     )
-                if member.kind == "name":
-                    records.append(document)
+                (records if member.kind == "name" else candidates).append(document)
         if unused := sorted(blobs.keys() - {entry.cubin_sha256 for entry in entries.values()}):
             raise self._bad(f"has the cubin {unused[0]}, which is of none of its entries")
         if signed:
@@ -224,14 +225,15 @@ class _Reader:
         if self._file.read(len(END) + 1) != END:
             raise self._bad("does not end where its index ends it")
         if loader is not None:
-            self._check_loader(loader, index, [(record, entries[record.key]) for record in records])
+            built = [[(record, entries[record.key]) for record in listed] for listed in (records, candidates)]
+            self._check_loader(loader, index, *built)
         return records, entries
 
-    def _check_loader(self, loader: bytes, index: Index, kernels: Sequence[tuple[NameRecord, Entry]]) -> None:
+    def _check_loader(self, loader: bytes, index: Index, names: Kernels, candidates: Kernels) -> None:
         """The member for the C loader must follow from the documents, byte for byte; a digest does not show that."""
         from fusekit.share.loader import derived
 
-        if loader != derived(kernels, before(index.members[:-1]))[0]:
+        if loader != derived(names, candidates, before(index.members[:-1]))[0]:
             raise self._bad(
                 f"has a {LOADER} that does not follow from its entries and names: it was changed, or written by another"
                 " version of fusekit",

@@ -15,7 +15,7 @@ from typing import Any
 
 from fusekit.abi import LaunchRecord, RecordError
 from fusekit.cabi import flat
-from fusekit.cabi.layout import MAGIC, VERSION
+from fusekit.cabi.layout import CANDIDATE, MAGIC, VERSION
 from fusekit.errors import UsageError
 from fusekit.share import bundle as form
 from fusekit.share.selection import Selection
@@ -33,19 +33,26 @@ def export_bundle(store: Store, selection: Selection, path: Path) -> form.Transf
 def member(selection: Selection, before: Mapping[str, int]) -> tuple[bytes, str]:
     """The loader's member for `selection`; see `derived`."""
     entries = {entry.key: entry for entry, _ in selection.entries}
-    return derived([(record, entries[record.key]) for record, _ in selection.records], before)
+    names, candidates = (
+        [(record, entries[record.key]) for record, _ in signed] for signed in (selection.records, selection.candidates)
+    )
+    return derived(names, candidates, before)
 
 
-def derived(kernels: Sequence[tuple[NameRecord, Entry]], before: Mapping[str, int]) -> tuple[bytes, str]:
-    """The member and the SHA-256 of its directory, derived from names and entries in the bundle's order. before: digest
-    of each cubin -> how many bytes before the member it begins.
+def derived(
+    names: Sequence[tuple[NameRecord, Entry]], candidates: Sequence[tuple[NameRecord, Entry]], before: Mapping[str, int]
+) -> tuple[bytes, str]:
+    """The member and the SHA-256 of its directory, derived from names and entries in the bundle's order. candidates:
+    earlier builds of the names. before: digest of each cubin -> how many bytes before the member it begins.
     """
+    kernels = [*names, *candidates]
     records = [_record(named, entry) for named, entry in kernels]
     left = size = sum(len(data) for data, _ in records)
     rows = []
-    for (named, entry), (data, problem) in zip(kernels, records, strict=True):
+    for index, ((named, entry), (data, problem)) in enumerate(zip(kernels, records, strict=True)):
+        arch = flat.of_arch(named.arch) | ({} if index < len(names) else {"major": CANDIDATE})
         rows.append({
-            **flat.of_arch(named.arch), "name": named.name, "problem": problem, **_place("record", left, data),
+            **arch, "name": named.name, "problem": problem, **_place("record", left, data),
             "cubin_before": size + before[entry.cubin_sha256], "cubin_bytes": entry.cubin_bytes,
             "cubin_digest": _words(bytes.fromhex(entry.cubin_sha256)),
         })  # fmt: skip

@@ -16,6 +16,7 @@ from fusekit.abi import LaunchRecord, RecordError
 from fusekit.abi.parameters import INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZLE_BYTES
 from fusekit.abi.tensormap import TensorMap, encode
 from fusekit.dtypes import MAPS, by
+from fusekit.store.entries import CUBIN_FORMAT
 
 # The context of a device that knows no tensor maps.
 NO_TENSOR_MAPS = 0x7777
@@ -81,6 +82,7 @@ class Recorder:
     failed: list[str] = field(default_factory=list)  # those not asked to by `fail`
     retained: int = 0
     loaded: int = 0
+    cubin_format: int = -1  # of the cubin that was loaded last
     allocated: int = 0
     sm_counts: dict[int, int] = field(default_factory=dict)  # of devices that differ from the rest
     strict: bool = False  # a launch wants the kernel's context to be current, whatever the stream
@@ -183,8 +185,9 @@ class Recorder:
         return (POINTER(c_void_p),), lambda out: _set(out, self.contexts.pop())
 
     def cuLibraryLoadData(self) -> Any:  # noqa: N802
-        def load(out: Any, *rest: Any) -> None:
+        def load(out: Any, code: int, *rest: Any) -> None:
             self.loaded += 1
+            self.cubin_format = ctypes.string_at(code, CUBIN_FORMAT + 1)[CUBIN_FORMAT]
             _set(out, 0x2000)
 
         return (POINTER(c_void_p), c_void_p, c_void_p, c_void_p, c_uint, c_void_p, c_void_p, c_uint), load

@@ -28,6 +28,7 @@ from fusekit.store.lockfile import read_lock
 from fusekit.store.signature import Trust
 from tests.cabi.bundles import BundleLauncher
 from tests.cabi.launcher import OK, build
+from tests.cabi.recorder import Recorder
 from tests.runtime.samples import fake_for
 
 VERSIONS = sorted(Path(__file__).parent.glob("*.tar.gz"))
@@ -129,8 +130,8 @@ def test_its_loader_opens_a_bundle_of_now(frozen, store, tmp_path):
     check_loader(build(tmp_path, texts, "compat"), tmp_path / "kernels.tar", exported(store))
 
 
-def test_its_loader_opens_a_bundle_with_candidates(frozen, tmp_path):
-    """And takes the last build of each name, as it did."""
+def test_loaders_open_a_bundle_with_candidates(frozen, tmp_path):
+    """That of 0.1 takes the last build of each name, as it did; that of now the one that the driver reads."""
     both = Store(tmp_path / "store")
     import_bundle(both, frozen / "kernels.tar", inspect=WELLFORMED)
     record = both.names("frozen/wgrad")[0].record
@@ -145,21 +146,39 @@ def test_its_loader_opens_a_bundle_with_candidates(frozen, tmp_path):
     both.publish_name(dataclasses.replace(record, key=built.key, summary={}))
     selection = select(both)
     assert [candidate.key for candidate, _ in selection.candidates] == [entry.key]
-    export_bundle(both, selection, tmp_path / "kernels.tar")
+    bundle = tmp_path / "kernels.tar"
+    export_bundle(both, selection, bundle)
+    assert import_bundle(Store(tmp_path / "other"), bundle, inspect=WELLFORMED).entries == 10
     texts = {name: (frozen / "loader" / name).read_text(encoding="utf-8") for name in ("compat.h", "compat.c")}
-    check_loader(build(tmp_path, texts, "compat"), tmp_path / "kernels.tar", exported(both))
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        folder.mkdir()
+    kernels = exported(both)
+    before = build(old, texts, "compat")
+    check_loader(before, bundle, kernels)
+    now = build(new, generate_loader("compat"), "compat")
+    assert len(check_loader(now, bundle, kernels)) == len(kernels)
+    (kernel,) = (kernel for kernel in kernels if kernel.name == record.name)
+    for shared, version, cubin_format in ((before, 13000, 8), (now, 13000, 8), (now, 12080, 7)):
+        recorder = Recorder(kernel.record, version=version)
+        launcher = BundleLauncher(shared, bundle, kernel, prefix="compat", recorder=recorder)
+        assert launcher.load() == OK, str(launcher.error)
+        assert recorder.cubin_format == cubin_format
+        assert launcher.unload() == OK
 
 
 def test_its_bundle_opens_in_the_loader_of_now(frozen, store, tmp_path):
     check_loader(build(tmp_path, generate_loader("compat"), "compat"), frozen / "kernels.tar", exported(store))
 
 
-def check_loader(shared: Path, bundle: Path, kernels: list[Exported]) -> None:
+def check_loader(shared: Path, bundle: Path, kernels: list[Exported]) -> list[tuple[str, str]]:
     for kernel in kernels:
         launcher = BundleLauncher(shared, bundle, kernel, prefix="compat")
         assert launcher.load() == OK, str(launcher.error)
         assert launcher.unload() == OK
     _, handle = launcher.loader.open(bundle)
     assert launcher.loader.verify(handle) == OK, str(launcher.error)
-    assert len(launcher.loader.names(handle)) == len(kernels)
+    names = launcher.loader.names(handle)
+    assert {name for name, _ in names} == {kernel.name for kernel in kernels}
     launcher.loader.close(handle)
+    return names
