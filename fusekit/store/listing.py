@@ -174,8 +174,9 @@ def candidates(roots: Sequence[Root], record: NameRecord) -> list[NameRecord]:
     """
     others: dict[str, NameRecord] = {}
     for root in roots:
-        heads = [head] if (head := quietly(root.name, record.name, record.arch)) is not None else []
-        for candidate in heads + root.candidates(record.name, record.arch):
+        # Of the only root, the last build is `record`, or has become a candidate.
+        head = quietly(root.name, record.name, record.arch) if len(roots) > 1 else None
+        for candidate in ([head] if head else []) + root.candidates(record.name, record.arch, but=record.key):
             if candidate.key != record.key and not names.differences(candidate.spec, record.spec):
                 others.setdefault(candidate.key, candidate)
     return [record, *names.newest(others.values())]

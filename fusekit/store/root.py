@@ -164,12 +164,16 @@ class Root:
             raise damaged(path, f"has the key {record.key}")
         return record
 
-    def candidates(self, name: str, arch: str) -> list[NameRecord]:
-        """The readable candidates of `name` for `arch`, the last that was published first."""
+    def candidates(self, name: str, arch: str, but: str = "") -> list[NameRecord]:
+        """The readable candidates of `name` for `arch`, the last that was published first. but: the key of one to leave
+        out.
+        """
         file, _, kernel = name.partition("/")
         start = f"{kernel}.{arch}."
         stamps: dict[str, int] = {}
         for filename in self._listing("candidates", file, start=start):
+            if but and filename.startswith(f"{start}{but[:12]}."):
+                continue
             with contextlib.suppress(OSError, IntegrityError):
                 names.of_candidate(file, filename)
                 stamps[filename[len(start) :]] = os.lstat(f"{self.path}/candidates/{file}/{filename}").st_mtime_ns
