@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from fusekit.share.push_pull import push
+from fusekit.share.remote import Remote
+from fusekit.share.selection import select
+from fusekit.store.lockfile import Build, Lock
 from tests.runtime.samples import publish
 
 # Of os on Linux alone.
@@ -42,7 +46,10 @@ io.open = builtins.open
 def elsewhere(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """A command as on another system."""
     argv = ["fusekit", *map(str, arguments)]
-    statement = f"{PRELUDE}\nfrom fusekit_cli.main import main\nsys.argv = {argv}\nsys.exit(main())"
+    return python(folder, f"{PRELUDE}\nfrom fusekit_cli.main import main\nsys.argv = {argv}\nsys.exit(main())")
+
+
+def python(folder: Path, statement: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder)}
     command = [sys.executable, "-c", statement]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -64,6 +71,37 @@ def test_a_bundle_travels(tmp_path):
         done = elsewhere(tmp_path, *arguments)
         assert done.returncode == 0, done.stderr
     assert "sample/fc1" in elsewhere(tmp_path, "--store", "other", "ls").stdout
+
+
+def test_a_lock_is_synced(tmp_path):
+    pytest.importorskip("fsspec")
+    store = publish(tmp_path / "built")
+    push(store, select(store), Remote(str(tmp_path / "remote")))
+    (record,) = (listed.record for listed in store.names())
+    build = Build.of("cu12", store.find_entry(record.key))
+    lock = Lock("0" * 32, 1, None, {"cu12": {}}, {}, {(record.name, record.arch): (build,)})
+    (tmp_path / "fusekit.lock").write_bytes(lock.to_bytes())
+    (tmp_path / "fusekit.toml").write_text("[remotes]\nteam = 'remote'\n")
+    done = elsewhere(tmp_path, "--store", "node", "sync", "--frozen")
+    assert "serial 1: 1 from team; 0 missing" in done.stdout, done.stderr
+
+
+def test_a_layer_is_computed(tmp_path):
+    """Its definition, from a spec alone; that needs NumPy."""
+    pytest.importorskip("numpy")
+    (tmp_path / "model.toml").write_text(
+        "schema = 1\n[[kernel]]\nname = 'mlp'\nkind = 'mlp'\nhidden = 64\nintermediate = 32\n"
+    )
+    statement = (
+        "import numpy\nimport fusekit\nlayer = fusekit.open_library().layer('model.toml/mlp', device='cpu')\n"
+        "from fusekit.interop.views import as_dtype\n"
+        "x, w1, w2, y = (numpy.full(shape, 0x3F80, numpy.uint16) for shape in ((2, 64), (64, 64), (64, 32), (2, 64)))\n"
+        "given = {name: as_dtype(array, 'bf16') for name, array in dict(x=x, w1=w1, w2=w2, y=y).items()}\n"
+        "layer.forward(**given, scratch=numpy.empty(layer.sizes(2).inference, numpy.uint8))\n"
+        "print(hex(y[0, 0]), 'cuda' in sys.modules)\n"
+    )
+    done = python(tmp_path, PRELUDE.replace(repr(ABSENT), repr(ABSENT[:-1])) + statement)
+    assert done.stdout == "0x4800 False\n", done.stderr  # 32 * 64 * 64
 
 
 def test_a_spec_is_written(tmp_path):

@@ -79,7 +79,7 @@ docs/store.md names the test that attacks each of these promises, and how fast t
 """
 
 from fusekit.store.entries import Entry
-from fusekit.store.keys import SCHEMA, canonical_json, key_fields, key_of
+from fusekit.store.keys import canonical_json, key_fields, key_of
 from fusekit.store.listing import Listing, NameListing, Overview, Row
 from fusekit.store.names import NameRecord, matches
 from fusekit.store.reports import CollectReport, DiscardReport, Evicted
@@ -87,7 +87,6 @@ from fusekit.store.store import Store
 from fusekit.store.verify import Problem, VerifyReport
 
 __all__ = [
-    "SCHEMA",
     "CollectReport",
     "DiscardReport",
     "Entry",

@@ -13,8 +13,10 @@ from typing import Any
 from fusekit.errors import IntegrityError
 from fusekit.store.documents import check_schema, damaged, members, seal, unseal
 from fusekit.store.files import AnyPath
-from fusekit.store.keys import SCHEMA, canonical_json, is_digest, key_of, sha256
+from fusekit.store.keys import canonical_json, is_digest, key_of, sha256
 
+SCHEMA = 1
+"""Version of the entry's document. No part of a key: a newer form of an entry leaves keys as they are."""
 CUBIN_LIMIT = 1 << 30
 """Largest cubin accepted, in bytes."""
 CUBIN_FORMAT = 8

@@ -23,7 +23,7 @@ from functools import lru_cache
 from fusekit.errors import FusekitError, install
 
 SCHEMA = 1
-"""Version of the key fields and of the entry, raised when the meaning of either changes."""
+"""Version of the key fields, raised when their meaning changes: every key is then another."""
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

@@ -16,7 +16,7 @@ from fusekit.errors import ToolchainError
 from fusekit.plan.arch import ARCHITECTURES
 from fusekit.plan.quant import Quant
 from fusekit.spec import KernelSpec
-from fusekit.store import key_of, keys
+from fusekit.store import entries, key_of, keys
 from tests.compiler.keyed import PACKAGE, SPEC, key
 
 # Fields of a spec that reach no cubin: names, run-time scalars, what `run` takes by default, text for people.
@@ -169,6 +169,8 @@ def test_options_and_schema(monkeypatch):
     monkeypatch.setattr(identity, "compile_options", lambda arch, **given: real(arch, **given) + " --opt-level=2")
     assert key() != before
     monkeypatch.undo()
+    monkeypatch.setattr(entries, "SCHEMA", entries.SCHEMA + 1)
+    assert key() == before
     monkeypatch.setattr(keys, "SCHEMA", keys.SCHEMA + 1)
     assert key() != before
 
