@@ -255,7 +255,9 @@ def test_no_module_level_mutable_state(path):
 
 
 PRIVATE_DSL = {PACKAGE / "compiler" / "dsl.py", PACKAGE / "kernels" / "dsl.py"}
-DSL_FILES = [path for path in LIBRARY_FILES if room_of(path) in ("compiler", "kernels", "plan", "stand_in")]
+DSL_FILES = [
+    path for path in LIBRARY_FILES if room_of(path) in ("compiler", "kernels", "plan", "providers", "stand_in")
+]
 PRIVATE_PYTHON = {"_getframe", "_exit", "_asdict", "_write_atomic"}
 
 

@@ -206,6 +206,19 @@ def test_a_cluster_in_five_commands(project, fusekit):
     (old,), (new,) = before, Store(project / "node").names()
     assert new.record.key != old.record.key
 
+    # While a build of another toolchain is missing, what is built here gets no name; it is not built again.
+    document = json.loads((project / "fusekit.lock").read_text())
+    ((builds,),) = (kernels.values() for kernels in document["kernels"].values())
+    builds["other-1.0"] = {**next(iter(builds.values())), "key": "0" * 64}
+    document |= {"serial": 1, "toolchains": document["toolchains"] | {"other-1.0": {}}}
+    (project / "more.lock").write_text(json.dumps(document))
+    arguments = ("sync", "--json", "--store", "partial")
+    partial = fusekit(*arguments, code=1, FUSEKIT_LOCK=str(project / "more.lock")).json
+    assert (partial["from"], len(partial["missing"])) == ({"built here": 1}, 1)
+    assert Store(project / "partial").names() == []
+    assert fusekit(*arguments).json["from"] == {"here": 1}
+    assert [listed.record.key for listed in Store(project / "partial").names()] == [new.record.key]
+
     # An older lock is refused where a newer one was used, and taken where none was.
     (project / "moe.toml").write_text(SPEC)
     document = json.loads((project / "fusekit.lock").read_text())
