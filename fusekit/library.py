@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 from fusekit.choice import tuning
 from fusekit.choice.gpus import part_of
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fusekit.plan.layer import Options
     from fusekit.runtime.checked import Checks, OffsetsProblem
     from fusekit.runtime.kernel import Kernel
-    from fusekit.runtime.usage import KernelUsage, MemoryUse
+    from fusekit.runtime.usage import MemoryUse, Resources
     from fusekit.store import NameRecord, Store
 
 
@@ -73,7 +73,7 @@ class Library:
         self._checked = checked
         self._checks: Checks | None = None
         self._tuning: dict[str, tuning.Tuning] = {}
-        self._usages: list[KernelUsage] = []
+        self._held: list[tuple[ref[Kernel], Resources]] = []  # of the kernels that were loaded
         # Of equal layers, as long as one of them lives: 48 blocks of a model load and plan once.
         self.layer_kernels: WeakValueDictionary[Any, LayerKernels] = WeakValueDictionary()
 
@@ -232,17 +232,17 @@ class Library:
             if checkable(record):
                 if self._checks is None:
                     plain = Library(self.store, self.devices.driver)
-                    plain._devices, plain._usages = self.devices, self._usages
+                    plain._devices, plain._held = self.devices, self._held
                     self._checks = Checks(self.devices, lambda device: plain.load(CHECK, device=device))
                 arguments = (self.devices, found.name, record, cubin, found.defaults, ordinal, found.spec)
                 return self._used(CheckedKernel(*arguments, self._checks))
         return self._used(Kernel(self.devices, found.name, record, cubin, found.defaults, ordinal, found.spec))
 
     def _used(self, kernel: Kernel) -> Kernel:
-        for usage in [usage for usage in self._usages if not usage.loaded]:  # of unloaded kernels
+        for held in [held for held in self._held if not held[1].loaded]:  # of unloaded kernels
             with contextlib.suppress(ValueError):  # another thread was first
-                self._usages.remove(usage)
-        self._usages.append(kernel.usage)
+                self._held.remove(held)
+        self._held.append((ref(kernel), kernel.resources))
         return kernel
 
     def memory(self) -> list[MemoryUse]:
@@ -255,7 +255,39 @@ class Library:
         list of MemoryUse
             Bytes of code, workspaces and scratch.
         """
-        return [row for usage in list(self._usages) for row in usage.rows()]
+        return [row for _, resources in list(self._held) for row in resources.rows()]
+
+    def trim(self) -> int:
+        """Unload the kernels whose objects are gone: theirs, and those of their bound launches and layers.
+
+        Waits for the devices of those kernels, so no thread may capture a stream of theirs meanwhile. A graph that was
+        captured launches a kernel without its object: keep the object, or the layer, for as long as the graph.
+
+        Returns
+        -------
+        int
+            Bytes of code, workspaces and scratch that were freed.
+
+        Raises
+        ------
+        DriverError
+            This thread captures a stream, or an earlier launch failed.
+        """
+        freed = 0
+        for held in list(self._held):
+            kernel, resources = held
+            if kernel() is not None:
+                continue
+            rows = list(resources.rows())
+            for loaded in list(resources.loaded.values()):
+                self.devices.refuse_capture(loaded.device, f"trim: unloading {resources.name}")
+                with self.devices.apart():
+                    self.devices.synchronize(loaded.device, f"trim: waiting for {loaded.device}")
+            with contextlib.suppress(ValueError):  # another thread was first
+                self._held.remove(held)
+                resources.unload()
+                freed += sum(row.code + row.workspace + row.scratch for row in rows)
+        return freed
 
     def problems(self) -> list[OffsetsProblem]:
         """Errors in the `offsets` of launches since the last call, one for each kernel and stream.

@@ -27,7 +27,7 @@ from fusekit.runtime.peers import check_windows, placed, spread
 from fusekit.runtime.recent import Recent
 from fusekit.runtime.streams import handle_of
 from fusekit.runtime.tensors import Meta, describe, read, unhashable
-from fusekit.runtime.usage import KernelUsage
+from fusekit.runtime.usage import Resources
 from fusekit.runtime.workspace import Scratch, Workspaces
 from fusekit.store.entries import CUBIN_FORMAT, lowest_driver
 
@@ -51,7 +51,7 @@ class Kernel(SharedHandle):
         Canonical form.
     defaults : dict
         Values of scalars that a call need not give.
-    usage : KernelUsage
+    usage : Resources
         Its device memory; `Library.memory` sums up.
     """
 
@@ -81,8 +81,8 @@ class Kernel(SharedHandle):
         known: _Scalars = [value for value in self._scalar_defaults if value is not None]
         self._default_scalars = known if len(known) == len(record.scalars) else None
         self._plans: Recent[Any, LaunchPlan] = Recent(_PLANS_KEPT)
-        self._loaded: dict[int, Loaded] = {}
-        self.usage = KernelUsage(name, len(cubin), self._loaded)
+        self.resources = Resources(name, len(cubin), devices)
+        self._loaded = self.resources.loaded
         # Both before the driver sees the cubin: its own errors would not say what was expected.
         first = devices.get(device)
         check_arch(record.arch, first, name)
@@ -94,7 +94,7 @@ class Kernel(SharedHandle):
             self._devices.active(first),
             self._devices.apart(),
         ):  # the driver tells a kernel's parameters only inside a context
-            self._library, self._kernels = _load(self._driver, name, record, cubin, counts)
+            self.resources.library, self._kernels = _load(self._driver, name, record, cubin, counts)
         try:
             self._prepare(first)
         except BaseException:
@@ -184,19 +184,8 @@ class Kernel(SharedHandle):
 
     def unload(self) -> None:
         """Unloads the kernel and frees its memory. Launches afterwards raise ArgumentError."""
-        api, check = self._driver.api, self._driver.check
         self._plans.clear()
-        while self._loaded:
-            _, loaded = self._loaded.popitem()
-            for function_ in (loaded, *loaded.then):
-                function_.function = None
-            for memory in (loaded.workspaces, loaded.scratch):
-                if memory is not None:
-                    memory.close()
-        if self._library is not None:
-            library, self._library = self._library, None
-            with self._devices.apart():
-                check(api.cuLibraryUnload(library), "cuLibraryUnload")
+        self.resources.unload()
 
     def _resolve(
         self, arguments: dict[str, Any], cluster_margin: int | None, priority: int | None, sm_count: int | None
@@ -314,7 +303,7 @@ class Kernel(SharedHandle):
         loaded = self._loaded.get(device.ordinal)
         if loaded is not None:
             return loaded
-        if self._library is None:
+        if self.resources.library is None:
             raise ArgumentError(f"{self.name} was unloaded; load it again before launching it")
         check_arch(self.arch, device, self.name)
         if self._loaded:  # the first device was asked when the kernel was loaded

@@ -1,13 +1,14 @@
-"""Device memory that kernels use besides tensors."""
+"""What kernels hold on devices besides tensors."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fusekit.runtime.devices import Devices
     from fusekit.runtime.launch_plan import Loaded
 
 
@@ -27,7 +28,7 @@ class MemoryUse:
     code : int
         The size of the cubin. The driver may need more.
     workspace, scratch : int
-        What was allocated, until the kernel is unloaded.
+        What was allocated, until the kernel is unloaded, by `Kernel.unload` or `Library.trim`.
     """
 
     kernel: str
@@ -38,15 +39,32 @@ class MemoryUse:
     scratch: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class KernelUsage:
-    """Name, size of the cubin, and what is loaded, by device: a kernel that nobody unloads keeps its memory, even if
-    its object is gone.
+@dataclass(slots=True)
+class Resources:
+    """What a kernel holds: the driver's library (None: not loaded), and functions and memory by device. It keeps them
+    until `unload`, even if its object is gone.
     """
 
     name: str
-    code: int
-    loaded: Mapping[int, Loaded]
+    code: int  # bytes of the cubin
+    devices: Devices
+    library: Any = None
+    loaded: dict[int, Loaded] = field(default_factory=dict)
+
+    def unload(self) -> None:
+        """Frees all of it. No launch may be pending."""
+        while self.loaded:
+            _, loaded = self.loaded.popitem()
+            for function_ in (loaded, *loaded.then):
+                function_.function = None
+            for memory in (loaded.workspaces, loaded.scratch):
+                if memory is not None:
+                    memory.close()
+        library, self.library = self.library, None
+        if library is not None:
+            driver = self.devices.driver
+            with self.devices.apart():
+                driver.check(driver.api.cuLibraryUnload(library), "cuLibraryUnload")
 
     def rows(self) -> Iterator[MemoryUse]:
         for device, loaded in sorted(dict(self.loaded).items()):

@@ -99,6 +99,31 @@ def test_loading_and_unloading_holds_memory_flat(gpu, specs, soak, alone):
     assert not faults(again)
 
 
+def test_trim_waits_for_a_dropped_kernel_and_leaves_the_others(gpu, specs):
+    from fusekit import open_library
+
+    spec = specs[NAME]
+    launch = prepare(spec, Case("small", (40, 30), 2 * spec.tile[1], 72))
+    placed = gpu.arguments(launch)
+    library = open_library()
+    library._devices = gpu.devices
+    kept = library.load(spec.full_name)
+    library.load(spec.full_name)(**placed)  # its object is gone while the launch is pending
+    assert library.trim() > 0
+    assert {row.kernel for row in library.memory()} == {spec.full_name}
+    gpu.download(launch, placed)
+    assert not faults(launch)
+    again = launch.fresh()
+    gpu.upload(again, placed)
+    kept(**placed)
+    gpu.finish("after trim")
+    gpu.download(again, placed)
+    assert not faults(again)
+    del kept
+    assert library.trim() > 0
+    assert library.memory() == []
+
+
 def test_opening_and_closing_libraries_gives_contexts_back(gpu, specs):
     from fusekit import open_library
 

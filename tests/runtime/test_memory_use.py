@@ -5,7 +5,11 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
+import pytest
+
+from fusekit.errors import DriverError
 from fusekit.runtime.usage import MemoryUse
+from tests.runtime.fake import GLOBAL
 from tests.runtime.samples import CUBIN, Torchlike, library, publish, tensors
 from tests.runtime.test_capture import sums
 from tests.threads import at_once
@@ -61,4 +65,36 @@ def test_a_kernel_that_nobody_unloaded_is_listed(tmp_path: Path) -> None:
     assert len(opened.memory()) == fake.loaded == 3
     for _ in range(3):
         opened.load(NAME).unload()
-    assert len(opened._usages) <= 4
+    assert len(opened._held) <= 4
+
+
+def test_trim_unloads_kernels_whose_objects_are_gone(tmp_path: Path) -> None:
+    opened, fake = library(publish(tmp_path, launch_record=sums()), sums())
+    kept, gone = opened.load(NAME), opened.load(NAME)
+    launch = opened.load(NAME).bind(**(tensors() | rows(32)))
+    for kernel in (kept, gone):
+        kernel(**(tensors() | rows(32)), stream=7)
+    assert opened.trim() == 0
+    before = len(fake.memory)
+    fake.calls.clear()
+    del kernel, gone
+    gc.collect()
+    assert opened.trim() == len(CUBIN) + 65536 + GRANULE
+    assert fake.calls.index("cuCtxSynchronize") < fake.calls.index("cuMemFree")
+    assert (fake.loaded, len(fake.memory)) == (2, before - 2)
+    kept(**(tensors() | rows(32)), stream=7)
+    launch()
+    assert opened.trim() == 0
+
+
+def test_trim_during_a_capture_unloads_nothing(tmp_path: Path) -> None:
+    opened, fake = library(publish(tmp_path, launch_record=sums()), sums())
+    opened.load(NAME)
+    gc.collect()
+    fake.cuStreamBeginCapture(7, GLOBAL)
+    with pytest.raises(DriverError, match=r"trim: unloading sample/fc1@128x160-c2x1.*capture"):
+        opened.trim()
+    assert fake.loaded == 1
+    fake.cuStreamEndCapture(7)
+    assert opened.trim() > 0
+    assert fake.loaded == 0
