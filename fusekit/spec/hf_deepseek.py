@@ -10,12 +10,12 @@ from fusekit.spec.values import show
 
 def deepseek(
     fields: Fields, *, score: str = "sigmoid", dense: int = 0, norm: bool | None = None, shared: int = 0,
-    factor: float = 1.0,
+    factor: float = 1.0, groups: tuple[int, int] = (1, 1),
 ) -> Parts:  # fmt: skip
     """DeepSeek's, Kimi's, GLM's and others': sigmoid scores and a bias (V2: softmax), groups, shared experts.
 
     Defaults of the config: dense, the layers without experts; norm, whether weights are divided by their sum (None:
-    what Transformers always does); shared, experts; factor, of the weights.
+    what Transformers always does); shared, experts; factor, of the weights; groups, all and those kept.
     """
     size, total = fields.size("moe_intermediate_size"), fields.size("num_hidden_layers", most=MAX_LAYERS)
     sparse = _sparse(fields, total, dense)
@@ -27,7 +27,7 @@ def deepseek(
         mlps.append(mlp_of(fields, "dense", width, layers=layer_count(total - sparse, total)))
     experts = fields.size("n_routed_experts", "num_experts", "num_local_experts")
     topk = fields.size("num_experts_per_tok", "num_experts_per_token")
-    keys, why = deepseek_router(fields, score, topk, norm, factor)
+    keys, why = deepseek_router(fields, score, topk, norm, factor, groups)
     aux = fields.number("aux_loss_alpha", default=0.0, quiet=True)
     note, by_sequence = "", fields.peek("seq_aux") is True
     if by_sequence:
@@ -50,7 +50,8 @@ def _sparse(fields: Fields, total: int, dense: int) -> int:
 
 
 def deepseek_router(
-    fields: Fields, score: str, topk: int, norm_default: bool | None = None, factor: float = 1.0
+    fields: Fields, score: str, topk: int, norm_default: bool | None = None, factor: float = 1.0,
+    default_groups: tuple[int, int] = (1, 1),
 ) -> tuple[dict[str, Any], str]:  # fmt: skip
     """The keys of the router, and what of it the kernels cannot do."""
     scoring = next((name for name in _SCORING if name in fields.values), "scoring_func")
@@ -72,7 +73,8 @@ def deepseek_router(
         why = "Transformers ignores norm_topk_prob for this model type, and the model's own code does not"
     elif not norm:
         keys["pre_softmax"] = True
-    groups, kept = fields.size("n_group", "num_expert_group", default=1), fields.size("topk_group", default=1)
+    groups = fields.size("n_group", "num_expert_group", default=default_groups[0])
+    kept = fields.size("topk_group", default=default_groups[1])
     by_two = score == "sigmoid" or norm_default is not None
     if (method != "greedy" or by_two) and groups > 1:
         keys |= {"num_groups": groups, "group_topk": kept}

@@ -72,6 +72,9 @@ def _qwen_moe(fields: Fields, *, expert_size: str, normalised: bool = False, sha
     return tuple(mlps), softmax_router(fields, experts, topk, norm)
 
 
+_deepseek_v3 = partial(deepseek, dense=3, shared=1, factor=2.5, groups=(8, 4))
+
+
 def _hunyuan_moe(fields: Fields) -> Parts:
     """Softmax over the chosen, and a shared MLP as wide as an expert; the numbers may be lists, one for each layer."""
     for name in ("num_experts", "moe_topk", "num_experts_per_tok", "moe_intermediate_size", "num_shared_expert"):
@@ -301,12 +304,12 @@ FAMILIES: Mapping[str, Callable[[Fields], Parts]] = {
     "qwen3_5_moe_text": partial(_qwen_moe, expert_size="moe_intermediate_size", normalised=True, shared=True),
     "qwen3_omni_moe": partial(_qwen_moe, expert_size="moe_intermediate_size", normalised=True),
     "qwen3_omni_moe_text": partial(_qwen_moe, expert_size="moe_intermediate_size", normalised=True),
-    "deepseek_v2": partial(deepseek, score="softmax"),
-    "deepseek_v3": deepseek,
-    "deepseek_v32": deepseek,
-    "kimi_k2": deepseek,
+    "deepseek_v2": partial(deepseek, score="softmax", shared=2),
+    "deepseek_v3": _deepseek_v3,
+    "deepseek_v32": _deepseek_v3,
+    "kimi_k2": _deepseek_v3,
     "deepseek_v4": deepseek_v4,
-    "glm4_moe": deepseek,
+    "glm4_moe": partial(deepseek, dense=1, shared=1),
     "glm4_moe_lite": partial(deepseek, dense=1, shared=1, factor=1.8),
     "glm_moe_dsa": partial(deepseek, dense=3, shared=1, factor=2.5),
     "dots1": partial(deepseek, norm=False),

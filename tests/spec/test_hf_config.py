@@ -363,3 +363,20 @@ def test_a_number_that_no_float64_holds(field, value):
     text = json.dumps(CONFIGS["gpt-oss-20b"] | {field: value})
     with pytest.raises(SpecError, match=f"{field} = .*: it must be a finite float64"):
         read_model(text, "config.json")
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v32", "kimi_k2"])
+def test_what_a_config_of_deepseek_leaves_out_is_what_its_class_in_transformers_has(model_type):
+    fields = ("routed_scaling_factor", "n_group", "topk_group", "first_k_dense_replace", "n_shared_experts")
+    less = read("deepseek-v3", model_type=model_type, **dict.fromkeys(fields))
+    given = read("deepseek-v3", model_type=model_type)
+    assert less.router.keys == given.router.keys
+    assert (less.router.keys["scaling_factor"], less.router.keys["num_groups"]) == (2.5, 8)
+    assert less.mlps == given.mlps
+    assert "routed_scaling_factor is left out of the config: 2.5, Transformers' default, is taken" in less.notes
+
+
+def test_what_a_config_of_glm_leaves_out_is_what_its_class_in_transformers_has():
+    less = read("glm-4.5", first_k_dense_replace=None, n_shared_experts=None)
+    assert [mlp.role for mlp in less.mlps] == ["experts", "shared", "dense"]
+    assert less.mlps[2].layers == "1 of 92 layers"
