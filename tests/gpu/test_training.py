@@ -15,7 +15,7 @@ from fusekit.interop import transformers as interop  # noqa: E402
 from tests.interop import models, training  # noqa: E402
 
 H, I = 512, 256  # noqa: E741 - as in training.toml
-STEPS, LAST, ROWS, LENGTH = 300, 50, 32, 128
+STEPS, LAST, ROWS, LENGTH = 300, 150, 32, 128
 WITHIN = 0.01
 RECIPES = ("none", "fp8-block")
 
@@ -39,7 +39,9 @@ def backends(opened):
     ("name", "masters"), [("qwen3-moe", torch.bfloat16), ("qwen3-moe", torch.float32), ("gpt-oss", torch.bfloat16)]
 )
 def test_the_loss_with_codes_stays_with_that_in_bf16(name, masters, backends):
-    """The same weights and data; compared is the mean loss of the last 50 of 300 steps."""
+    """The same weights and data; compared is the mean loss of the last half of 300 steps. That of the last 50 moves by up
+    to 1.8 % when weights in bf16 are changed by half a unit in the last place.
+    """
     ids = training.batches(STEPS, ROWS, LENGTH, device="cuda")
     losses, idle = {}, {}
     for recipe, backend in backends.items():
