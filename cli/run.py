@@ -29,6 +29,10 @@ T = TypeVar("T")
     "--seed", type=click.IntRange(0, 2**32 - 9), default=0, show_default=True, help="Seed of the random inputs."
 )
 @click.option("--check", is_flag=True, help="Compare with the reference; look for writes out of bounds.")
+@click.option(
+    "--reference", metavar="MODULE:FUNCTION",
+    help="With --check: the function that computes what a foreign kernel should.",
+)  # fmt: skip
 @click.option("--time", "timed", is_flag=True, help="Device and host time of a launch, share of the device's peak.")
 @click.option("--cluster-margin", type=click.IntRange(min=0), help="Clusters that a launch leaves free (reserved SMs).")
 @click.option("--device", type=click.IntRange(min=0), help="Ordinal of the GPU (default: the current one, else 0).")
@@ -37,7 +41,7 @@ T = TypeVar("T")
 @common
 def command(
     session: Session, name: str, rows: int | None, seed: int, check: bool, timed: bool, cluster_margin: int | None,
-    device: int | None, settings: tuple[str, ...], arch: str | None,
+    device: int | None, settings: tuple[str, ...], arch: str | None, reference: str | None,
 ) -> int:  # fmt: skip
     """Launch NAME from the store on random inputs with uneven groups.
 
@@ -46,8 +50,11 @@ def command(
     wrong result, 3 if NAME is not built, 4 without a usable GPU.
 
     A foreign kernel runs on random numbers, and zeros for integers, in the shapes of its launch record; --set gives
-    their sizes. It has no reference: --check finds only writes out of bounds.
+    their sizes. Without --reference, --check finds only writes out of bounds. The function gets the tensors that the
+    kernel reads, as NumPy arrays, and its scalars, by name; it returns the output, or a mapping of several by name.
     """
+    if reference is not None and not check:
+        raise UsageError("--reference says what --check compares with; add --check")
     sizes = dict(map(_setting, settings))
     from fusekit.runtime.wake import Waking
 
@@ -59,6 +66,8 @@ def command(
         if _is_layer(library, name, arch):
             from fusekit_cli.run_layer import run
 
+            if reference is not None:
+                raise UsageError(f"{name} is a layer, which has a reference; leave --reference out")
             if cluster_margin is not None or settings:
                 raise UsageError(f"{name} is a layer, which takes no --cluster-margin and no --set; its kernels do")
             return run(session, library, name, rows, seed, check=check, timed=timed, device=device, arch=arch)
@@ -71,7 +80,7 @@ def command(
             except ImportError as error:
                 loading.result()
                 raise UsageError(f"random inputs need NumPy: {error}; {install('check')}") from error
-            trial = open_trial(library, loading.result(), rows, seed, guarded=check, sizes=sizes)
+            trial = open_trial(library, loading.result(), rows, seed, guarded=check, sizes=sizes, reference=reference)
             documents.append(_run(trial, check, timed, cluster_margin))
     finally:
         waking.wait()  # a process must not end while the driver starts

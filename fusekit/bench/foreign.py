@@ -1,14 +1,19 @@
 """Trials of kernels that are not fusekit's: random inputs of the shapes and roles that the launch record has.
 
-What a foreign kernel computes is not known here, so nothing is compared; an operation of another package may have a
-reference. Floating-point inputs are random. Integers are
+What a foreign kernel computes is not known here, so nothing is compared without a reference of the caller's; an
+operation of another package may have one. Floating-point inputs are random. Integers are
 zeros: they may be indices, of which no other is known to be inside of what they point into.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +36,7 @@ ROUNDED = 2.0**-14  # of a result, that float32 arithmetic may be off
 EXTENT = 1024  # of a dim that nobody gave, where all tensors together then take at most
 MOST_BYTES = 1 << 30
 NOTE = "not compared: a foreign kernel has no reference; looked at, with --check, are the bytes around its outputs"
+Reference = Callable[..., Mapping[str, Any]]  # of the spec and the arguments by name, the outputs by name
 
 
 class Strided(DeviceArray):
@@ -47,14 +53,19 @@ class ForeignTrial(Trial):
     """A `Trial` of a kernel with `op = "extern"`, or of another package's operation without a trial.
 
     sizes: of dims and scalars by name; None, or a name left out: a size that fits into memory, and 1 for a scalar
-    without a default.
+    without a default. reference: MODULE:FUNCTION, see `load_reference`.
     """
 
     def __init__(
-        self, library: Library, kernel: Kernel, rows: int | None, seed: int, sizes: Mapping[str, float] | None = None
-    ) -> None:
+        self, library: Library, kernel: Kernel, rows: int | None, seed: int, sizes: Mapping[str, float] | None = None,
+        reference: str | None = None,
+    ) -> None:  # fmt: skip
         self._open(library, kernel)
         self._reference, self.notes = _reference(kernel.spec.get("op"))
+        self._sums = reference is not None
+        if reference is not None:
+            outputs = [tensor.name for tensor in kernel.record.tensors if tensor.written]
+            self._reference, self.notes = load_reference(reference, outputs), ()
         given = dict(sizes or {}) if rows is None else {"M": rows, **(sizes or {})}
         record = kernel.record
         scalars = {scalar.name: scalar for scalar in record.scalars}
@@ -101,8 +112,11 @@ class ForeignTrial(Trial):
         problems = [problem for tensor in written for problem in written_around(tensor.name, self.arrays[tensor.name])]
         if self._reference is None:
             return Verdict(not problems, None, problems)
-        wanted = self._reference(self.kernel.spec, {**self.inputs, **self._before})
-        return Verdict.of([_measured(tensor, self._values_of(tensor), wanted) for tensor in written], problems)
+        defaults = {scalar.name: scalar.default for scalar in self.kernel.record.scalars} | {**self.kernel.defaults}
+        scalars = {name: defaults[name] for name in (each.name for each in self.kernel.record.scalars)} | self.inputs
+        wanted = self._reference(self.kernel.spec, {**scalars, **self._before})
+        measured = [_measured(tensor, self._values_of(tensor), wanted, sums=self._sums) for tensor in written]
+        return Verdict.of(measured, problems)
 
 
 def _reference(op: Any) -> tuple[Callable[..., Mapping[str, Any]] | None, tuple[str, ...]]:
@@ -115,14 +129,64 @@ def _reference(op: Any) -> tuple[Callable[..., Mapping[str, Any]] | None, tuple[
     return None, (NOTE if not row.package else f"not compared: {row.lacks('reference')}",)
 
 
-def _measured(tensor: TensorArgument, got: NDArray[Any], wanted: Mapping[str, Any]) -> Measurement:
-    """One output against the reference, but for ROUNDED of float32 arithmetic."""
+def load_reference(text: str, outputs: Sequence[str]) -> Reference:
+    """The function `text` (MODULE:FUNCTION) of an importable module or one of the current folder.
+
+    It is called with every tensor that the kernel reads and every scalar, by name: 16-bit numbers as float64, others as
+    NumPy holds them, FP8 as bytes. It returns the outputs: an array if there is one, else a mapping by name. Raises
+    UsageError, as the function's call does.
+    """
+    module, _, name = text.partition(":")
+    if not module or not name:
+        raise UsageError(f"--reference {text}: it must be MODULE:FUNCTION, such as --reference fusion:reference")
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        function = getattr(import_module(module), name)
+    except Exception as error:
+        raise UsageError(f"--reference {text} cannot be imported: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(folder)
+    if not callable(function):
+        raise UsageError(f"--reference {text} is no function; name one that returns what the kernel should compute")
+
+    def reference(spec: Mapping[str, Any], arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        try:
+            inspect.signature(function).bind(**arguments)
+        except TypeError as error:
+            raise UsageError(f"--reference {text}: {error}; it must take {', '.join(arguments)}") from error
+        try:
+            result = function(**arguments)
+        except Exception as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise UsageError(
+                f"--reference {text} failed at {at.filename}:{at.lineno}: {type(error).__name__}: {error}"
+            ) from error
+        if isinstance(result, Mapping):
+            return result
+        if len(outputs) == 1:
+            return {outputs[0]: result}
+        raise UsageError(f"--reference {text}: it must return a mapping with the outputs {', '.join(outputs)}")
+
+    return reference
+
+
+def _measured(
+    tensor: TensorArgument, got: NDArray[Any], wanted: Mapping[str, Any], *, sums: bool = False
+) -> Measurement:
+    """One output against the reference, but for ROUNDED of float32 arithmetic. sums: terms may cancel, so that the
+    error is one of typical results, too.
+    """
     if tensor.name not in wanted:
         raise UsageError(f"{tensor.name}: the reference gives {', '.join(wanted)}; it must give every output")
-    value = np.asarray(wanted[tensor.name], np.float64).reshape(got.shape)
+    value = np.asarray(wanted[tensor.name], np.float64)
+    if value.shape != got.shape:
+        raise UsageError(f"{tensor.name}: the reference gives the shape {value.shape}; it must be {got.shape}")
     table = value.reshape(-1, got.shape[-1])
+    finite = table[np.isfinite(table)]
+    typical = float(np.sqrt(np.mean(np.square(finite)))) if sums and finite.size else 0.0
     want = Expected(
-        tensor.dtype, np.arange(len(table)), table, ROUNDED * np.abs(table), shape=got.shape,
+        tensor.dtype, np.arange(len(table)), table, ROUNDED * (np.abs(table) + typical), shape=got.shape,
         limit=None if tensor.dtype in FROBENIUS else ROUNDED,
     )  # fmt: skip
     return measure(tensor.name, want.of(np.asarray(got, np.float64)), want)

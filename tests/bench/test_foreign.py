@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,91 @@ def test_a_write_out_of_bounds_is_noticed(fake: Any, capsys: Any) -> None:
     assert "WRONG" in shown and "not compared: a foreign kernel has no reference" in shown
 
 
+REFERENCES = """
+import numpy as np
+
+def right(x, codes, index, scale):
+    assert x.shape == codes.shape == (40, 24) and index.shape == (24,) and not index.any()
+    assert x.dtype == np.float64 and codes.dtype == np.uint8 and abs(x).min() > 0
+    return scale * np.arange(40)
+
+def named(**arguments):
+    return {"y": right(**arguments)}
+
+def wrong(x, codes, index, scale):
+    return scale * np.arange(40) + (np.arange(40) == 7)
+
+def other(x, scale):
+    return x
+
+def shape(x, codes, index, scale):
+    return x
+
+def fails(**arguments):
+    return arguments["bias"]
+
+def nothing(**arguments):
+    return {}
+
+number = 3
+"""
+
+
+@pytest.fixture
+def references(fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module `own_references` in the current folder, over a kernel that computes scale times the row."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "own_references.py").write_text(REFERENCES)
+    monkeypatch.chdir(tmp_path / "own")
+    monkeypatch.delitem(sys.modules, "own_references", raising=False)
+    factor = [0.0]
+
+    def compute(launched: Any) -> None:
+        if launched.function[0] == "kernel":
+            factor[:] = struct.unpack("<f", launched.parameters[4])
+        else:
+            (y,) = struct.unpack("<Q", launched.parameters[1])
+            value = (factor[0] * np.arange(40)).astype(np.float32)
+            ctypes.memmove(y, value.ctypes.data, value.nbytes)
+
+    fake.on_launch = compute
+    return fake
+
+
+SIZES = ("--set", "M=40", "--set", "K=24", "--set", "scale=0.5", "--check", "--reference")
+
+
+@pytest.mark.parametrize(("name", "ok"), [("right", True), ("named", True), ("wrong", False)])
+def test_a_reference_of_the_callers(references: Any, capsys: Any, name: str, ok: bool) -> None:
+    code, document = run(capsys, *SIZES, f"own_references:{name}")
+    assert (code, document["ok"], document["notes"]) == (0 if ok else 1, ok, [])
+    assert (document["error"]["fro"] < 1e-6) == ok
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("own_references", "it must be MODULE:FUNCTION, such as"),
+        ("absent_references:f", "cannot be imported: ModuleNotFoundError"),
+        ("own_references:f", "cannot be imported: AttributeError"),
+        ("own_references:number", "is no function"),
+        ("own_references:other", "it must take"),
+        ("own_references:shape", "y: the reference gives the shape (40, 24); it must be (40,)"),
+        ("own_references:fails", "own_references.py:22: KeyError: 'bias'"),
+        ("own_references:nothing", "it must give every output"),
+    ],
+)
+def test_a_reference_that_cannot_be_used(references: Any, capsys: Any, text: str, says: str) -> None:
+    assert main(["run", NAME, *SIZES, text]) == 2
+    assert says in capsys.readouterr().err
+    assert not references.memory
+
+
+def test_a_reference_is_for_a_check(references: Any, capsys: Any) -> None:
+    assert main(["run", NAME, "--reference", "own_references:right"]) == 2
+    assert "add --check" in capsys.readouterr().err
+
+
 def test_layouts() -> None:
     open_rows = TensorArgument("b", "input", "bf16", ("L", "N", "K"), ("b.stride0", 1, "b.stride2"), 8)
     assert foreign.layout(open_rows, {"L": 2, "N": 5, "K": 3}) == ((2, 5, 3), (24, 1, 8))
@@ -119,3 +205,14 @@ def test_the_host_time_of_two_launches(fake: Any, capsys: Any, monkeypatch: pyte
     # Six ways, of which one is the default stream's; as many driver calls for each, the bare one's too.
     assert sorted(counts.values()) == [2 * 4 * host.ROUND, 5 * 2 * 4 * host.ROUND]
     assert not fake.memory
+
+
+def test_the_reference_of_the_example_is_that_of_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root / "examples" / "cute")
+    reference = foreign.load_reference("expected:silu_add", ("y",))
+    x, residual = np.array([0.0, 2.0, -4.0]), np.ones(3)
+    wanted = reference({}, {"x": x, "residual": residual, "scale": 0.5})
+    assert wanted["y"] == pytest.approx([1.0, 1 / (1 + np.exp(-1.0)) + 1, -2 / (1 + np.exp(2.0)) + 1])
+    snippet = (root / "examples" / "cute" / "expected.py").read_text().partition("import numpy as np\n")[2].strip()
+    assert snippet in (root / "docs" / "your-kernel.md").read_text()
