@@ -20,6 +20,13 @@ from fusekit.errors import FusekitError
 from fusekit.spec import ExternSpec
 
 _PLACE = re.compile(r"\((/[^\n]+?), line ([0-9]+)\)")
+_GPU = re.compile(
+    r"not compiled with CUDA|No CUDA GPUs|no CUDA-capable|NVIDIA driver|NO_DEVICE|NoDevice|libcuda\.so", re.IGNORECASE
+)
+NO_GPU = (
+    "; a build sees no GPU: make the arguments of make_fake_tensor, and move what needs a GPU out of the module's "
+    "import and out of this function"
+)
 _FIELD = re.compile(r"(arguments|dims)\[[0-9]+\]\.name: |(workspace|scratch)\.bytes")
 
 
@@ -30,7 +37,10 @@ def with_places(error: FusekitError) -> FusekitError:
     args = [_PLACE.sub(_of_def, arg) if isinstance(arg, str) else arg for arg in error.args]
     cause = error.__cause__
     if args and cause is not None and not type(cause).__module__.startswith("cutlass"):
-        args[0] = f"{args[0]}{_raised_at(cause)}"
+        remedy = (
+            NO_GPU if isinstance(args[0], str) and args[0].startswith("source ") and _GPU.search(str(cause)) else ""
+        )
+        args[0] = f"{args[0]}{_raised_at(cause)}{remedy}"
     error.args = tuple(args)
     return error
 
@@ -49,13 +59,17 @@ def with_keys(error: FusekitError, spec: Any) -> FusekitError:
 
 
 def _raised_at(cause: BaseException) -> str:
-    """The innermost line that is not the DSL's, fusekit's or the importer's, in brackets; nothing without one."""
+    """The innermost line that is not the DSL's, fusekit's or the importer's, in brackets; nothing without one. A line
+    of the kernel's author comes before one of an installed package.
+    """
     of_dsl = getattr(sys.modules.get("cutlass"), "__path__", ())
     internal = (
         "<",
         *(f"{folder}/" for folder in (Path(__file__).parents[1], Path(importlib.__file__).parent, *of_dsl)),
     )
     frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if not frame.filename.startswith(internal)]
+    authored = [frame for frame in frames if not {"site-packages", "dist-packages"} & {*Path(frame.filename).parts}]
+    frames = authored or frames
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 

@@ -1,5 +1,6 @@
 """Lines of sources in errors."""
 
+import sys
 from functools import partial
 
 import pytest
@@ -59,3 +60,18 @@ def test_a_module_that_cannot_be_parsed_says_its_line_itself(tmp_path, monkeypat
 def test_a_file_that_is_no_source_stays_as_it_is(tmp_path):
     (tmp_path / "a.py").write_bytes(b"\0(")
     assert str(with_places(BuildError(f"a call ({tmp_path}/a.py, line 1)"))) == f"a call ({tmp_path}/a.py, line 1)"
+
+
+def test_a_module_that_needs_a_gpu_at_import(tmp_path, monkeypatch):
+    package = tmp_path / "site-packages"
+    package.mkdir()
+    (package / "tensors_of.py").write_text("def zeros():\n    raise RuntimeError('No CUDA GPUs are available')\n")
+    (tmp_path / "needs_gpu.py").write_text("import tensors_of\n\nX = tensors_of.zeros()\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(package), *sys.path])
+    with pytest.raises(BuildError) as raised:
+        call_source("needs_gpu:arguments", {}, "sm_90a")
+    message = str(with_places(raised.value))
+    assert message.startswith("source needs_gpu:arguments: importing needs_gpu failed: RuntimeError: No CUDA GPUs")
+    assert (
+        f"({tmp_path / 'needs_gpu.py'}, line 3); a build sees no GPU: make the arguments of make_fake_tensor" in message
+    )
