@@ -39,8 +39,8 @@ def backends(opened):
     ("name", "masters"), [("qwen3-moe", torch.bfloat16), ("qwen3-moe", torch.float32), ("gpt-oss", torch.bfloat16)]
 )
 def test_the_loss_with_codes_stays_with_that_in_bf16(name, masters, backends):
-    """The same weights and data; compared is the mean loss of the last half of 300 steps. That of the last 50 moves by up
-    to 1.8 % when weights in bf16 are changed by half a unit in the last place.
+    """The same weights and data; compared is the mean loss of the last half of 300 steps. That of the last 50 moves by
+    up to 1.8 % when weights in bf16 are changed by half a unit in the last place.
     """
     ids = training.batches(STEPS, ROWS, LENGTH, device="cuda")
     losses, idle = {}, {}
