@@ -8,6 +8,7 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
+PICTURE = re.compile(r'(\b(?:src|srcset)=")([^":]+)"')
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)")
 FOLDERS = ("examples", "kernel_specs")
 FILES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "tests/benchmarks/README.md")
@@ -28,7 +29,7 @@ def on_files(files: Any, config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turns links between files of the repository into links of the site."""
+    """Turns links between files of the repository, and sources of pictures, into those of the site."""
     path = Path(page.file.abs_src_path).relative_to(ROOT).as_posix()
 
     def link(match: re.Match[str]) -> str:
@@ -37,4 +38,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return match[0]
         return f"]({relpath(_site(target), dirname(page.file.src_uri) or '.')}"
 
-    return LINK.sub(link, markdown)
+    def picture(match: re.Match[str]) -> str:
+        file = files.get_file_from_path(_site(normpath(join(dirname(path), match[2]))))
+        return f'{match[1]}{file.url_relative_to(page.file)}"' if file else match[0]
+
+    return PICTURE.sub(picture, LINK.sub(link, markdown))

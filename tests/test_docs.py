@@ -50,9 +50,21 @@ def options(*verbs):
     return {"--help", "-h", *named}
 
 
-def test_the_readme_shows_the_first_example():
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert (ROOT / "examples" / "first.py").read_text() in blocks
+@pytest.mark.parametrize(("page", "example"), [(README, "train.py"), (ROOT / "docs" / "start.md", "first.py")])
+def test_a_page_shows_its_example(page, example):
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert (ROOT / "examples" / example).read_text() in blocks
+
+
+def test_the_readme_is_short_and_has_the_words_that_people_look_for():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 150
+    words = ["AOT", "JIT", "FP8", "cubin", "batch-invariant", "torch.compile", "SwiGLU", "Hopper", "PyTorch", "JAX",
+             "Transformers", "Megatron", "CuTe DSL", "CUDA graph", "grouped GEMM", "expert parallel"]  # fmt: skip
+    missing = [word for word in words if word.lower() not in text.lower()]
+    assert not missing
+    assert "pip install '.[build]' && fusekit build quickstart\n" in text
+    assert "pip install '.[test]' && pytest\n" in text
 
 
 def test_commands_and_their_options_exist(page):
@@ -66,9 +78,9 @@ def test_commands_and_their_options_exist(page):
         assert named <= known, f"fusekit {' '.join(words)}"
 
 
-@pytest.mark.parametrize("where", [README, ROOT / "docs" / "commands.md"], ids=lambda path: path.name)
-def test_every_command_is_there(where):
-    assert {words[0] for words in commands(where.read_text()) if words} >= set(COMMANDS)
+def test_every_command_is_there():
+    page = ROOT / "docs" / "commands.md"
+    assert {words[0] for words in commands(page.read_text()) if words} >= set(COMMANDS)
 
 
 def test_the_index_leads_to_every_page():
@@ -125,6 +137,8 @@ def anchors(page):
 
 def test_links_lead_somewhere(page):
     prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for path in re.findall(r'\bsrc(?:set)?="([^"]*)"', prose):
+        assert (page.parent / path).is_file(), path
     for path, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", prose):
         target = page.parent / path if path else page
         assert target.exists(), path

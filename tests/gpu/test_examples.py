@@ -42,7 +42,7 @@ def stored(library, name):
     [
         ("first.py", "torch", FIRST), ("first_numpy.py", "numpy", FIRST), ("pytorch_moe.py", "torch", FIRST),
         ("jax_moe.py", "jax", FIRST), ("cupy_moe.py", "cupy", FIRST), ("numba_moe.py", "numba", FIRST),
-        ("layer.py", "numpy", "layer/moe.fc1-fwd"),
+        ("layer.py", "numpy", "layer/moe.fc1-fwd"), ("train.py", "torch", "layer/moe.fc1-fwd"),
         ("torchtitan_moe.py", "torchtitan", "experts/torchtitan-gpt-oss.fc2"),
         ("megatron_moe.py", "megatron", "experts/megatron.fc2"),
     ],
