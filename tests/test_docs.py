@@ -1,5 +1,6 @@
 """What the pages say can be typed: the first example, commands and their options, extras, variables, links."""
 
+import ast
 import re
 import tomllib
 from functools import cache
@@ -9,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
+import fusekit
 from fusekit import config
 from fusekit.spec import parse_text
 from fusekit_cli.main import COMMANDS, cli
@@ -103,6 +105,38 @@ def test_benchmarks_that_are_run_exist(page):
 def test_every_benchmark_is_on_the_page():
     rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "tests" / "benchmarks" / "README.md").read_text(), re.MULTILINE)
     assert rows == NAMES
+
+
+def snippets(page):
+    """The blocks of Python on a page, parsed."""
+    for text in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        yield ast.parse(text.replace(", ...", ""))  # what a reader fills in
+
+
+def defined(module):
+    """The names that the source of a module defines or imports: some modules need a framework to be imported."""
+    spec = find_spec(module)
+    assert spec, module
+    for node in ast.walk(ast.parse(Path(spec.origin).read_text())):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.ImportFrom(names=names) | ast.Import(names=names):
+                yield from (alias.asname or alias.name for alias in names)
+
+
+def test_names_of_fusekit_in_snippets_exist(page):
+    """What snippets import from fusekit or take of it, and that they are Python."""
+    for tree in snippets(page):
+        for node in ast.walk(tree):
+            match node:
+                case ast.ImportFrom(module=module, names=names) if module and module.startswith("fusekit"):
+                    missing = {alias.name for alias in names} - set(defined(module))
+                    assert all(find_spec(f"{module}.{name}") for name in missing), f"{module}: {missing}"
+                case ast.Import(names=names):
+                    assert all(find_spec(each.name) for each in names if each.name.startswith("fusekit."))
+                case ast.Attribute(value=ast.Name(id="fusekit"), attr=attribute) if attribute != "interop":
+                    assert hasattr(fusekit, attribute), attribute
 
 
 def test_extras_that_are_installed_exist(page):
