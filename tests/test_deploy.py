@@ -44,6 +44,17 @@ def stub(folder, name, text):
     return folder
 
 
+# Installs the wheels among its arguments, as pip does: into the folder after --target, or one on Python's path.
+PIP = """to=$SITE
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --target) to=$2; shift;;
+    *.whl) python3 -m zipfile -e "$1" "$to" || exit;;
+  esac
+  shift
+done"""
+
+
 # -- Docker -----------------------------------------------------------------------------------------------------------
 
 
@@ -62,7 +73,7 @@ def stages():
     return got
 
 
-def test_both_images(run, soak, tmp_path):
+def test_images(run, soak, tmp_path):
     tools = stub(tmp_path / "tools", "useradd", ":")
     source = tmp_path / "source"
     if soak:
@@ -70,25 +81,34 @@ def test_both_images(run, soak, tmp_path):
     else:
         source.mkdir()
     for name, instructions in stages().items():
-        kernels, path = tmp_path / name / "kernels", [tools]
+        kernels, wheels, path = tmp_path / name / "kernels", tmp_path / name / "wheels", [tools]
         if soak:
             run(sys.executable, "-m", "venv", str(tmp_path / name / "venv"))
             path.append(tmp_path / name / "venv" / "bin")
         else:
-            stub(tools, "pip", ":")
-        variables = {"HOME": str(tmp_path / name)}
+            stub(tools, "pip", PIP)
+        site = str(tmp_path / name / "site")
+        variables = {"HOME": str(tmp_path / name), "SITE": site, "PYTHONPATH": site}
         (tmp_path / name).mkdir(exist_ok=True)
         for instruction, rest in instructions:
-            here = re.sub(r"(?<=[ =])/kernels", str(kernels), f" {rest}").strip()
+            here = re.sub(r"(?<=[ =])/(?=kernels|wheels)", f"{tmp_path / name}/", f" {rest}").strip()
             if instruction in ("ARG", "ENV"):
                 key, _, value = here.partition("=")
                 variables[key] = KERNELS if key == "KERNELS" else value
             elif instruction == "RUN":
                 run("sh", "-c", here, path=path, cwd=source, **variables)
             elif rest.startswith("--from="):
-                assert rest == "--from=build /kernels /kernels"
-                shutil.copytree(tmp_path / "build" / "kernels", kernels)
-    assert run("fusekit", "run", KERNELS, path=path, code=(0, NO_GPU), **variables)
+                folder = {"--from=build /kernels /kernels": kernels, "--from=build /wheels /wheels": wheels}[rest]
+                shutil.copytree(tmp_path / "build" / folder.name, folder)
+        if name != "build":
+            assert KERNELS in run("fusekit", "ls", path=path, **variables).stdout
+            run("fusekit", "run", KERNELS, path=path, code=(0, NO_GPU), **variables)
+        if name == "launch-wheel":
+            (job,) = re.findall(
+                r"image: .*/fusekit-(.*):.*\n +args: \[(.*)\]", (HERE / "kubernetes-wheel.yaml").read_text()
+            )
+            assert job[0] == name
+            run("fusekit", *job[1].split(", "), path=path, code=(0, NO_GPU), **variables)
     if soak:
         missing = run("fusekit", "build", "quickstart", path=path, code=(1,), **variables)
         assert "pip install 'llvmlite" in missing.stderr
@@ -100,6 +120,7 @@ def test_both_images(run, soak, tmp_path):
 @pytest.fixture
 def slurm(run, tmp_path):
     """Runs a job's script where `srun` starts one task."""
+    stub(tmp_path / "tools", "pip", PIP)
     tools = stub(tmp_path / "tools", "srun", 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_PER_TASK": "2"}
     job |= {"PROJECT": str(tmp_path / "project"), "LOCAL": str(tmp_path / "local")}
@@ -114,7 +135,7 @@ def write_project(folder, text='[targets]\nspecs = ["quickstart"]\n[remotes]\ncl
 
 
 def test_slurm_builds_and_launches(slurm, tmp_path):
-    slurm(HERE / "slurm" / "build.sbatch")
+    slurm(HERE / "slurm" / "build.sbatch", WHEEL="team-kernels-1.0")
     (tmp_path / "local").mkdir()
     (tmp_path / "local" / "of-another").write_text("")
     slurm(HERE / "slurm" / "launch.sbatch", code=(0, NO_GPU))
@@ -124,6 +145,15 @@ def test_slurm_builds_and_launches(slurm, tmp_path):
     assert KERNELS in printed
     assert str(tmp_path / "local" / "kernels-7") in printed
     assert [path.name for path in (tmp_path / "local").iterdir()] == ["of-another"]  # its own copy alone is removed
+
+    wheel = "wheels/team_kernels-1.0-py3-none-any.whl"
+    assert f"KERNELS={wheel} sbatch" in (HERE / "README.md").read_text()
+    command, empty = "fusekit ls && echo at $FUSEKIT_STORES in $PYTHONPATH", str(tmp_path / "none")
+    launch = (HERE / "slurm" / "launch.sbatch", "sh", "-c", command)
+    printed = slurm(*launch, KERNELS=wheel, FUSEKIT_STORE=empty).stdout
+    assert KERNELS in printed
+    assert f"at in {tmp_path / 'local' / 'kernels-7'}" in printed
+    assert [path.name for path in (tmp_path / "local").iterdir()] == ["of-another"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -136,14 +166,14 @@ def test_scripts_are_sound(run, script):
 # -- Kubernetes -------------------------------------------------------------------------------------------------------
 
 
-def documents():
+def documents(file="kubernetes.yaml"):
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
-    return list(yaml.safe_load_all((HERE / "kubernetes.yaml").read_text()))
+    return list(yaml.safe_load_all((HERE / file).read_text()))
 
 
 def test_kubernetes_documents_are_valid():
     validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
-    for document in documents():
+    for document in (*documents(), *documents("kubernetes-wheel.yaml")):
         validate.validate(document, validate.latest_version(), strict=True)
 
 
