@@ -1,8 +1,8 @@
 /* Bundles that are damaged or forged, under the sanitizers. Includes the loader, to play the driver with its own tables.
  *
- *     hostile sweep FILE     every cut of the bundle and every byte of it changed: each must be refused, unless it is of
- *                            what only Python reads; that changes nothing
- *     hostile words FILE     every word of its launch records changed, behind their digests
+ *     hostile sweep FILE [N]  cuts of the bundle, and every byte (every Nth) of it changed: each must be refused, unless it
+ *                             is of what only Python reads; that changes nothing
+ *     hostile words FILE [N]  every word (every Nth) of its launch records changed, with new digests
  *     hostile try FILE       FILE holds bundles, each behind its size in 8 bytes; prints one line a bundle: status of
  *                            opening or checking, status of loading, launches that were made, and the error's text
  */
@@ -204,13 +204,13 @@ static int mark(const unsigned char *data, size_t size, unsigned char *marks) {
     return 1;
 }
 
-static int sweep(const demo_driver *driver, unsigned char *data, size_t size) {
+static int sweep(const demo_driver *driver, unsigned char *data, size_t size, size_t step) {
     unsigned char *marks = (unsigned char *)calloc(1, size);
     demo_status loaded;
     demo_error said;
     size_t at, count = 0;
     if (!mark(data, size, marks)) return printf("the bundle is refused\n"), 1;
-    for (at = 0; at < size; ++at) {
+    for (at = 0; at < size; at += step) {
         static const unsigned char changes[] = {1, 0x80, 0x20};
         unsigned char before = data[at];
         int status;
@@ -246,7 +246,7 @@ static int attempt_words(const demo_driver *driver, const fk_source *source) {
 }
 
 /* Every word of the records of a bundle with other values: small and large ones, near what it is, and of its neighbours. */
-static int change_words(const demo_driver *driver, const unsigned char *data, size_t size) {
+static int change_words(const demo_driver *driver, const unsigned char *data, size_t size, size_t step) {
     static const int64_t values[] = {0, 1, -1, 2, 3, 5, 6, 8, 40, 127, 129, 511, 513, 32764, INT32_MAX, (int64_t)1 << 32,
                                      INT64_MAX, INT64_MIN, INT64_MAX / 8, INT64_MAX / 16 + 1, (int64_t)1 << 57};
     const size_t strange = sizeof values / sizeof *values;
@@ -260,7 +260,7 @@ static int change_words(const demo_driver *driver, const unsigned char *data, si
         int64_t *words;
         if (fk_fetch(bundle, listed, &source, memory, NULL) != DEMO_OK || !attempt_words(driver, &source)) return 1;
         words = (int64_t *)memory[0];
-        for (at = 0; at < source.count; ++at) {
+        for (at = 0; at < source.count; at += step) {
             int64_t before = words[at], next = words[(at + 1) % source.count];
             for (which = 0; which < strange + 3; ++which) {
                 words[at] = which < strange ? values[which] : which == strange ? next : before + (which == strange + 1 ? 1 : -1);
@@ -282,9 +282,9 @@ int main(int count, char **words) {
     unsigned char *data;
     demo_driver driver;
     demo_status loaded;
-    size_t size, at;
+    size_t size, at, step = count == 4 ? strtoul(words[3], NULL, 10) : 1;
     char *text;
-    FILE *file = count == 3 ? fopen(words[2], "rb") : NULL;
+    FILE *file = count >= 3 && step ? fopen(words[2], "rb") : NULL;
     if (file == NULL || fseek(file, 0, SEEK_END) != 0) return 2;
     size = (size_t)ftell(file);
     rewind(file);
@@ -293,7 +293,7 @@ int main(int count, char **words) {
     fclose(file);
     play(&driver);
     if (strcmp(words[1], "try") != 0) {
-        int failed = strcmp(words[1], "sweep") == 0 ? sweep(&driver, data, size) : change_words(&driver, data, size);
+        int failed = strcmp(words[1], "sweep") == 0 ? sweep(&driver, data, size, step) : change_words(&driver, data, size, step);
         free(data);
         return failed;
     }
