@@ -51,3 +51,15 @@ def test_a_drawing_is_small_and_within_its_borders(name):
         left = float(text.get("x")) - width * {"start": 0, "middle": 0.5, "end": 1}[text.get("text-anchor")]
         assert left >= -8, text.text
         assert left + width <= float(root.get("width")) + 8, text.text
+
+
+def test_results_of_the_readme_are_in_the_section_that_they_link_to():
+    readme, page = (HERE.parents[1] / "README.md").read_text(), (HERE.parent / "measured.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| \[[^]]+\]\(docs/measured\.md#([\w-]+)\) \|$", readme, re.MULTILINE)
+    assert len(rows) >= 6
+    parts = re.split(r"^#+ (.*)$", page, flags=re.MULTILINE)
+    sections = {title.lower().replace(" ", "-"): text for title, text in zip(parts[1::2], parts[2::2], strict=True)}
+    for result, section in rows:
+        numbers = re.findall(r"(?<![\w.])\d+\.\d+", result)
+        assert numbers
+        assert not [number for number in numbers if number not in sections[section]], result
