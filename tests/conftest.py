@@ -12,6 +12,7 @@ from hypothesis import settings
 
 FIGURES = pytest.StashKey[list[str]]()
 PARTS = 24  # of a long round, to run at the same time
+LONG = ("test_deploy.py", "test_kernels.py", "test_gpu_harness.py")
 WORKERS = 8  # at most: with the compiler loaded a process has half a gigabyte, and starts others
 
 sys.path.append(str(Path(__file__).parents[1]))  # for `examples`; an installed fusekit comes first
@@ -38,6 +39,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.loadscopereorder = False  # files with few tests take longest
     if config.getoption("numprocesses", None):
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of a worker
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long and would begin last begin first: at the end one of them would keep one processor alone."""
+    items.sort(key=lambda item: item.path.name not in LONG)
 
 
 def pytest_configure(config: pytest.Config) -> None:
