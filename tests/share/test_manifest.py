@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -218,10 +219,11 @@ def test_files_of_others_beside_it_stay(manifest, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == before - {f"{name}.{'c' * 16}.sig"} | {name}
 
 
-def test_a_manifest_that_cannot_be_written_keeps_its_signature(manifest, tmp_path):
+def test_a_manifest_that_cannot_be_written_keeps_its_signature(manifest, tmp_path, monkeypatch):
     generate(tmp_path / "ours")
     folder = tmp_path / "manifests"
     path = write_manifest(manifest, folder, read_signing_key(tmp_path / "ours"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of a module that is imported first below the limit
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import sys
 import time
 from types import SimpleNamespace
 
@@ -75,11 +76,12 @@ def test_a_disk_that_takes_nothing(store, code, remedy):
     assert not store.verify(full=True).bad
 
 
-def test_a_file_too_large_for_the_process(store):
+def test_a_file_too_large_for_the_process(store, monkeypatch):
     """A real limit of the system, met in the middle of a cubin."""
     resource = pytest.importorskip("resource")
     import signal
 
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of a module that is imported first below the limit
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
