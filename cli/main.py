@@ -129,6 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code if isinstance(code, int) else 0
     except (click.Abort, KeyboardInterrupt) as error:
         stop = error.__cause__ if isinstance(error, click.Abort) else error  # click wraps KeyboardInterrupt in Abort
+        if isinstance(stop, EOFError):  # and this one, which half a file of byte code is answered with
+            return _failed(session, stop)
         by = stop.signal if isinstance(stop, Stopped) else signal.SIGINT
         session.error(f"interrupted ({by.name}); what was published stays, and the same command continues")
         return 128 + by
@@ -140,12 +142,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ClosedPipeError:
         return 128 + signal.SIGPIPE
     except Exception as error:
-        if session.debug:
-            import traceback
+        return _failed(session, error)
 
-            session.say(traceback.format_exc().rstrip())
-        session.error(_message(error))
-        return error.exit_code if isinstance(error, FusekitError) else 1
+
+def _failed(session: Session, error: Exception) -> int:
+    if session.debug:
+        import traceback
+
+        session.say("".join(traceback.format_exception(error)).rstrip())
+    session.error(_message(error))
+    return error.exit_code if isinstance(error, FusekitError) else 1
 
 
 def _message(error: Exception) -> str:

@@ -143,6 +143,17 @@ def test_no_memory_left_is_no_defect(monkeypatch, capsys):
     assert "defect" not in message
 
 
+def test_an_end_of_file_is_no_interrupt(monkeypatch, capsys):
+    def half(name):
+        raise EOFError("marshal data too short")
+
+    monkeypatch.setattr(entry, "import_module", half)
+    assert main(["ls"]) == 1
+    message = capsys.readouterr().err
+    assert "EOFError: marshal data too short" in message
+    assert "interrupted" not in message
+
+
 def test_a_traceback_only_with_debug(fusekit):
     assert "Traceback" not in fusekit("show", "quickstart", code=3).err
     result = fusekit("show", "quickstart", "--debug", code=3)
