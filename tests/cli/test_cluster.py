@@ -33,8 +33,8 @@ CUDA_12 = 12080
 @pytest.fixture(scope="module")
 def s3():
     """The environment of a process that reaches a bucket of a server in this one."""
-    server = pytest.importorskip("moto.server", reason="moto is not installed")
-    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server", reason="moto is not installed: .ci/run has versions that fit s3fs")
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
     boto3 = pytest.importorskip("boto3")
     running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     running.start()
