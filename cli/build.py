@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from fusekit.compiler.build import BuildPlan, BuildReport, Failed
     from fusekit.compiler.build_check import Checked
+    from fusekit.compiler.estimate import Estimate
     from fusekit.compiler.naming import Left, Moved
     from fusekit.store import DiscardReport, Store
 
@@ -75,6 +76,7 @@ def command(
     import time
 
     from fusekit.compiler.build import check_toolchain, execute, look_up, of_arch, plan_build, tidy, trust
+    from fusekit.compiler.estimate import estimate
     from fusekit.compiler.identity import Identity
     from fusekit.compiler.naming import left_behind
     from fusekit.spec.catalog import specs_of
@@ -99,15 +101,16 @@ def command(
     wanted = plan_build(of_arch(trusted.specs, archs), store, identity)
     _untrusted(session, trusted.left_out)
     layers = _layers(wanted)
+    expected = None if executor else estimate(store, wanted.misses, jobs)
     if dry_run:
-        return _dry_run(session, wanted, layers, store, left_behind(store, catalog, archs))
+        return _dry_run(session, wanted, layers, store, left_behind(store, catalog, archs), expected)
     _explain(session, wanted, store)
     whole = not targets and not (session.project and (session.project.specs or session.project.models))
-    if whole and wanted.misses and not _confirmed(session, len(wanted.misses)):
+    if whole and wanted.misses and not _confirmed(session, len(wanted.misses), expected):
         return 1
     with (
         _executor(session, executor if wanted.misses else None, executor_timeout) as pool,
-        progress(session, "compiling") as update,
+        progress(session, "compiling", expected=expected) as update,
     ):
         report = execute(wanted, store, jobs, lambda step: update(step.done, step.total, step.name, 0), executor=pool)
     report.untrusted = list(trusted.left_out)
@@ -126,15 +129,19 @@ def command(
     return kept if report.ok else 1
 
 
-def _confirmed(session: Session, kernels: int) -> bool:
+def _confirmed(session: Session, kernels: int, expected: Estimate | None) -> bool:
     """Whether to compile every packaged kernel; asked on a terminal only."""
     if session.json or session.quiet or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return True
-    count = output.plural(kernels, "kernel")
-    if click.confirm(f"without a TARGET every packaged spec is built: {count} to compile; continue?", err=True):
+    count = f"{output.plural(kernels, 'kernel')} to compile{_about(expected)}"
+    if click.confirm(f"without a TARGET every packaged spec is built: {count}; continue?", err=True):
         return True
     session.note("nothing was built; `fusekit build quickstart` builds three kernels, `--dry-run` lists them all")
     return False
+
+
+def _about(expected: Estimate | None) -> str:
+    return f", about {output.duration(expected.whole)}" if expected else ""
 
 
 def _layers(wanted: BuildPlan) -> list[dict[str, Any]]:
@@ -189,7 +196,10 @@ def _executor(session: Session, url: str | None, seconds: float | None) -> Itera
         yield executor
 
 
-def _dry_run(session: Session, wanted: BuildPlan, layers: list[dict[str, Any]], store: Store, left: list[Left]) -> int:
+def _dry_run(
+    session: Session, wanted: BuildPlan, layers: list[dict[str, Any]], store: Store, left: list[Left],
+    expected: Estimate | None,
+) -> int:  # fmt: skip
     from fusekit.compiler.explain import explain
 
     missing = [explain(store, spec, task.fields) for task in wanted.misses for spec in task.specs]
@@ -202,6 +212,7 @@ def _dry_run(session: Session, wanted: BuildPlan, layers: list[dict[str, Any]], 
         "warnings": session.warned,
         "left_behind": left,
         "layers": layers,
+        "estimated_seconds": expected and round(expected.whole, 1),
     }
 
     def text() -> None:
@@ -211,7 +222,7 @@ def _dry_run(session: Session, wanted: BuildPlan, layers: list[dict[str, Any]], 
                 session, ("NAME", "ARCH", "KEY", "WHY"), _by_layer(rows, layers), spare=("KEY", "ARCH"), prose="WHY"
             )
         kernels = output.plural(len(wanted.misses), "kernel")
-        click.echo(f"{len(missing)} to build ({kernels} to compile), {len(cached)} cached")
+        click.echo(f"{len(missing)} to build ({kernels} to compile{_about(expected)}), {len(cached)} cached")
 
     output.answer(session, document, text)
     _left(session, left, None, prune=False)

@@ -123,6 +123,13 @@ def size(count: int) -> str:
     return f"{value:.1f} GiB"
 
 
+def duration(seconds: float) -> str:
+    """`seconds` in the unit that people read: 40 s, 12 min, 1.5 h."""
+    if seconds < 99.5:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5970 else f"{seconds / 3600:.1f} h"
+
+
 def plural(count: int, noun: str) -> str:
     """`1 entry`, `2 entries`."""
     if count != 1:

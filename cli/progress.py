@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from fusekit_cli.options import Session
 from fusekit_cli.terminal import inline
 
 if TYPE_CHECKING:
+    from fusekit.compiler.estimate import Estimate
     from fusekit.share.push_pull import Progress
 
 Update = Callable[[int, int, str, int], None]
@@ -26,11 +28,14 @@ def progress_of(update: Update) -> Callable[[Progress], None]:
 
 
 @contextlib.contextmanager
-def progress(session: Session, doing: str, *, moves_bytes: bool = False) -> Iterator[Update]:
+def progress(
+    session: Session, doing: str, *, moves_bytes: bool = False, expected: Estimate | None = None
+) -> Iterator[Update]:
     """Show the progress of `doing`; the bar disappears at the end. moves_bytes: many short steps, shown with bytes and
-    their rate.
+    their rate. expected: gives the remaining time before a step is done, and where steps differ.
     """
-    bar = _bar(session, moves_bytes) if sys.stderr.isatty() and not session.quiet else None
+    left = Remaining(expected) if expected else None
+    bar = _bar(session, moves_bytes, left) if sys.stderr.isatty() and not session.quiet else None
 
     def note(done: int, total: int, what: str, moved: int) -> None:
         if what and (session.verbose or (bar is None and not moves_bytes)):
@@ -45,26 +50,58 @@ def progress(session: Session, doing: str, *, moves_bytes: bool = False) -> Iter
         def update(done: int, total: int, what: str, moved: int) -> None:
             note(done, total, what, moved)
             elapsed = bar.tasks[task].elapsed or 0.0
+            if left and what:
+                left.step(what, elapsed)
             rate = f"{moved / 1e6:.1f} MB, {moved / 1e6 / elapsed:.1f} MB/s" if moved and elapsed else ""
             bar.update(task, completed=done, total=total, description=inline(what or doing), moved=rate)
 
         yield update
 
 
-def _bar(session: Session, moves_bytes: bool) -> Any:
+class Remaining:
+    """The seconds that are left of a build, by what was expected of its steps and what they took."""
+
+    def __init__(self, expected: Estimate) -> None:
+        self._waiting = dict(expected.seconds)
+        self._whole = self._left = expected.whole
+        self._sum = sum(expected.seconds.values())
+        self._at = 0.0
+
+    def step(self, name: str, elapsed: float) -> None:
+        """The step `name` ended after `elapsed` seconds: what was measured counts the more, the more is done."""
+        self._waiting.pop(name, None)
+        share = sum(self._waiting.values()) / self._sum
+        self._left, self._at = share * (share * self._whole + elapsed), elapsed
+
+    def at(self, elapsed: float) -> float:
+        """Seconds that are left after `elapsed` seconds."""
+        return max(0.0, self._left - (elapsed - self._at))
+
+
+def _bar(session: Session, moves_bytes: bool, left: Remaining | None) -> Any:
     try:
         from rich.console import Console
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
             Progress,
+            ProgressColumn,
             TextColumn,
             TimeElapsedColumn,
             TimeRemainingColumn,
         )
+        from rich.text import Text
     except ImportError:  # no bar without rich
         return None
-    columns = [BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left")]
+
+    class Expected(ProgressColumn):
+        def render(self, task: Any) -> Text:
+            assert left is not None
+            seconds = round(left.at(task.elapsed or 0.0))
+            return Text(str(timedelta(seconds=seconds)), style="progress.remaining")
+
+    remaining = TimeRemainingColumn() if left is None else Expected()
+    columns = [BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), remaining, TextColumn("left")]
     if moves_bytes:
         columns.append(TextColumn("{task.fields[moved]}"))
     columns.append(TextColumn("{task.description}", markup=False))

@@ -45,7 +45,7 @@ def test_every_packaged_spec_is_asked_for_on_a_terminal_alone(fusekit, monkeypat
 def test_build_and_build_again(fusekit):
     plan = fusekit("build", "quickstart/moe-fc2", "--dry-run", "--json").json
     assert [row["name"] for row in plan["would_build"]] == [NAME]
-    assert plan["cached"] == []
+    assert (plan["cached"], plan["estimated_seconds"]) == ([], None)
     assert not fusekit.root.exists()
 
     first = fusekit("build", "quickstart/moe-fc2", "--json", XDG_CACHE_HOME="")
@@ -67,6 +67,8 @@ def test_build_and_build_again(fusekit):
     assert cached.out.startswith("1 kernel, all cached (")
     assert "next: " not in cached.err
     assert fusekit("build", "quickstart/moe-fc2", "--dry-run").out == "0 to build (0 kernels to compile), 1 cached\n"
+    other = fusekit("build", "quickstart/moe-fc1@128x128-c2x1", "--dry-run")
+    assert f"(1 kernel to compile, about {max(1, round(built['seconds']))} s), 0 cached" in other.out
     shown = fusekit("show", NAME, "--json").json
     assert (shown["key"], shown["proof"]["launches"]) == (built["key"], built["proved_launches"])
     assert fusekit("explain", NAME, "--json").json["status"] == "hit"
