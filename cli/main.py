@@ -47,6 +47,7 @@ COMMANDS = {
     "pull": "Copy kernels from there into the store.",
     "key": "Create keys, and sign the kernels in the store.",
     "run": "Launch a kernel from the store on random inputs.",
+    "exec": "Run a program whose CuTe DSL kernels come from the store.",
     "bench": "Compare kernels with other libraries; tune.",
     "doctor": "Report what this machine can do.",
     "schema": "Print the JSON Schema of spec files.",

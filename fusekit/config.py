@@ -10,12 +10,16 @@
 | `FUSEKIT_LOCK` | file of a lock: a library loads only what it lists |
 | `FUSEKIT_DEBUG` | `1`: every launch is waited for, and an error names the launch that caused it |
 | `FUSEKIT_NVTX` | `1`: kernels and passes are NVTX ranges in a profiler; needs the package nvtx |
+| `FUSEKIT_MISS` | `warn`: `fusekit exec` reports what it compiles; `error`: it raises an error instead |
+| `FUSEKIT_VERIFY` | share (0 to 1) of the hits of `fusekit exec` that are compiled as well and compared |
+| `FUSEKIT_TRUSTED_USERS` | users, `:`-separated, whose unsigned entries `fusekit exec` loads, as root's and yours |
 | `NO_COLOR` | when set to anything, output has no colour |
 """
 
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -124,6 +128,85 @@ class Config:
     def roots(self) -> tuple[Path, ...]:
         """The roots of the store in search order, the writable one first."""
         return (self.store, *self.read_only_roots)
+
+
+@dataclass(frozen=True, slots=True)
+class CuteConfig:
+    """The configuration of `fusekit exec` and `fusekit.cute.install`.
+
+    config: the store. miss: "", "warn" or "error": what a compilation does beside compiling. verify: share of the hits
+    that are compiled as well. trusted_users: user ids whose unsigned entries are loaded. report: file of events; None:
+    none are written.
+    """
+
+    config: Config
+    miss: str = ""
+    verify: float = 0.0
+    trusted_users: frozenset[int] = frozenset()
+    report: Path | None = None
+
+    @classmethod
+    def from_environment(cls, config: Config | None = None, environ: Mapping[str, str] | None = None) -> "CuteConfig":
+        """The configuration of this process: of `fusekit exec` if that started it, else with the store of `config`.
+        Raises UsageError for a value that a variable cannot have.
+        """
+        environ = os.environ if environ is None else environ
+        report = None
+        if config is None and EXEC in environ:
+            config, report = _unpacked(environ[EXEC])
+        miss = environ.get("FUSEKIT_MISS", "")
+        if miss not in ("", "warn", "error"):
+            raise UsageError(f"FUSEKIT_MISS = '{miss}'; it is warn or error; set one of them, or leave it out")
+        text = environ.get("FUSEKIT_VERIFY", "")
+        try:
+            verify = float(text or 0)
+        except ValueError:
+            verify = -1.0
+        if not 0 <= verify <= 1:
+            raise UsageError(f"FUSEKIT_VERIFY = '{text}'; it is a share of the hits, 0 to 1; set such a number: 0.01")
+        users = [part for part in environ.get("FUSEKIT_TRUSTED_USERS", "").split(":") if part.strip()]
+        for user in users:
+            if not user.isascii() or not user.isdecimal():
+                raise UsageError(f"FUSEKIT_TRUSTED_USERS names '{user}'; it takes numbers of users: id -u NAME")
+        if config is None:
+            config = Config.from_environment(environ=environ)
+        return cls(config, miss, verify, frozenset(map(int, users)), report)
+
+
+_TOOLKIT = frozenset({"CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "CUDA_TOOLKIT_PATH"})
+EXEC = "FUSEKIT_EXEC"
+"""Set by `fusekit exec` for its children."""
+
+
+def exec_environment(cute: CuteConfig, folder: Path, report: Path | None) -> dict[str, str]:
+    """The environment of a program that `fusekit exec` starts: this one, with `folder` before Python's path, the
+    configuration, and the file for its events.
+    """
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    values = {field.name: getattr(cute.config, field.name) for field in fields(cute.config)}
+    packed = json.dumps({**values, "report": report}, default=str)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), EXEC: packed}
+
+
+def refuses_misses() -> bool:
+    """Whether this process may compile nothing with the CuTe DSL: FUSEKIT_MISS=error."""
+    return os.environ.get("FUSEKIT_MISS") == "error"
+
+
+def compiler_environment() -> dict[str, str]:
+    """The variables by which this process sets the CuTe DSL, and by which that finds a CUDA toolkit."""
+    return {name: value for name, value in os.environ.items() if name.startswith("CUTE_DSL_") or name in _TOOLKIT}
+
+
+def _unpacked(text: str) -> tuple[Config, Path | None]:
+    values = json.loads(text)
+    for name, value in values.items():
+        if isinstance(value, list):
+            values[name] = tuple(map(Path, value))
+        elif isinstance(value, str):
+            values[name] = Path(value)
+    report = values.pop("report")
+    return Config(**values), report
 
 
 def _flag(variable: str, meaning: str, environ: Mapping[str, str]) -> bool:

@@ -12,6 +12,7 @@ from fusekit.choice.tuning import Tuning
 from fusekit.choice.variants import check_layer, check_name
 from fusekit.errors import IntegrityError
 from fusekit.store import Entry, NameRecord
+from fusekit.store.entries import HOST_OBJECT, KIND
 from fusekit.store.verify import Inspect
 
 
@@ -26,8 +27,10 @@ def launch_record(entry: Entry) -> LaunchRecord:
 
 def check_entry(entry: Entry, cubin: bytes | None = None) -> None:
     """Raises IntegrityError unless `entry` has a launch record, of the architecture of its key, and of its `cubin`
-    where that is at hand.
+    where that is at hand. A host object of `fusekit exec` has none.
     """
+    if entry.fields.get(KIND) == HOST_OBJECT:
+        return
     record = launch_record(entry)
     if cubin is not None:
         check_cubin(cubin, [step.symbol for step in record.launches], f"entry {entry.key}")

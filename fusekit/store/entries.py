@@ -17,6 +17,9 @@ from fusekit.store.keys import canonical_json, is_digest, key_of, sha256
 
 SCHEMA = 1
 """Version of the entry's document. No part of a key: a newer form of an entry leaves keys as they are."""
+KIND, HOST_OBJECT = "kind", "host-object"
+"""The key field, and its value, of an entry whose blob is not a cubin: what `fusekit exec` keeps of a program's own
+compilation. `launch` has that under the same name."""
 CUBIN_LIMIT = 1 << 30
 """Largest cubin accepted, in bytes."""
 CUBIN_FORMAT = 8

@@ -9,11 +9,11 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fusekit.errors import IntegrityError, StoreError
+from fusekit.errors import IntegrityError, SignatureError, StoreError
 
 T = TypeVar("T")
 AnyPath = Path | str
@@ -23,6 +23,8 @@ TEMPORARY_SUFFIX = ".tmp"
 
 # O_NONBLOCK: opening a FIFO must not wait for a writer. O_NOFOLLOW: a link is never a part of a store.
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 # How often a file is opened again after ESTALE of a network file system: another host has replaced it.
 _STALE_RETRIES = 4
@@ -63,22 +65,26 @@ def file_error(path: Path, doing: str, error: OSError) -> StoreError:
     return StoreError(f"cannot {doing} {path}: {error.strerror or error}; {remedy}", path=str(path))
 
 
-def read_file(path: AnyPath, *, limit: int, exactly: int | None = None, at: int | None = None) -> bytes | None:
+def read_file(
+    path: AnyPath, *, limit: int, exactly: int | None = None, at: int | None = None,
+    owners: Collection[int] | None = None,
+) -> bytes | None:  # fmt: skip
     """The bytes of the plain file at `path`, read once; None if there is none.
 
     limit: largest size accepted, in bytes. exactly: the only size accepted. at: descriptor of its folder; the rest of
-    `path` is then only for messages. Raises `IntegrityError`, before anything is read, for a symbolic link, a FIFO, a
-    directory, a device or a file of another size, `StoreError` for a failing disk. ESTALE (another host replaced the
-    file between look-up and read) is retried.
+    `path` is then only for messages. owners: ids of the users who alone may have written it; None: anybody. Raises
+    `IntegrityError`, before anything is read, for a symbolic link, a FIFO, a directory, a device or a file of another
+    size, `SignatureError` for a file that none of `owners` may have written, `StoreError` for a failing disk. ESTALE
+    (another host replaced the file between look-up and read) is retried.
     """
     for _ in range(_STALE_RETRIES):
         try:
-            return _read(path, limit, exactly, at)
+            return _read(path, limit, exactly, at, owners)
         except StoreError as error:
             cause = error.__cause__
             if not (isinstance(cause, OSError) and cause.errno == errno.ESTALE):
                 raise
-    return _read(path, limit, exactly, at)
+    return _read(path, limit, exactly, at, owners)
 
 
 def quietly(look: Callable[..., T], *arguments: Any) -> T | None:
@@ -101,7 +107,9 @@ def revalidate(directory: Path) -> None:
         os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
-def _read(path: AnyPath, limit: int, exactly: int | None, at: int | None) -> bytes | None:
+def _read(
+    path: AnyPath, limit: int, exactly: int | None, at: int | None, owners: Collection[int] | None
+) -> bytes | None:
     name = path if at is None else os.path.basename(path)  # noqa: PTH119 - of a string, too
     try:
         descriptor = os.open(name, READ, dir_fd=at)
@@ -121,6 +129,12 @@ def _read(path: AnyPath, limit: int, exactly: int | None, at: int | None) -> byt
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise _not_plain(path, _kind(status.st_mode))
+        if owners is not None and (status.st_uid not in owners or status.st_mode & _OTHERS_WRITE):
+            raise SignatureError(
+                f"{path} is of user {status.st_uid}, or others may write it, and it has machine code that this process"
+                f" would run; if you trust them, set FUSEKIT_TRUSTED_USERS={status.st_uid} and take others' permission"
+                " to write, or sign what is stored (FUSEKIT_SIGNING_KEY, FUSEKIT_TRUSTED_KEYS)"
+            )
         if exactly is not None and status.st_size != exactly:
             raise _wrong_size(path, status.st_size, f"must have {exactly}")
         if status.st_size > limit:

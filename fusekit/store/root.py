@@ -53,12 +53,14 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Root:
     """What lies under `path`, which need not exist: it is empty then. With `trust`, what no trusted key signed is
-    refused before it is parsed. With `lock`, a name points to a build that the lock lists, and no other is read.
+    refused before it is parsed; with `owners`, what another user may have written. With `lock`, a name points to a
+    build that the lock lists, and no other is read.
     """
 
     path: Path
     trust: Trust | None = None
     lock: Lock | None = None
+    owners: frozenset[int] | None = None
     _checked: list[bool] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def check(self) -> None:
@@ -261,7 +263,7 @@ class Root:
     def _document(self, kind: str, path: str) -> bytes | None:
         if not self._checked:
             self.check()
-        data = read_file(path, limit=LIMIT)
+        data = read_file(path, limit=LIMIT, owners=self.owners)
         if data is not None and self.trust is not None:
             # By name: listing a folder would cost more.
             signatures = self._signatures_by((key.id for key in self.trust.keys), sha256(data))

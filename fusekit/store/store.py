@@ -77,6 +77,15 @@ class Store(Lookup):
         store.roots = tuple(dataclasses.replace(root, lock=lock) for root in self.roots)
         return store
 
+    def keeping_to_owners(self, owners: frozenset[int]) -> Store:
+        """A copy that reads only documents that users with the ids `owners` wrote, or, if it has trusted keys, that one
+        of these signed.
+        """
+        store = copy.copy(self)
+        if self.trust is None:
+            store.roots = tuple(dataclasses.replace(root, owners=owners) for root in self.roots)
+        return store
+
     def remember(self, lock: Lock, *, make: bool = True, write: bool = True) -> None:
         """Remember the serial of `lock` in the writable root. IntegrityError if a higher one is remembered, or another
         lock of that serial. make: create a missing store; without it, a root that cannot be written remembers nothing.

@@ -42,7 +42,7 @@ def complete(fusekit):
     [
         (("sch",), ["schema"]),
         (("new", "--family", "nemo"), ["nemotron", "nemotron_h"]),
-        (("help", "ex"), ["explain", "export"]),
+        (("help", "ex"), ["explain", "export", "exec"]),
         (("build", "--dry"), ["--dry-run"]),
         (("bench", "--gr"), ["--groups"]),
         (("bench", "--groups", "o"), ["one"]),

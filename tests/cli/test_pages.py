@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[2]
 # Their commands run for real, in tests/compiler/test_own_kernel.py and tests/cli/test_cluster.py.
 RUN = {"your-kernel.md", "cluster.md"}
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.name not in RUN]
-# What needs another machine or package, or all of the catalogue: tests/cli/test_exchange.py, test_lock.py.
+# What needs another machine or package, or all of the catalogue: tests/cli/test_exchange.py, test_lock.py, tests/cute.
 ELSEWHERE = re.compile(
-    r"\w+://|^fusekit lock|--check cache_manifests|pull|ls --from|import|^fusekit export kernels.tar$|attention"
+    r"\w+://|^fusekit (lock|exec)|--check cache_manifests|pull|ls --from|import|^fusekit export kernels.tar$|attention"
 )
 NOT_BUILT, NO_GPU = 3, 4
 SPEC = """schema = 1

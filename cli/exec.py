@@ -1,0 +1,122 @@
+"""`fusekit exec`: run a program whose CuTe DSL kernels come from the store."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import click
+
+from fusekit_cli.options import Session, common
+
+_PR_SET_CHILD_SUBREAPER = 36
+_SI_USER = 0
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as of a shell
+_PASSED_ON = (
+    signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH,
+)  # fmt: skip
+
+
+@click.command("exec", context_settings={"allow_interspersed_args": False})
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] CMD...")
+@common
+def command(session: Session, program: tuple[str, ...]) -> int:
+    """Run CMD; what its processes compile with the CuTe DSL comes from the store, and goes there if it is missing.
+
+    CMD need not be changed: `fusekit exec -- python serve.py`. The line on stderr at the end counts over all processes
+    that it started, and comes when the last of them has ended. FUSEKIT_MISS=warn reports each compilation with its
+    reason, FUSEKIT_MISS=error refuses it. What the store has is machine code, which is loaded only from root, the
+    caller and FUSEKIT_TRUSTED_USERS, or signed. The exit code is that of CMD.
+    """
+    import fusekit.cute
+    from fusekit.config import CuteConfig, exec_environment
+    from fusekit.cute.report import counts
+
+    cute = CuteConfig.from_environment(session.config)
+    with _report(session) as report:
+        environment = exec_environment(cute, Path(fusekit.cute.__file__).parent / "startup", report)
+        try:
+            status = _run(program, environment)
+        except FileNotFoundError:
+            session.error(f"there is no program {program[0]}; check the name, and PATH")
+            return _NOT_FOUND
+        except OSError as error:
+            session.error(f"{program[0]} cannot be run: {error.strerror}; check its permissions")
+            return _NOT_EXECUTABLE
+        if report is not None:
+            hits, misses, saved = counts(report)
+            session.note(f"fusekit: {hits} hits, {misses} misses, {saved:.1f} s saved")
+    if os.WIFSIGNALED(status):
+        _die(os.WTERMSIG(status))
+    return os.waitstatus_to_exitcode(status)
+
+
+@contextlib.contextmanager
+def _report(session: Session) -> Iterator[Path | None]:
+    """A file for the events of all processes; None where none can be written."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="fusekit-exec-")
+    except OSError as error:
+        session.note(f"fusekit: hits and misses are not counted: {error.strerror}")
+        yield None
+        return
+    os.close(descriptor)
+    try:
+        yield Path(name)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(name)  # noqa: PTH108
+
+
+def _run(program: tuple[str, ...], environment: Mapping[str, str]) -> int:
+    """Run `program` and wait for it and for all that it started. Returns its status as `os.wait` gives it."""
+    # Processes whose parent ends become children of this one, which so can wait for them.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*_PASSED_ON, signal.SIGCHLD))
+    try:
+        main = os.posix_spawnp(
+            program[0], program, environment, setsigmask=mask, setsigdef=(signal.SIGPIPE, signal.SIGXFSZ)
+        )
+        return _wait(main)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _wait(main: int) -> int:
+    status = None
+    while True:
+        while (ended := _ended()) is not None and ended[0]:
+            if ended[0] == main:
+                status = ended[1]
+        if ended is None:
+            return 0 if status is None else status
+        info = signal.sigwaitinfo((*_PASSED_ON, signal.SIGCHLD))
+        if info.si_signo == signal.SIGCHLD:
+            continue
+        if status is not None:
+            return status  # only what `program` left behind is waited for
+        # What a terminal sends, it sends to the program as well.
+        if info.si_code == _SI_USER:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(main, info.si_signo)
+
+
+def _ended() -> tuple[int, int] | None:
+    """(process, status) of a child that has ended, (0, 0) if there are others, None if there is none."""
+    try:
+        return os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return None
+
+
+def _die(number: int, kill: Callable[[int, int], None] = os.kill) -> None:
+    """End as the program did: a shell sees the signal."""
+    with contextlib.suppress(OSError, ValueError):
+        signal.signal(number, signal.SIG_DFL)
+    kill(os.getpid(), number)

@@ -1,0 +1,200 @@
+"""The cache: what a compilation is filed under, looking it up, publishing it. It never breaks the program."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import random
+import sys
+import time
+import zlib
+from collections.abc import Callable, Generator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fusekit.config import CuteConfig
+from fusekit.cute.dsl import VERSIONS, Artifact, Call, Replaced, UnnamedError, version
+from fusekit.cute.report import add
+from fusekit.errors import FusekitError, IntegrityError, NotBuiltError
+from fusekit.store import Entry, Store, key_of
+from fusekit.store.entries import HOST_OBJECT, KIND
+from fusekit.store.keys import sha256
+
+_SCHEMA = "1"
+"""Version of the fields below and of the blob, raised when their meaning changes."""
+_PREFIX_DIGITS = 16
+_LENGTH = 8  # bytes
+_CPU = ("flags", "Features", "cpu family", "model", "CPU part", "CPU implementer")
+
+
+class Cache:
+    """Answers the DSL's calls from the store of `cute`. Each call that the DSL compiles is a miss."""
+
+    def __init__(self, cute: CuteConfig) -> None:
+        self.cute = cute
+        self._replaced = Replaced()
+
+    def serve(self, call: Call) -> Generator[Any, Any, None]:
+        """Answers `call`: see `dsl.Serve`. Raises nothing but NotBuiltError, with FUSEKIT_MISS=error."""
+        begin, why, key, fields = time.perf_counter(), "", "", dict[str, str]()
+        try:
+            why = call.not_served() or self._unknown()
+            if not why:
+                fields = self._fields(call)
+                key = key_of(fields)
+                call.be_anew()
+        except Exception as error:
+            key, why = "", _text(error)
+        if not key:
+            self._miss(call, why)
+            yield (yield None)
+            return
+        hit, why = self._hit(call, key, begin)
+        if hit is None and self.cute.miss == "error":
+            self._miss(call, why)
+        release = self._lock(key) if hit is None else None
+        try:
+            if release is not None:  # another process may have compiled it meanwhile
+                hit, why = self._hit(call, key, begin)
+            if hit is not None:
+                yield hit
+                return
+            self._miss(call, why)
+            begin = time.perf_counter()
+            function = yield None
+            self._publish(call, key, fields, function, time.perf_counter() - begin)
+            yield function
+        finally:
+            if release is not None:
+                release()
+
+    # -- keys ---------------------------------------------------------------------------------------------------------
+
+    def _unknown(self) -> str:
+        return "" if version().startswith(VERSIONS) else f"CuTe DSL {version()} is not known to this fusekit"
+
+    def _fields(self, call: Call) -> dict[str, str]:
+        return {**self._machine, **call.fields(self._replaced), "schema": _SCHEMA, KIND: HOST_OBJECT}
+
+    @cached_property
+    def _machine(self) -> dict[str, str]:
+        """The fields that all calls of this process share."""
+        from fusekit.compiler.toolchain import check_loaded, distributions
+
+        versions = distributions()
+        check_loaded(versions)
+        fields = {f"toolchain.{name}": version for name, version in versions.items()}
+        fields["python"] = ".".join(platform.python_version_tuple()[:2])
+        # The host object is compiled for this processor.
+        fields["host"] = f"{platform.system()} {platform.machine()} {sha256(_cpu().encode())}"
+        return fields
+
+    # -- the store ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _store(self) -> Store:
+        # A host object is machine code: it is loaded from nobody whose programs would not be run.
+        owners = frozenset({0, os.geteuid()}) | self.cute.trusted_users
+        return Store.open(self.cute.config).keeping_to_owners(owners)
+
+    def _hit(self, call: Call, key: str, begin: float) -> tuple[Any, str]:
+        """(the loaded function or None, why there is none)."""
+        try:
+            kernel = self._store.load(key)
+            if kernel is None:
+                return None, "it is not in the store"
+            entry, blob = kernel
+            host, ir = _unpacked(blob, entry)
+            function = call.load(host, ir, entry.launch[HOST_OBJECT])
+            if self.cute.verify and random.random() < self.cute.verify:
+                function = self._compared(call, entry, host) or function
+            call.remember(function)
+        except Exception as error:
+            return None, _text(error)
+        add(self.cute.report, max(0.0, entry.seconds - (time.perf_counter() - begin)))
+        return function, ""
+
+    def _compared(self, call: Call, entry: Entry, host: bytes) -> Any:
+        """Compile a hit as well. What the DSL gave, which replaces the entry, if that differs; else None."""
+        begin = time.perf_counter()
+        function = call.compile()
+        artifact = call.artifact(function, entry.launch[HOST_OBJECT]["prefix"])
+        if artifact.host == host:
+            return None
+        self._say(f"{call.name}: the entry {entry.key} is not what the DSL compiles; it is replaced")
+
+        def refuse(other: Entry) -> None:
+            if other.cubin_sha256 == entry.cubin_sha256:
+                raise IntegrityError(f"entry {entry.key} was compared, and differs")
+
+        store = self._store.inspecting(refuse)
+        store.publish(*_packed(entry.key, dict(entry.fields), artifact, time.perf_counter() - begin))
+        return function
+
+    def _lock(self, key: str) -> Callable[[], None] | None:
+        """What releases the lock of `key`; None without one: locks save work, and nothing else."""
+        held = contextlib.ExitStack()
+        with contextlib.suppress(Exception):
+            held.enter_context(self._store.lock(key))
+            return held.close
+        return None
+
+    def _publish(self, call: Call, key: str, fields: dict[str, str], function: Any, seconds: float) -> None:
+        try:
+            call.remember(function)
+            artifact = call.artifact(function, f"fusekit{key[:_PREFIX_DIGITS]}")
+            self._store.publish(*_packed(key, fields, artifact, seconds))
+        except Exception as error:
+            if self.cute.miss == "warn":
+                self._say(f"{call.name}: not stored: {_text(error)}")
+
+    # -- reports ------------------------------------------------------------------------------------------------------
+
+    def _miss(self, call: Call, why: str) -> None:
+        add(self.cute.report, None)
+        if self.cute.miss == "error":
+            raise NotBuiltError(
+                f"{call.name} would be compiled ({why}), and FUSEKIT_MISS is error; run the program once without it and"
+                " with a store that can be written: FUSEKIT_STORE",
+                name=call.name,
+            )
+        if self.cute.miss == "warn":
+            self._say(f"{call.name} is compiled: {why}")
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(Exception):  # a program may have closed it
+            sys.stderr.write(f"fusekit: {text}\n")
+
+
+def _packed(key: str, fields: dict[str, str], artifact: Artifact, seconds: float) -> tuple[Entry, bytes]:
+    """An entry and its blob: the length of the host object, that, and the IR, compressed."""
+    blob = len(artifact.host).to_bytes(_LENGTH, "little") + artifact.host + zlib.compress(artifact.ir, 1)
+    launch = {HOST_OBJECT: dict(artifact.facts)}
+    toolchain = {"python": platform.python_version(), "machine": platform.machine()}
+    return Entry(key, fields, sha256(blob), len(blob), launch, {}, {}, toolchain, seconds), blob
+
+
+def _unpacked(blob: bytes, entry: Entry) -> tuple[bytes, Callable[[], bytes]]:
+    """The host object in a blob, and what gives the IR in it."""
+    end = _LENGTH + int.from_bytes(blob[:_LENGTH], "little")
+    if end > len(blob) or HOST_OBJECT not in entry.launch:
+        raise IntegrityError(f"entry {entry.key} has no host object")
+    return blob[_LENGTH:end], lambda: zlib.decompress(blob[end:])
+
+
+def _text(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return text if isinstance(error, FusekitError | UnnamedError) else f"{type(error).__name__}: {text}"
+
+
+def _cpu() -> str:
+    """What the first processor can do, in the words of the kernel."""
+    try:
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+    except OSError:
+        return platform.processor()
+    rows = dict(line.partition(":")[::2] for line in first.splitlines())
+    known = {name.strip(): " ".join(value.split()) for name, value in rows.items()}
+    return "\n".join(f"{name}: {known[name]}" for name in _CPU if name in known)

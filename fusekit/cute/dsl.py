@@ -1,0 +1,480 @@
+"""The private parts of the CuTe DSL that the cache replaces, reads and calls.
+
+A move to another version of the DSL begins here: `VERSIONS`. Imports the DSL only when called.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import io
+import operator
+import os
+import re
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from fusekit.config import compiler_environment
+from fusekit.store.keys import canonical_json
+
+VERSIONS = ("4.8.",)
+"""Begins the versions of the DSL whose parts are known here."""
+
+Serve = Callable[["Call"], Generator[Any, Any, None]]
+"""Yields the function, or None where the DSL has to compile it; is sent what that gave, and yields what is returned."""
+
+_POSITIONAL = 8  # arguments, the DSL's object among them; another DSL passes a class as well
+_PREFIX = "CUTE_DSL_"
+# Variables that name places, and the architecture, which is a field of its own.
+_NOT_IN_KEYS = frozenset({"CUTE_DSL_ARCH", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_DUMP_DIR"})
+_NOT_SERVED = {
+    "KeepCUBIN": "it dumps the cubin",
+    "KeepPTX": "it dumps PTX",
+    "KeepSASS": "it dumps SASS",
+    "RDC": "it compiles relocatable code",
+    "DeviceTarget": "it compiles a device function",
+    "CollectCompilerDiagnostics": "it collects diagnostics",
+    "RemarkFilter": "it collects remarks",
+    "FlattenLocsOutputJsonPath": "it dumps locations",
+    "HostTarget": "it compiles for another host",
+    "LinkLibraries": "it links libraries, whose bytes are in no key",
+}
+_DUMPS = ("keep_ptx", "keep_cubin", "keep_sass", "keep_ir", "keep_ir_clean", "dryrun", "print_ir")
+# The half of the DSL that runs after the trace. What replaces a part of the other half shows in the IR.
+_BACK = (
+    "cutlass.base_dsl.compile_backend", "cutlass.base_dsl.compiler", "cutlass.base_dsl.dsl", "cutlass.base_dsl.export",
+    "cutlass.base_dsl.env_manager", "cutlass.base_dsl.jit_executor", "cutlass.base_dsl.tvm_ffi_builder",
+    "cutlass.cutlass_dsl", "cutlass.cute.export",
+)  # fmt: skip
+# Whose functions the DSL imports, or change nothing that is compiled.
+_NEUTRAL = frozenset({"cutlass", "fusekit", "typing_extensions", *sys.stdlib_module_names})
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
+
+
+class UnnamedError(Exception):
+    """Something takes part in a compilation for which no key has a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """What a compilation gave. host: its host object, with the cubins. ir: MLIR bytecode. facts: what is needed to load
+    both, as JSON types.
+    """
+
+    host: bytes
+    ir: bytes
+    facts: Mapping[str, Any]
+
+
+def is_there() -> bool:
+    """Whether the package `cutlass` that was imported is the DSL: another one of NVIDIA's has that name."""
+    return "cutlass.cutlass_dsl" in sys.modules
+
+
+def patch(serve: Serve) -> None:
+    """Let `serve` answer each call of the method by which the DSL compiles what it has traced. Does nothing if one
+    does already.
+    """
+    from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL as owner  # noqa: N813
+
+    original = owner.compile_and_cache
+    if hasattr(original, "fusekit_cute"):
+        return
+    signature = inspect.signature(original)
+
+    def compile_and_cache(*args: Any, **kwargs: Any) -> Any:
+        call = Call(original, signature, args, kwargs)
+        steps = serve(call)
+        try:
+            function = next(steps)
+            return steps.send(original(*call.args, **call.kwargs)) if function is None else function
+        finally:
+            steps.close()
+
+    # The DSL's errors name the innermost frame that is not the DSL's, and for those it takes files in angle brackets.
+    compile_and_cache.__code__ = compile_and_cache.__code__.replace(co_filename="<fusekit>")
+    compile_and_cache.fusekit_cute = True  # type: ignore[attr-defined]
+    owner.compile_and_cache = functools.wraps(original)(compile_and_cache)
+
+
+class Call:
+    """A call of `compile_and_cache(self, module, module_hash, function_name, pipeline, signature, no_cache, ...)`.
+
+    args, kwargs: what the DSL's method is called with.
+    """
+
+    def __init__(
+        self, original: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.args, self.kwargs = args, kwargs
+        self._original, self._signature = original, signature
+
+    def be_anew(self) -> None:
+        """Call the DSL's method so that it compiles: what its cache of files has is not checked enough to be kept."""
+        bound = self._signature.bind(*self.args, **self.kwargs)
+        self.remembers = not bound.arguments["no_cache"]
+        bound.arguments["no_cache"] = True
+        self.args, self.kwargs = bound.args, bound.kwargs
+
+    def compile(self) -> Any:
+        """What the DSL compiles."""
+        return self._original(*self.args, **self.kwargs)
+
+    def remember(self, function: Any) -> None:
+        """Let a later call with the same IR get `function` from the DSL's cache in memory, if it uses that."""
+        if self.remembers:
+            self.dsl.jit_cache.set(self["module_hash"], function, funcBody=self["funcBody"])
+
+    @cached_property
+    def _given(self) -> dict[str, Any]:
+        bound = self._signature.bind(*self.args, **self.kwargs)
+        bound.apply_defaults()
+        return bound.arguments
+
+    def __getitem__(self, name: str) -> Any:
+        return self._given[name]
+
+    @property
+    def dsl(self) -> Any:
+        """The DSL's object, with the options and the settings of the call."""
+        return self.args[0]
+
+    @property
+    def name(self) -> str:
+        """The name of the host function, for messages."""
+        try:
+            return str(self["original_function_name"] or self["function_name"])
+        except Exception:
+            return "a host function"
+
+    @cached_property
+    def arch(self) -> str:
+        """The architecture that is compiled for, such as `sm_90a`."""
+        return str(self.dsl.compile_options.gpu_arch or self.dsl.envar.arch or "")
+
+    @cached_property
+    def tvm_ffi(self) -> tuple[Any, Any, Any] | None:
+        """(specs of the parameters, keywords, dataclasses) of a function for tvm-ffi; else None."""
+        if not self.dsl.compile_options.enable_tvm_ffi:
+            return None
+        if self.dsl._tvm_ffi_args_spec_converter is None:
+            from cutlass.cute._tvm_ffi_args_spec_converter import attach_args_spec_converter
+
+            attach_args_spec_converter(self.dsl)
+        names = ("function_name", "signature", "full_args", "full_kwargs")
+        params, keywords, dataclasses = self.dsl._tvm_ffi_args_spec_converter(*(self[name] for name in names))
+        return params, keywords, dataclasses
+
+    def not_served(self) -> str | None:
+        """Why the DSL has to compile it; None if it need not."""
+        dsl = self.dsl
+        if self["no_jit_engine"]:
+            return "it is compiled for no engine"
+        if getattr(dsl, "_is_experimental_dsl", False) or len(self.args) > _POSITIONAL or "func_type" in self.kwargs:
+            return "it is of the experimental DSL"
+        if dsl.envar.compiler_backend != "legacy":
+            return f"it is compiled by the backend {dsl.envar.compiler_backend}"
+        for setting in _DUMPS:
+            if getattr(dsl.envar, setting, False):
+                return f"the DSL's setting {setting} is on"
+        for kind, option in dsl.compile_options.options.items():
+            if kind.__name__ in _NOT_SERVED and getattr(option.value, "value", option.value):
+                return _NOT_SERVED[kind.__name__]
+        if f"{_PREFIX}LIBS" in compiler_environment():
+            return f"{_PREFIX}LIBS names libraries, whose bytes are in no key"
+        if dsl.compiler_provider._post_compile_hook is not None:
+            return "a hook changes what the passes give"
+        if dsl.num_kernels and not dsl._runtime_can_run_compiled(dsl.envar.arch, self.arch):
+            return f"it is for {self.arch}, and runs nowhere here"
+        return None
+
+    def fields(self, replaced: Replaced) -> dict[str, str]:
+        """What decides the result after the trace, labelled. Raises UnnamedError for a part without a name."""
+        dsl, options = self.dsl, self.dsl.compile_options
+        module, name = self["module"], self["function_name"]
+        # A stream is in the name by its address.
+        neutral = _ADDRESS.sub("0x", name)
+        if options.generate_line_info or dsl.envar.lineinfo or dsl.envar.loc_tracebacks:
+            code = _bytecode(module)
+        else:
+            code = module.operation.get_asm(enable_debug_info=False, print_generic_op_form=True).encode()
+            code = code.replace(name.encode(), neutral.encode())
+        settings = {
+            entry.key_name: getattr(dsl.envar, entry.key_name)
+            for entry in type(dsl.envar)._ENV_VAR_SPEC
+            if entry.affects_compile and entry.key_name not in ("arch", "shared_libs")
+        }
+        environment = {key: value for key, value in compiler_environment().items() if key not in _NOT_IN_KEYS}
+        fields = {
+            "arch": self.arch,
+            "ir": hashlib.sha256(code).hexdigest(),
+            "function": neutral,
+            "pipeline": dsl.preprocess_pipeline(dsl._get_pipeline(self["pipeline"]), self.arch),
+            "options": options.to_str(),
+            "settings": canonical_json({key: repr(value) for key, value in sorted(settings.items())}),
+            "environment": canonical_json(environment),
+            "kernels": str(bool(dsl.num_kernels)),
+            "replaced": _digest_of(replaced.functions(dsl)),
+        }
+        if self.tvm_ffi is not None:
+            import tvm_ffi
+
+            fields["tvm-ffi"] = f"{tvm_ffi.__version__} {_digest_of([self.tvm_ffi, self['original_function_name']])}"
+        return fields
+
+    def artifact(self, function: Any, prefix: str) -> Artifact:
+        """What the store keeps of a compiled `function`. prefix: begins its symbols."""
+        facts: dict[str, Any] = {
+            "prefix": prefix,
+            "function": self["function_name"],
+            "tvm_ffi": self.tvm_ffi is not None,
+            "extra_args": dict(function.kernel_extra_args),
+            "added_args": int(function.total_added_arguments),
+        }
+        if self.tvm_ffi is not None:
+            from cutlass._mlir._mlir_libs._cutlass_ir import _aot_support
+
+            host = bytes(
+                _aot_support.export_module_to_bytes(function.ir_module, format="o", opt_level=3, enable_pic=True)
+            )
+        else:
+            # The object would have the signature, pickled, which not every default of an argument can be.
+            execution, signature = function.execution_args, function.execution_args.signature
+            execution.signature = inspect.Signature()
+            try:
+                host = function.dump_to_object(prefix)
+            finally:
+                execution.signature = signature
+        return Artifact(host, _bytecode(function.ir_module), facts)
+
+    def load(self, host: bytes, ir: Callable[[], bytes], facts: Mapping[str, Any]) -> Any:
+        """The DSL's object for the stored host object `host`. ir: gives the MLIR bytecode, when it is asked for."""
+        from cutlass._mlir._mlir_libs._cutlass_ir._execution_engine import BinaryExecutionEngine
+
+        dsl, name = self.dsl, facts["function"]
+        if (self.tvm_ffi is not None) != facts["tvm_ffi"]:
+            raise UnnamedError("the entry is of another kind of function")
+        engine = BinaryExecutionEngine(host, dsl.get_shared_libs(), True)
+        if self.tvm_ffi is not None:
+            kind: Any = functools.partial(_tvm_ffi_kind(self.tvm_ffi), **_tvm_ffi_keywords(self.tvm_ffi))
+            entry = engine.lookup(f"_mlir_ciface_{name}")
+        else:
+            kind = functools.partial(_plain_kind(), prefix=facts["prefix"], load_from_binary=True)
+            entry = engine.lookup(f"_mlir_{facts['prefix']}__mlir_ciface_{name}")
+        if not entry:
+            raise UnnamedError(f"the host object has no function {name}")
+        import ctypes
+
+        entry = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(entry)
+        function = dsl._build_jit_function(
+            kind, None, engine, entry, self["signature"], name, self["dynamic_args"], self["dynamic_kwargs"]
+        )
+        function.kernel_extra_args = dict(facts["extra_args"])
+        function.total_added_arguments = facts["added_args"]
+        function.fusekit_ir = ir
+        return function
+
+
+def version() -> str:
+    """The version of the imported DSL."""
+    import cutlass
+
+    return str(cutlass.__version__)
+
+
+# -- what is loaded
+
+
+class _Lazy:
+    """The attribute `ir_module`: parsed when it is asked for."""
+
+    def __get__(self, function: Any, owner: Any = None) -> Any:
+        if function is None:
+            return self
+        values = vars(function)
+        if "fusekit_module" not in values and "fusekit_ir" in values:
+            from cutlass._mlir import ir
+
+            context = ir.Context()
+            context.enable_multithreading(False)
+            with context, ir.Location.unknown():
+                values["fusekit_module"] = ir.Module.parse(function.fusekit_ir())
+        return values.get("fusekit_module")
+
+    def __set__(self, function: Any, module: Any) -> None:
+        if module is not None:
+            vars(function)["fusekit_module"] = module
+
+
+def _subclass(kind: Any, **members: Any) -> Any:
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {"ir_module": _Lazy(), **names, **members})
+
+
+@functools.cache
+def _plain_kind() -> Any:
+    from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
+
+    return _subclass(CudaDialectJitCompiledFunction)
+
+
+def _tvm_ffi_kind(specs: tuple[Any, Any, Any]) -> Any:
+    # As the DSL chooses.
+    _, keywords, dataclasses = specs
+    return _tvm_ffi_kinds()[bool(keywords.kwonly_names or keywords.arg_defaults or keywords.arg_names or dataclasses)]
+
+
+def _tvm_ffi_keywords(specs: tuple[Any, Any, Any]) -> dict[str, Any]:
+    _, keywords, dataclasses = specs
+    if _tvm_ffi_kind(specs) is _tvm_ffi_kinds()[False]:
+        return {}
+    return {"kwargs_wrapper_spec": keywords, "map_dataclass_to_tuple": dataclasses}
+
+
+@functools.cache
+def _tvm_ffi_kinds() -> tuple[Any, Any]:
+    import tvm_ffi
+    from cutlass.cutlass_dsl.tvm_ffi_provider import TVMFFIJitCompiledFunction, TVMFFIJitCompiledFunctionWithKwargs
+
+    def create(self: Any) -> Any:
+        # The engine is one of a host object already.
+        address = self.engine.lookup(f"__tvm_ffi_{self.function_name}")
+        return tvm_ffi.Function.__from_extern_c__(address, keep_alive_object=self.engine)
+
+    return (
+        _subclass(TVMFFIJitCompiledFunction, _create_tvm_ffi_function=create),
+        _subclass(TVMFFIJitCompiledFunctionWithKwargs, _create_tvm_ffi_function=create),
+    )
+
+
+def _bytecode(module: Any) -> bytes:
+    data = io.BytesIO()
+    module.operation.write_bytecode(data)
+    return data.getvalue()
+
+
+# -- names of Python objects
+
+
+class Replaced:
+    """What other packages have put into the DSL's second half. A namespace is read again when it has changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[list[Any], list[tuple[str, Any]]]] = {}
+
+    def functions(self, dsl: Any) -> dict[str, Any]:
+        """Place -> function that is not the DSL's. Raises UnnamedError for a callable that is no function."""
+        import cutlass
+
+        root = f"{Path(cutlass.__file__).parent}{os.sep}"
+        functions: dict[str, Any] = {}
+        for place, owner in (("dsl", dsl), ("compiler", dsl.compiler_provider)):
+            shadows = {name: value for name, value in vars(owner).items() if hasattr(type(owner), name)}
+            functions |= self._read(place, shadows, root)
+        for name, module in list(sys.modules.items()):
+            if module is None or not name.startswith(_BACK):
+                continue
+            functions |= self._read(name, vars(module), root)
+            for value in list(vars(module).values()):
+                if isinstance(value, type) and value.__module__ == name:
+                    functions |= self._read(f"{name}.{value.__qualname__}", vars(value), root)
+        return functions
+
+    def _read(self, place: str, space: Mapping[str, Any], root: str) -> list[tuple[str, Any]]:
+        values = list(space.values())
+        known = self._known.get(place)
+        if known is None or len(known[0]) != len(values) or not all(map(operator.is_, known[0], values)):
+            found = [
+                (f"{place}.{label}", function)
+                for label, value in list(space.items())
+                for function in _foreign(value, root)
+            ]
+            known = self._known[place] = values, found
+        return known[1]
+
+
+def _foreign(value: Any, root: str) -> Iterator[Any]:
+    """The functions that `value` is, or wraps, whose code is not below `root`."""
+    while value is not None:
+        value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if isinstance(value, FunctionType):
+            top = str(value.__globals__.get("__name__", "")).partition(".")[0]
+            neutral = top in _NEUTRAL or top.startswith("namedtuple_")
+            if not (neutral or value.__code__.co_filename.startswith(root)):
+                yield value
+        elif isinstance(value, functools.partial) or type(value).__module__.startswith("unittest.mock"):
+            raise UnnamedError(f"a part of the DSL is replaced by a {type(value).__qualname__}, which no key can name")
+        value = getattr(value, "__wrapped__", None)
+
+
+def _sorted(constant: Any) -> Any:
+    return sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant
+
+
+def _digest_of(value: Any) -> str:
+    """A digest of plain values, of objects made of them, and of functions by their code and what that reads."""
+    digest, seen = hashlib.sha256(), dict[int, int]()
+    keep = []
+
+    def put(*parts: Any) -> None:
+        digest.update(repr(parts).encode("utf-8", "surrogatepass"))
+
+    def code(value: CodeType) -> None:
+        put(value.co_code, value.co_names, value.co_varnames, value.co_freevars, value.co_flags)
+        for constant in value.co_consts:
+            if isinstance(constant, CodeType):
+                code(constant)
+            else:
+                put(type(constant).__name__, _sorted(constant))
+
+    def walk(value: Any) -> None:
+        if type(value) in _SIMPLE:
+            put(type(value).__name__, value)
+            return
+        if id(value) in seen:
+            put("again", seen[id(value)])
+            return
+        seen[id(value)] = len(seen)
+        keep.append(value)
+        kind = type(value)
+        if isinstance(value, FunctionType):
+            home = str(value.__globals__.get("__name__"))
+            put("function", home, value.__qualname__)
+            code(value.__code__)
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            walk([value.__defaults__, value.__kwdefaults__, cells])
+            if not home.startswith("cutlass."):
+                reads = {name: value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__}
+                walk({name: read for name, read in reads.items() if not isinstance(read, ModuleType | type)})
+        elif isinstance(value, type | ModuleType):
+            put("named", getattr(value, "__module__", ""), getattr(value, "__qualname__", value.__name__))
+        elif isinstance(value, list | tuple):
+            put(kind.__module__, kind.__qualname__, len(value))
+            for item in value:
+                walk(item)
+        elif isinstance(value, dict):
+            put("dict", len(value))
+            for key in sorted(value, key=repr):
+                walk(key)
+                walk(value[key])
+        elif kind.__module__.startswith("tvm_ffi") and kind.__name__ == "dtype":
+            put("dtype", str(value))
+        elif isinstance(value, staticmethod | classmethod):
+            walk(value.__func__)
+        elif kind.__module__ == "builtins" and callable(value):
+            put("builtin", value.__qualname__)
+        elif hasattr(value, "__dict__") and kind.__module__.startswith("cutlass."):
+            put("object", kind.__module__, kind.__qualname__)
+            walk(vars(value))
+        else:
+            raise UnnamedError(f"{kind.__module__}.{kind.__qualname__} has no name for a key")
+
+    walk(value)
+    return digest.hexdigest()

@@ -1,0 +1,46 @@
+"""Python imports this when it starts: `fusekit exec` puts its folder before PYTHONPATH.
+
+It runs in each Python below a program, of whatever version and with whatever packages: it imports the standard library
+alone, until the DSL is imported.
+"""
+
+import os
+import sys
+
+
+class _Finder:
+    busy = False
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> object:
+        if name != "cutlass" or self.busy:
+            return None
+        self.busy = True
+        try:
+            from fusekit.cute import install
+
+            install()
+        except Exception as error:
+            if os.environ.get("FUSEKIT_MISS") == "error":
+                raise
+            sys.stderr.write(f"fusekit: the cache is off: {type(error).__name__}: {error}\n")
+            return None
+        import importlib.util
+
+        return importlib.util.find_spec(name)
+
+
+def _start(here: str) -> None:
+    from importlib.machinery import PathFinder
+    from importlib.util import module_from_spec
+
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder or ".") != here]  # noqa: PTH100
+    sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+    # The module of this name that this one hides, if there is one.
+    spec = PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is not None and spec.loader is not None:
+        module = module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+_start(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120

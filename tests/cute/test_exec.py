@@ -1,0 +1,163 @@
+"""`fusekit exec`: programs and all their processes, as they are without it but for what they compile."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import fusekit.cute
+from fusekit.compiler.options import environment
+from fusekit.config import EXEC, Config, CuteConfig, exec_environment
+
+ROOT = Path(__file__).parents[2]
+STARTUP = Path(fusekit.cute.__file__).parent / "startup"
+EXECUTE = (sys.executable, "-m", "fusekit", "exec", "--")
+NO_DSL = "the CuTe DSL (extra `build`) is not installed"
+LINE = re.compile(r"fusekit: (\d+) hits, (\d+) misses, (\d+\.\d) s saved\n")
+
+
+class Run:
+    """One run of a program. out, err, code: as it ended; counts: (hits, misses) of its line on stderr."""
+
+    def __init__(self, done):
+        self.out, self.code = done.stdout, done.returncode
+        match = LINE.search(done.stderr)
+        self.counts = match and (int(match[1]), int(match[2]))
+        self.err = LINE.sub("", done.stderr)
+
+
+@pytest.fixture
+def run(tmp_path):
+    def run(*command, execute=EXECUTE, **variables):
+        variables = {"FUSEKIT_STORE": str(tmp_path / "store"), "CUTE_DSL_ARCH": "sm_90a", **variables}
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
+        done = subprocess.run(
+            [*execute, *command], env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200
+        )
+        return Run(done)
+
+    return run
+
+
+def program(*arguments):
+    return (sys.executable, "-m", "tests.cute.program", *arguments)
+
+
+def test_a_program_is_what_it_is_without(run, tmp_path):
+    pytest.importorskip("cutlass", reason=NO_DSL)
+    bare = run(*program("exit"), execute=())
+    cold, warm = run(*program("exit")), run(*program("exit"))
+    assert (cold.out, cold.err, cold.code) == (warm.out, warm.err, warm.code) == (bare.out, bare.err, bare.code)
+    assert (cold.counts, warm.counts) == ((0, 1), (1, 0))
+    assert bare.code == 7
+    refused = run(*program("exit"), FUSEKIT_MISS="error", FUSEKIT_STORE=str(tmp_path / "other"))
+    assert refused.code == 1
+    assert "NotBuiltError: __call__ would be compiled (it is not in the store)" in refused.err
+
+
+def test_every_process_of_a_program_is_served(run):
+    pytest.importorskip("cutlass", reason=NO_DSL)
+    done = run(*program("methods"))
+    assert done.counts == (4, 1), done.err
+    assert done.out.count("CudaDialectJitCompiledFunction") == 5
+
+
+def test_sixteen_processes_compile_once(run):
+    pytest.importorskip("cutlass", reason=NO_DSL)
+    done = run(*program("together"))
+    assert done.out == f"{[0] * 16}\n"
+    assert done.counts == (15, 1), done.err
+
+
+def test_the_line_comes_after_the_last_process(run, tmp_path):
+    pytest.importorskip("cutlass", reason=NO_DSL)
+    done = run(*program("late", str(tmp_path / "late")))
+    assert (tmp_path / "late").read_text() == "done"
+    assert done.counts == (0, 1), done.err
+
+
+HIDDEN = {
+    "works": "import sys; sys.stdout.write(f'hidden: {__file__} {__name__} {sys.path[1:]}\\n')",
+    "lacks a module": "import nothing_of_this_name",
+    "fails": "1 / 0",
+}
+
+
+@pytest.mark.parametrize("text", [None, *HIDDEN.values()], ids=["none", *HIDDEN])
+def test_python_starts_as_it_does_without(run, tmp_path, text):
+    variables = {}
+    if text is not None:
+        (tmp_path / "sitecustomize.py").write_text(text)
+        variables["PYTHONPATH"] = str(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", variables.get("PYTHONPATH", ""))
+        hooked = exec_environment(CuteConfig(Config(store=tmp_path)), STARTUP, None)
+    bare = run(*program("state"), execute=(), **variables)
+    done = run(*program("state"), execute=(), **hooked)
+    assert (done.out, done.err, done.code) == (bare.out, bare.err, bare.code)
+
+
+def test_a_process_without_the_dsl_starts_as_fast(tmp_path):
+    variables = exec_environment(CuteConfig(Config(store=tmp_path)), STARTUP, None)
+
+    def seconds(env):
+        def once():
+            begin = time.perf_counter()
+            subprocess.run([sys.executable, "-c", "pass"], env=env, check=True)
+            return time.perf_counter() - begin
+
+        return min(once() for _ in range(7))
+
+    assert seconds(variables) - seconds(dict(os.environ)) < 0.03
+
+
+def test_no_variable_reaches_a_compile_process(tmp_path, monkeypatch):
+    variables = exec_environment(CuteConfig(Config(store=tmp_path)), tmp_path, None)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert not {EXEC, "PYTHONPATH"} & environment(tmp_path, "sm_90a").keys()
+
+
+def test_a_child_has_the_configuration_of_the_command(tmp_path):
+    config = Config(
+        store=tmp_path,
+        read_only_roots=(tmp_path / "lower",),
+        trusted_keys=(),
+        only_keys=(tmp_path / "key",),
+        debug=True,
+    )
+    variables = exec_environment(CuteConfig(config), tmp_path, tmp_path / "report")
+    there = CuteConfig.from_environment(environ=variables)
+    assert (there.config, there.report) == (config, tmp_path / "report")
+    assert json.loads(variables[EXEC])["store"] == str(tmp_path)
+
+
+def test_the_exit_code_is_the_programs(run):
+    assert run("sh", "-c", "exit 5").code == 5
+    killed = run("sh", "-c", "kill -TERM $$")
+    assert killed.code == -signal.SIGTERM
+    assert killed.counts == (0, 0)
+    absent = run("no-such-program")
+    assert (absent.code, absent.counts) == (127, None)
+    assert absent.err == "fusekit: there is no program no-such-program; check the name, and PATH\n"
+    assert run(str(ROOT / "README.md")).code == 126
+    assert run("true", FUSEKIT_MISS="fail").code == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_reaches_the_program(number, tmp_path):
+    script = f"trap 'echo got it; exit 9' {number.name[3:]}; echo ready; while :; do sleep 0.05; done"
+    with subprocess.Popen(
+        [*EXECUTE, "sh", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    ) as command:
+        assert command.stdout.readline() == "ready\n"
+        command.send_signal(number)
+        out, err = command.communicate(timeout=60)
+    assert (out, command.returncode) == ("got it\n", 9)
+    assert LINE.fullmatch(err)
