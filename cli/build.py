@@ -110,7 +110,7 @@ def command(
         return 1
     with (
         _executor(session, executor if wanted.misses else None, executor_timeout) as pool,
-        progress(session, "compiling", expected=expected) as update,
+        progress(session, "compiling", expected=expected, steps=len(wanted.misses)) as update,
     ):
         report = execute(wanted, store, jobs, lambda step: update(step.done, step.total, step.name, 0), executor=pool)
     report.untrusted = list(trusted.left_out)
@@ -219,7 +219,7 @@ def _dry_run(
         if missing:
             rows = [(miss.name, miss.arch, (miss.key or "")[:12], miss.reason) for miss in missing]
             output.table(
-                session, ("NAME", "ARCH", "KEY", "WHY"), _by_layer(rows, layers), spare=("KEY", "ARCH"), prose="WHY"
+                session, ("NAME", "ARCH", "KEY", "WHY"), _by_layer(rows, layers), spare=("KEY", "ARCH"), prose=("WHY",)
             )
         kernels = output.plural(len(wanted.misses), "kernel")
         click.echo(f"{len(missing)} to build ({kernels} to compile{_about(expected)}), {len(cached)} cached")
@@ -280,7 +280,7 @@ def comparison_text(session: Session, comparison: Any) -> None:
     rows = [(row.name, row.expected[:12], row.built[:12], row.why) for row in comparison.changed]
     rows += [(name, "", "", why) for name, why in comparison.missing]
     if rows:
-        output.table(session, ("NAME", "MANIFEST", "NOW", "WHY"), rows, spare=("NOW", "MANIFEST"), prose="WHY")
+        output.table(session, ("NAME", "MANIFEST", "NOW", "WHY"), rows, spare=("NOW", "MANIFEST"), prose=("WHY",))
 
 
 def _document(session: Session, report: BuildReport, layers: list[dict[str, Any]]) -> dict[str, Any]:

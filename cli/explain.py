@@ -36,14 +36,16 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, names
         explanations = [explained(store, spec, identity, compiler=False) for spec in specs]
         session.note(str(error))
 
-    def text() -> None:
+    def show() -> None:
         for explanation in explanations:
-            click.echo(f"{explanation.name}  {explanation.arch}  {explanation.status}: {explanation.reason}")
+            text = f"{explanation.name}  {explanation.arch}  {explanation.status}: {explanation.reason}"
+            for line in output.lines([text]):
+                click.echo(line)
             if explanation.differs:
                 rows = [
                     (f"  {row.field}", *("(absent)" if value is None else value for value in (row.stored, row.now)))
                     for row in explanation.differs
                 ]
-                output.table(session, ("  FIELD", "STORED", "NOW"), rows, spare=("STORED",), prose="NOW")
+                output.table(session, ("  FIELD", "STORED", "NOW"), rows, spare=("STORED",), prose=("NOW",))
 
-    output.answer(session, output.one_or_many(explanations), text)
+    output.answer(session, output.one_or_many(explanations), show)

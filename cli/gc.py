@@ -74,7 +74,7 @@ def command(session: Session, max_size: int | None, max_age: float | None, dry_r
                 rows,
                 right=("FREED", "IDLE"),
                 spare=("KEY",),
-                prose="REASON",
+                prose=("REASON",),
             )
         cleared = ", ".join(
             output.plural(count, noun)

@@ -59,7 +59,9 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, sourc
             for build in row["candidates"]:
                 cells.append((row["name"], row["arch"], "", "", build["bytes"], *_build(build), *[""] * len(more)))
         if rows:
-            spare = ("TOOLCHAIN", "DRIVER", "KEY", "SPILLS", "REGISTERS", "PART OF", "ROOT", "BYTES", "ARCH")
+            spare = ["TOOLCHAIN", "DRIVER", "KEY", "SPILLS", "REGISTERS", "PART OF", "ROOT", "BYTES", "ARCH"]
+            if len(cells) > len(rows):  # the drivers tell several builds of a name apart
+                spare.append(spare.pop(1))
             output.table(session, headings, cells, right=("REGISTERS", "SPILLS", "BYTES"), spare=spare)
 
     output.answer(session, rows, text)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 
 _PROSE = 20  # columns that a text that is wrapped takes at least
+_VALUE = re.compile(r"\s*(- )?\S+\s\s+")  # what is before the value of a line of a tree
 
 
 def answer(session: Session, document: Any, text: Callable[[], None]) -> None:
@@ -43,24 +47,43 @@ def one_or_many(documents: Sequence[Any]) -> Any:
 
 def table(
     session: Session, headings: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = (),
-    spare: Sequence[str] = (), prose: str = "",
-) -> None:  # fmt: skip
-    """Print rows under headings; the columns named in `right` are aligned to the right.
+    spare: Sequence[str] = (), prose: Sequence[str] = (),
+) -> int:  # fmt: skip
+    """Print rows under headings; the columns named in `right` are aligned to the right. Returns the number of lines.
 
-    On a terminal it is drawn. Where that is too narrow, the columns `spare` are left out, the first ones first, what
-    all names of the first column begin with is printed once above, and the column `prose` is wrapped at words. Into a
-    file or a pipe it is aligned with spaces, at any width, so that it can be cut, sorted and searched.
+    On a terminal it is drawn. Where that is too narrow, digests are shortened, the columns `spare` are left out, the
+    first ones first, what all names of the first column begin with is printed once above, and the columns `prose` are
+    wrapped at words. Into a file or a pipe it is aligned with spaces, at any width, so that it can be cut, sorted and
+    searched.
     """
     cells = [[inline(str(cell)) for cell in row] for row in rows]
     lines: list[str] = []
-    if sys.stdout.isatty() and _drawn(session, headings, cells, right, spare, prose):
-        return
+    if sys.stdout.isatty() and (drawn := _drawn(session, headings, cells, right, spare, prose)):
+        return drawn
     widths = _widths(headings, cells)
     pad = [str.rjust if heading in right else str.ljust for heading in headings]
     for row in [headings, *cells]:
         padded = [by(cell, width) for by, cell, width in zip(pad, row, widths, strict=True)]
         lines.append("  ".join(padded).rstrip())
     click.echo("\n".join(lines))
+    return len(lines)
+
+
+def lines(texts: Iterable[str]) -> list[str]:
+    """Lines as they are printed: those that a terminal would break have short digests, and are wrapped at words."""
+    if not sys.stdout.isatty():
+        return [*texts]
+    width = shutil.get_terminal_size().columns
+    fitted: list[str] = []
+    for text in texts:
+        short = text if len(text) <= width else _short(text)
+        column = _VALUE.match(short)
+        indent = " " * min(column.end() if column else 2, width // 2)
+        wrapped = textwrap.wrap(
+            short, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        ) if len(short) > width else [short]  # fmt: skip
+        fitted += wrapped
+    return fitted
 
 
 def driver(version: int | None) -> str | None:
@@ -70,7 +93,7 @@ def driver(version: int | None) -> str | None:
 
 def tree(document: Mapping[str, Any], indent: str = "") -> None:
     """Print nested JSON values as indented `name  value` lines; a list of plain values stays on one line."""
-    for line in tree_lines(document, indent):
+    for line in lines(tree_lines(document, indent)):
         click.echo(line)
 
 
@@ -146,12 +169,19 @@ def _needed(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> int:
     return sum(_widths(headings, cells)) + 3 * len(headings) + 1
 
 
-def _fits(headings: Sequence[str], cells: list[list[str]], width: int, prose: str) -> bool:
-    """Whether a table fits into `width` columns, once the text of the column `prose` is wrapped."""
-    needed = _needed(headings, cells)
-    if needed > width and prose in headings:
-        needed = _needed(*_without(headings, cells, prose)) + 3 + _PROSE
-    return needed <= width
+def _fits(headings: Sequence[str], cells: list[list[str]], width: int, prose: Sequence[str]) -> bool:
+    """Whether a table fits into `width` columns, once the text of the columns `prose` is wrapped."""
+    if _needed(headings, cells) <= width:
+        return True
+    wrapped = [heading for heading in headings if heading in prose]
+    for heading in wrapped:
+        headings, cells = _without(headings, cells, heading)
+    return _needed(headings, cells) + (3 + _PROSE) * len(wrapped) <= width
+
+
+def _short(text: str) -> str:
+    """`text` with the first digits of its digests."""
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1…", text)
 
 
 def _without(headings: Sequence[str], cells: list[list[str]], heading: str) -> tuple[list[str], list[list[str]]]:
@@ -168,16 +198,19 @@ def _common(names: Sequence[str]) -> str:
 
 def _drawn(
     session: Session, headings: Sequence[str], cells: list[list[str]], right: Sequence[str], spare: Sequence[str],
-    prose: str,
-) -> bool:  # fmt: skip
+    prose: Sequence[str],
+) -> int:  # fmt: skip
+    """Lines of the table that was drawn; 0 if it cannot be."""
     try:
         from rich import box
         from rich.console import Console
         from rich.table import Table
     except ImportError:  # a launch-only installation may lack it
-        return False
+        return 0
     console = Console(no_color=not session.config.color, markup=False, highlight=False, emoji=False)
     dropped: list[str] = []
+    if _needed(headings, cells) > console.width:
+        cells = [[_short(cell) for cell in row] for row in cells]
     for heading in spare:
         if _needed(headings, cells) <= console.width:
             break
@@ -188,13 +221,13 @@ def _drawn(
         begin = _common([row[0] for row in cells])
         cells = [[row[0].removeprefix(begin), *row[1:]] for row in cells]
         if not _fits(headings, cells, console.width, prose):
-            return False  # a name that is folded cannot be copied
+            return 0  # a name that is folded cannot be copied
     if begin:
         click.echo(f"{headings[0]} begins with {begin}")
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
         justify: Any = "right" if heading in right else "left"
-        drawn.add_column(heading, justify=justify, no_wrap=heading != prose)
+        drawn.add_column(heading, justify=justify, no_wrap=heading not in prose)
     for row in cells:
         drawn.add_row(*row)
     with console.capture() as captured:
@@ -203,7 +236,7 @@ def _drawn(
     getattr(sys.stdout, "write_drawn", sys.stdout.write)(captured.get())
     if dropped:
         session.note(f"not shown in {console.width} columns: {', '.join(dropped)}; --json has all")
-    return True
+    return captured.get().count("\n")
 
 
 def _flat(value: Any) -> bool:

@@ -29,13 +29,15 @@ def progress_of(update: Update) -> Callable[[Progress], None]:
 
 @contextlib.contextmanager
 def progress(
-    session: Session, doing: str, *, moves_bytes: bool = False, expected: Estimate | None = None
-) -> Iterator[Update]:
+    session: Session, doing: str, *, moves_bytes: bool = False, expected: Estimate | None = None,
+    steps: int | None = None,
+) -> Iterator[Update]:  # fmt: skip
     """Show the progress of `doing`; the bar disappears at the end. moves_bytes: many short steps, shown with bytes and
-    their rate. expected: gives the remaining time before a step is done, and where steps differ.
+    their rate. expected: gives the remaining time before a step is done, and where steps differ. steps: how many there
+    are, if that is known; 0 shows no bar.
     """
     left = Remaining(expected) if expected else None
-    bar = _bar(session, moves_bytes, left) if sys.stderr.isatty() and not session.quiet else None
+    bar = _bar(session, moves_bytes, left) if sys.stderr.isatty() and steps != 0 and not session.quiet else None
 
     def note(done: int, total: int, what: str, moved: int) -> None:
         if what and (session.verbose or (bar is None and not moves_bytes)):

@@ -97,14 +97,17 @@ def _text(session: Session, document: Mapping[str, Any], whole: bool) -> None:
     rows = [(row["name"], row["role"], row["dtype"], row["shape"], row["what"]) for row in rest.pop("arguments")]
     if edges := rest["proof"].get("edges"):
         rest["proof"] = rest["proof"] | {"edges": f"{len(edges)}; --json lists them"}
+    printed = 1  # with the last line
     if rows:
-        output.table(session, ("ARGUMENT", "ROLE", "DTYPE", "SHAPE", "WHAT IT IS"), rows, prose="WHAT IT IS")
+        printed += output.table(
+            session, ("ARGUMENT", "ROLE", "DTYPE", "SHAPE", "WHAT IT IS"), rows, prose=("WHAT IT IS",)
+        )
     if not whole:
         for part in ("resources", "spec"):
             rest[part] = {name: value for name, value in rest[part].items() if name != "layer" and value not in _UNSAID}
         rest = {name: rest[name] for name in _SHORT if rest[name] not in _UNSAID}
-    lines = [*output.tree_lines(rest)]
-    most = len(lines) if whole else max(LINES - len(rows) - 4, 1)  # the table has a heading, and lines around it
+    lines = output.lines(output.tree_lines(rest))
+    most = len(lines) if whole else max(LINES - printed, 1)
     for line in lines[:most]:
         click.echo(line)
     if not whole:

@@ -108,13 +108,19 @@ def text(session: Session, document: Mapping[str, Any]) -> None:
         ]  # fmt: skip
         click.echo()
         output.table(
-            session, ("STEP", "KERNEL", "OP", "READS", "WRITES"), done, right=("STEP",), spare=("OP",), prose="READS"
+            session,
+            ("STEP", "KERNEL", "OP", "READS", "WRITES"),
+            done,
+            right=("STEP",),
+            spare=("OP",),
+            prose=("READS", "WRITES"),
         )
     memory = document["memory"]
     click.echo(f"\nmemory for {memory['tokens']} tokens")
     kept = ", ".join(f"{name} {output.size(size)}" for name, size in memory["kept_buffers"].items())
     if trained:
-        click.echo(f"  kept for the backward pass  {output.size(memory['kept'])}: {kept}")
+        for line in output.lines([f"  kept for the backward pass  {output.size(memory['kept'])}: {kept}"]):
+            click.echo(line)
     for which, size in memory["scratch"].items():
         if trained or which == "inference":
             click.echo(f"  scratch, {which:<18} {output.size(size)}")

@@ -44,7 +44,9 @@ def command(session: Session, patterns: tuple[str, ...]) -> None:
              row["kernels"], "" if row["bytes"] is None else output.size(row["bytes"]))
             for row in rows
         ]  # fmt: skip
-        output.table(session, headings, cells, right=("KERNELS", "BYTES"), spare=("BYTES", "WHAT"))
+        output.table(
+            session, headings, cells, right=("KERNELS", "BYTES"), spare=("BYTES", "WHAT", "KERNELS"), prose=("SIZES",)
+        )
 
     output.answer(session, rows, text)
 

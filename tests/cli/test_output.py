@@ -65,7 +65,7 @@ def test_a_narrow_terminal_leaves_columns_out_and_never_breaks_a_word(monkeypatc
     monkeypatch.setenv("COLUMNS", str(columns))
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", terminal)
-        output.table(session(tmp_path, False), headings, WIDE, spare=("REGISTERS", "ARCH"), prose="WHY")
+        output.table(session(tmp_path, False), headings, WIDE, spare=("REGISTERS", "ARCH"), prose=("WHY",))
     lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
     assert max(map(len, lines)) <= columns
     text = " ".join(" ".join(lines).split())
@@ -73,6 +73,46 @@ def test_a_narrow_terminal_leaves_columns_out_and_never_breaks_a_word(monkeypatc
     assert "SECONDS" in text
     assert ("REGISTERS" in text, "ARCH" in text) == (columns > 80, columns > 80)
     assert ("NAME begins with model/moe." in text) == (columns == 66)
+
+
+DIGEST = "0123456789abcdef" * 4
+
+
+def on_terminal(monkeypatch, columns, show):
+    terminal = Terminal()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        result = show()
+    return result, re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
+
+
+def test_several_columns_are_wrapped_and_digests_are_short(monkeypatch, tmp_path):
+    pytest.importorskip("rich")
+    row = ("moe/fc1", DIGEST, "the first of two long texts in a row", "and the second of them here")
+    headings = ("NAME", "KEY", "READS", "WRITES")
+    count, lines = on_terminal(
+        monkeypatch, 80, lambda: output.table(session(tmp_path, False), headings, [row], prose=("READS", "WRITES"))
+    )
+    assert count == len(lines)
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    assert f"{DIGEST[:12]}…" in text
+    assert DIGEST[:13] not in text
+    assert all(word in text.split() for cell in row[2:] for word in cell.split())
+
+
+def test_lines_are_wrapped_at_words_on_a_terminal_alone(monkeypatch):
+    document = {"key": DIGEST, "kernel": f"what differs: {DIGEST} and {DIGEST}", "b": "short"}
+    _, shown = on_terminal(monkeypatch, 40, lambda: output.tree(document))
+    short = f"{DIGEST[:12]}…"
+    assert shown == [
+        f"key     {short}", f"kernel  what differs: {short} and", f"        {short}", "b       short"
+    ]  # fmt: skip
+    assert on_terminal(monkeypatch, 80, lambda: output.tree({"key": DIGEST}))[1] == [f"key  {DIGEST}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.StringIO())
+        assert output.lines([DIGEST * 9]) == [DIGEST * 9]
 
 
 def test_a_table_wider_than_the_terminal_is_not_folded(monkeypatch, tmp_path):
