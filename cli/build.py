@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,15 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from fusekit.compiler.build import BuildPlan, BuildReport, Failed
+<<<<<<< HEAD
     from fusekit.compiler.build_check import Checked
     from fusekit.compiler.estimate import Estimate
+=======
+>>>>>>> 975d9ab (One form of lock: cache_manifests and wheels hold locks with an id from their content; cache manifests of before are read)
     from fusekit.compiler.naming import Left, Moved
+    from fusekit.share.lock_folder import Change
     from fusekit.store import DiscardReport, Store
+    from fusekit.store.lockfile import Where
 
 NAMED = 5  # names that a note lists
 
@@ -39,9 +44,7 @@ NAMED = 5  # names that a note lists
     help="Compile processes (default: one a processor, fewer if memory is short), or kernels sent to --executor.",
 )
 @click.option("--dry-run", is_flag=True, help="Only show what would be built, and why.")
-@click.option(
-    "--check", metavar="MANIFEST", type=click.Path(), help="Build from nothing and compare with this cache manifest."
-)
+@click.option("--check", metavar="LOCK", type=click.Path(), help="Build from nothing and compare with this lock.")
 @click.option("--executor", metavar="URL", help="Compile on a cluster: dask://host:port, a Dask scheduler.")
 @click.option(
     "--prune", is_flag=True, help="Remove the names that TARGET matches and its spec file no longer has, as `rm` does."
@@ -86,8 +89,8 @@ def command(
     if check is not None:
         if dry_run or arch or prune or lineinfo:
             raise UsageError(
-                "--check with --dry-run, --arch, --prune or --lineinfo: a manifest is for one architecture without "
-                "line information, and --check does not change the store; leave those out"
+                "--check with --dry-run, --arch, --prune or --lineinfo: a lock lists kernels without line "
+                "information, and --check does not change the store; leave those out"
             )
         with _executor(session, executor, executor_timeout) as pool:
             return _check(session, check, targets, jobs, pool, namespace, allow_extern)
@@ -231,16 +234,16 @@ def _dry_run(
 
 
 def _check(
-    session: Session, manifest_path: str, targets: tuple[str, ...], jobs: int | None, executor: Executor | None,
+    session: Session, lock_path: str, targets: tuple[str, ...], jobs: int | None, executor: Executor | None,
     namespace: str | None, allow_extern: bool,
 ) -> int:  # fmt: skip
     from fusekit.compiler.build_check import check_build
-    from fusekit.share.manifest import read_manifest
+    from fusekit.store.lockfile import read_lock
 
-    manifest = read_manifest(Path(manifest_path), session.open_store().trust)
+    lock = read_lock(Path(lock_path), session.open_store().trust, folder=True)
     with progress(session, "compiling") as update:
         checked = check_build(
-            manifest,
+            lock,
             targets,
             jobs,
             lambda step: update(step.done, step.total, step.name, 0),
@@ -248,39 +251,43 @@ def _check(
             namespace=namespace,
             allow_extern=allow_extern or session.config.allow_extern,
         )
-    document = _document(session, checked.report, []) | comparison_document(checked.comparison, manifest.arch)
-    output.answer(session, document, lambda: _check_text(session, checked))
+    document = _document(session, checked.report, [])
+    document |= comparison_document(checked.same, checked.changed, checked.missing)
+    output.answer(session, document, lambda: _check_text(session, document))
     failures(session, checked.report.failed)
     return 0 if checked.ok else 1
 
 
-def comparison_document(comparison: Any, arch: str) -> dict[str, Any]:
-    """`same`, `changed` and `missing` of a comparison with a manifest."""
+def comparison_document(
+    same: Sequence[Where], changed: Sequence[Change], missing: Sequence[tuple[Where, str]]
+) -> dict[str, Any]:
+    """`same`, `changed` and `missing` of a comparison with a lock."""
     return {
-        "same": list(comparison.same),
+        "same": [name for name, _ in same],
         "changed": [
-            {"name": row.name, "arch": arch, "expected": row.expected, "found": row.built, "reason": row.why}
-            for row in comparison.changed
+            {"name": row.name, "arch": row.arch, "expected": row.before, "found": row.now, "reason": row.why}
+            for row in changed
         ],
-        "missing": [{"name": name, "arch": arch, "reason": why} for name, why in comparison.missing],
+        "missing": [{"name": name, "arch": arch, "reason": why} for (name, arch), why in missing],
     }
 
 
-def _check_text(session: Session, checked: Checked) -> None:
-    comparison_text(session, checked.comparison)
-    counts = checked.comparison
-    click.echo(
-        f"{len(counts.same)} same, {len(counts.changed)} changed, {len(counts.missing)} missing, "
-        f"{len(checked.report.failed)} failed"
-    )
+def _check_text(session: Session, document: Mapping[str, Any]) -> None:
+    comparison_text(session, document)
+    counts = [f"{len(document[label])} {label}" for label in ("same", "changed", "missing", "failed")]
+    click.echo(", ".join(counts))
 
 
-def comparison_text(session: Session, comparison: Any) -> None:
+def comparison_text(session: Session, document: Mapping[str, Any]) -> None:
     """A row for every kernel that differs."""
-    rows = [(row.name, row.expected[:12], row.built[:12], row.why) for row in comparison.changed]
-    rows += [(name, "", "", why) for name, why in comparison.missing]
+    rows = [(row["name"], row["expected"][:12], row["found"][:12], row["reason"]) for row in document["changed"]]
+    rows += [(row["name"], "", "", row["reason"]) for row in document["missing"]]
     if rows:
+<<<<<<< HEAD
         output.table(session, ("NAME", "MANIFEST", "NOW", "WHY"), rows, spare=("NOW", "MANIFEST"), prose=("WHY",))
+=======
+        output.table(session, ("NAME", "LOCK", "NOW", "WHY"), rows, spare=("NOW", "LOCK"), prose="WHY")
+>>>>>>> 975d9ab (One form of lock: cache_manifests and wheels hold locks with an id from their content; cache manifests of before are read)
 
 
 def _document(session: Session, report: BuildReport, layers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`fusekit lock`: compare with, or write, the cache manifests."""
+"""`fusekit lock`: the lock of a project, or those of the packaged kernels, in cache_manifests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLDER = "cache_manifests"
 
 @click.command("lock")
 @click.argument("targets", metavar="[TARGET]...", nargs=-1, shell_complete=complete.packaged)
-@click.option("--write", is_flag=True, help="Build what the store lacks, then write the manifests.")
+@click.option("--write", is_flag=True, help="Build what the store lacks, then write the locks.")
 @click.option("--check", is_flag=True, help="With a fusekit.toml: build and write nothing, and show what differs.")
 @click.option(
     "--expires", metavar="DAYS", type=click.FloatRange(min=0, min_open=True),
@@ -37,16 +37,16 @@ def command(
     digests of cubins and launch records for each toolchain. Exit code 1 if a toolchain that the project names has not
     built all, or with --check if something differs.
 
-    Otherwise compare the store with the cache manifests, one for each architecture and toolchain, or write them.
-    TARGET is as for `fusekit build`; without one: every packaged spec, foreign kernels only with
+    Otherwise compare the store with the locks in cache_manifests, one for each architecture and toolchain, or write
+    them. TARGET is as for `fusekit build`; without one: every packaged spec, foreign kernels only with
     FUSEKIT_ALLOW_EXTERN=1. Nothing is compiled without --write; `fusekit build --check` rebuilds.
     """
     project = session.project
     if project is not None and (project.specs or project.models):
         if targets or write or namespace:
             raise UsageError(
-                f"the lock of {project.path} has all of its targets; TARGET, --write and --namespace are for cache "
-                "manifests; leave them out"
+                f"the lock of {project.path} has all of its targets; TARGET, --write and --namespace are for "
+                "locks of packaged kernels; leave them out"
             )
         from fusekit_cli import lock_project
 
@@ -58,8 +58,9 @@ def command(
     from fusekit.compiler.build import select, trust
     from fusekit.compiler.build_check import locked_in
     from fusekit.compiler.identity import Identity
-    from fusekit.share.manifest import Manifest, alone, read_manifest, write_manifest
+    from fusekit.share.lock_folder import alone, compared, write_lock
     from fusekit.store.files import exists
+    from fusekit.store.lockfile import Lock, lock_file, read_lock
 
     store, identity, specs = session.open_store(), Identity(), select(targets, namespace=namespace)
     if not targets:
@@ -68,47 +69,47 @@ def command(
     if write:
         _build(session, targets, jobs, namespace)
     document: dict[str, Any] = {"same": [], "changed": [], "missing": [], "written": []}
-    comparisons = []
     with alone(where) if write else nullcontext():
         for arch in sorted({spec.arch for spec in specs}):
-            wanted = [spec for spec in specs if spec.arch == arch]
-            manifest = Manifest(arch, identity.toolchain, {})
-            path = where / manifest.filename
-            built, wrong = locked_in(store, wanted, identity)
-            known = {name for name, named_arch in store.recorded() if named_arch == arch} | {*wrong}
-            wrong |= {spec.full_name: "not built yet" for spec in wanted if spec.full_name not in known}
-            present = exists(path)
+            wanted = {(spec.full_name, arch): spec for spec in specs if spec.arch == arch}
+            path = where / lock_file(arch, identity.toolchain)
+            built, wrong = locked_in(store, wanted.values(), identity)
+            known = {*store.recorded(), *wrong}
+            wrong |= {one: "not built yet" for one in wanted if one not in known}
+            present, listed = exists(path), {}
+            lock = Lock.of_folder(arch, identity.toolchain, {})
             if present and not (write and not targets):
                 # Kernels of it that are kept are signed again.
-                manifest = read_manifest(path, store.trust)
-                if manifest.filename != path.name:
+                lock = read_lock(path, store.trust, folder=True)
+                others = {of for _, of in lock.kernels} - {arch}
+                if others or [*lock.toolchains.values()] != [identity.toolchain]:
                     raise IntegrityError(
-                        f"{path} is {manifest.filename}; a manifest is named by its architecture and toolchain; get "
-                        "it again, or remove it and write it with `fusekit lock --write`"
+                        f"{path} lists {', '.join(sorted(others)) or arch} by {', '.join(lock.toolchains)}; a lock of "
+                        "a folder is named by its architecture and toolchain; get it again, or remove it and write it "
+                        "with `fusekit lock --write`"
                     )
+                listed = {name: build for (name, _), (build,) in lock.kernels.items()}
             if write:
-                manifest = manifest.updated(built)
-                document["written"].append(str(write_manifest(manifest, where, store.signer)))
+                listed |= {name: build for (name, _), build in built.items()}
+                lock = Lock.of_folder(arch, identity.toolchain, listed)
+                document["written"].append(str(write_lock(lock, path, store.signer, folder=True)))
             elif not present:
                 raise UsageError(
-                    f"there is no manifest {path} for {arch} and the toolchain installed here; "
+                    f"there is no lock {path} for {arch} and the toolchain installed here; "
                     "`fusekit lock --write` writes it; install the toolchain of an existing one, or write this one"
                 )
-            comparison = manifest.compare(built, [spec.full_name for spec in wanted], wrong)
-            comparisons.append(comparison)
-            for label, rows in comparison_document(comparison, arch).items():
+            for label, rows in comparison_document(*compared(lock, built, wanted, wrong)).items():
                 document[label] += rows
 
     def text() -> None:
-        for comparison in comparisons:
-            comparison_text(session, comparison)
+        comparison_text(session, document)
         for path in document["written"]:
             click.echo(f"wrote {path}")
         counts = (f"{len(document[label])} {label}" for label in ("same", "changed", "missing"))
         click.echo(", ".join(counts))
 
     output.answer(session, document, text)
-    if not all(comparison.ok for comparison in comparisons):
+    if document["changed"] or document["missing"]:
         session.note("`fusekit build` builds what the store lacks; `fusekit lock --write` accepts the change")
         return 1
     return 0
@@ -119,7 +120,7 @@ def _folder(write: bool) -> Path:
     if here.is_dir():
         return here
     if write:
-        raise UsageError(f"there is no folder {here}; manifests are written to their folder; make it first")
+        raise UsageError(f"there is no folder {here}; locks are written to their folder; make it first")
     from fusekit.spec.catalog import packaged_folder
 
     return packaged_folder().with_name(FOLDER)
@@ -139,4 +140,4 @@ def _build(session: Session, targets: tuple[str, ...], jobs: int | None, namespa
     failures(session, report.failed)
     if not report.ok:
         count = output.plural(len(report.failed), "kernel")
-        raise FusekitError(f"{count} could not be built; a manifest needs all; nothing was written; fix the errors")
+        raise FusekitError(f"{count} could not be built; a lock needs all; nothing was written; fix the errors")

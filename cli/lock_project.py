@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def run(session: Session, project: Project, *, check: bool, expires: float | None, jobs: int | None) -> int:
     """Write the lock of `project`, or with `check` compare it; returns the exit code."""
     from fusekit.compiler.build import select, trust
-    from fusekit.compiler.resolve import changes, expiry, resolve, write_lock
+    from fusekit.compiler.resolve import changes, expiry, resolve
+    from fusekit.share.lock_folder import write_lock
     from fusekit.store.lockfile import read_lock
 
     store = session.open_store()
@@ -44,10 +45,11 @@ def run(session: Session, project: Project, *, check: bool, expires: float | Non
             session.note(f"the lock before expires at {before.expires}; this one does not: give --expires DAYS")
         serial = 1 if before is None else before.serial + 1
         lock = replace(lock, serial=serial, expires=None if expires is None else expiry(expires))
-        write_lock(lock, store)
+        write_lock(lock, lock.path, store.signer)
     document: dict[str, Any] = {
         "file": str(lock.path), "serial": lock.serial, "written": written, "same": same,
-        "changed": [asdict(row) for row in moved], "missing": [asdict(row) for row in missing],
+        "changed": [{key: value for key, value in asdict(row).items() if key != "why"} for row in moved],
+        "missing": [asdict(row) for row in missing],
         "expires": None if lock.expires is None else lock.expires.isoformat(),
     }  # fmt: skip
 

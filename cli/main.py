@@ -39,7 +39,7 @@ COMMANDS = {
     "gc": "Evict the least recently used kernels.",
     "rm": "Remove names, and kernels without another name.",
     "copy": "Copy from read-only roots into the writable store.",
-    "lock": "Compare the store with the cache manifests, or write them.",
+    "lock": "Compare the store with a lock, or write it.",
     "sync": "Make the store hold what fusekit.lock lists.",
     "export": "Write kernels to one file, a bundle, or as C source.",
     "import": "Publish the kernels of a bundle.",

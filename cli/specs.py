@@ -12,8 +12,8 @@ from fusekit_cli import complete, output
 from fusekit_cli.options import Session, common
 
 if TYPE_CHECKING:
-    from fusekit.share.manifest import Locked
     from fusekit.spec import Spec
+    from fusekit.store.lockfile import Build
 
 _SIZES = {"hidden": "H", "intermediate": "I", "experts": "X", "topk": "K", "shared": "J", "tokens": "T"}  # of a layer
 
@@ -24,9 +24,9 @@ _SIZES = {"hidden": "H", "intermediate": "I", "experts": "X", "topk": "K", "shar
 def command(session: Session, patterns: tuple[str, ...]) -> None:
     """List the layers and kernels of the packaged spec files, or of those that TARGET names, as for `fusekit build`.
 
-    KERNELS counts variants, and for a layer those of all its kernels. BYTES are those of their cubins, where a cache
-    manifest lists all. Sizes of a layer: H hidden, I intermediate, X experts, K of them for a token, J columns of the
-    shared expert, T tokens. Those of a kernel are its `problem`.
+    KERNELS counts variants, and for a layer those of all its kernels. BYTES are those of their cubins, where a lock of
+    the packaged kernels lists all. Sizes of a layer: H hidden, I intermediate, X experts, K of them for a token, J
+    columns of the shared expert, T tokens. Those of a kernel are its `problem`.
     """
     from fusekit.spec.catalog import find
     from fusekit.spec.schemas import layer_name
@@ -51,7 +51,7 @@ def command(session: Session, patterns: tuple[str, ...]) -> None:
     output.answer(session, rows, text)
 
 
-def _row(name: str, specs: list[Spec], locked: Mapping[tuple[str, str], Locked]) -> dict[str, Any]:
+def _row(name: str, specs: list[Spec], locked: Mapping[tuple[str, str], Build]) -> dict[str, Any]:
     first: Any = specs[0]
     layer = getattr(first, "layer", None)
     if layer is not None:
@@ -70,12 +70,12 @@ def _row(name: str, specs: list[Spec], locked: Mapping[tuple[str, str], Locked])
     }
 
 
-def _locked() -> dict[tuple[str, str], Locked]:
-    """What the packaged cache manifests list, by full name and architecture."""
-    from fusekit.share.manifest import read_manifest
+def _locked() -> dict[tuple[str, str], Build]:
+    """What the locks of the packaged kernels list, by full name and architecture."""
     from fusekit.spec.catalog import packaged_folder
+    from fusekit.store.lockfile import read_lock
 
-    manifests = [read_manifest(path) for path in sorted(packaged_folder().with_name("cache_manifests").glob("*.json"))]
+    paths = sorted(packaged_folder().with_name("cache_manifests").glob("*.json"))
     return {
-        (name, manifest.arch): locked for manifest in manifests for name, locked in manifest.kernels.items()
+        where: builds[0] for path in paths for where, builds in read_lock(path, folder=True).kernels.items()
     }  # fmt: skip

@@ -15,8 +15,7 @@ from fusekit_cli import complete, output, sources
 from fusekit_cli.options import Session, common
 
 if TYPE_CHECKING:
-    from fusekit.share.manifest import Manifest
-    from fusekit.store import Entry, NameRecord, Store, VerifyReport
+    from fusekit.store import Store, VerifyReport
     from fusekit.store.lockfile import Lock
     from fusekit.store.verify import Problem
 
@@ -25,27 +24,27 @@ if TYPE_CHECKING:
 @click.option("--full", is_flag=True, help="Also hash every cubin, and check launch records and specs.")
 @sources.sourced
 @click.option(
-    "--check", "manifest", metavar="MANIFEST", shell_complete=complete.files,
-    help="A cache manifest: its kernels must be there, with their keys, cubins and launch records.",
+    "--check", metavar="LOCK", shell_complete=complete.files,
+    help="A lock: its kernels must be there, with their keys, cubins and launch records.",
 )  # fmt: skip
 @common
-def command(session: Session, full: bool, source: str | None, manifest: str | None) -> int:
+def command(session: Session, full: bool, source: str | None, check: str | None) -> int:
     """Check every entry and name of every root against its digest; changes nothing. A bundle is checked in full. With
     FUSEKIT_LOCK, every build that the lock lists must be there.
 
     Exit code 1 if one is bad; 3 if there is no store: at --store, in a root of FUSEKIT_STORES, or anywhere.
     """
     from fusekit.runtime.wellformed import WELLFORMED
-    from fusekit.share.manifest import read_manifest
+    from fusekit.store.lockfile import read_lock
 
     store = session.open_store()
-    locked = None if manifest is None else read_manifest(Path(manifest), store.trust)
+    locked = None if check is None else read_lock(Path(check), store.trust, folder=True)
     report = store.verify(full, WELLFORMED) if source is None else _elsewhere(session, source, full, locked)
     lock = session.lock(store) if source is None else None
     if lock is not None:
-        report = replace(report, bad=(*report.bad, *_unlike(store, lock)))
+        report = replace(report, bad=(*report.bad, *_differences(store, lock, names=False)))
     if locked is not None and source is None:
-        report = replace(report, bad=(*report.bad, *_differences(store, locked)))
+        report = replace(report, bad=(*report.bad, *_differences(store, locked, names=True)))
     fields = ("checked", "bad", "entries", "names", "blobs", "full", "orphans", "temporaries")
     document = {
         **{name: getattr(report, name) for name in fields},
@@ -91,43 +90,21 @@ def command(session: Session, full: bool, source: str | None, manifest: str | No
     return 3 if missing else 0
 
 
-def _differences(store: Store, locked: Manifest) -> list[Problem]:
-    """Kernels of `locked` that `store` lacks, or has with a difference."""
-    from fusekit.share.manifest import differences
+def _differences(store: Store, lock: Lock, names: bool) -> list[Problem]:
+    """Builds of `lock` that `store` lacks, or has with a difference; with `names`, names that point elsewhere, too."""
+    from fusekit.store.lockfile import differences
     from fusekit.store.verify import Problem
 
-    def look(name: str) -> tuple[NameRecord, Entry | None] | None:
-        record = store.find_name(name, locked.arch)
-        return None if record is None else (record, store.find_entry(record.key))
-
     return [
-        Problem(key, why, store.roots[0].name_path(name, locked.arch), store.root)
-        for name, key, why in differences(locked, look)
+        Problem(key, why, store.roots[0].name_path(*where), store.root)
+        for where, key, why in differences(lock, store.find_entry, store.find_name if names else None)
     ]
 
 
-def _unlike(store: Store, lock: Lock) -> list[Problem]:
-    """Builds of `lock` that `store` lacks, or has with a difference."""
-    from fusekit.store.verify import Problem
-
-    problems = []
-    for (name, arch), builds in lock.kernels.items():
-        for build in builds:
-            try:
-                entry = store.find_entry(build.key)
-                if entry is None:
-                    raise IntegrityError(f"{name} for {arch} by {build.toolchain} is in the lock and not here; sync it")
-                lock.check_entry(entry)
-            except IntegrityError as error:
-                path = store.roots[0].name_path(name, arch)
-                problems.append(Problem(build.key, str(error), path, store.root))
-    return problems
-
-
-def _elsewhere(session: Session, source: str, full: bool, locked: Manifest | None) -> VerifyReport:
+def _elsewhere(session: Session, source: str, full: bool, lock: Lock | None) -> VerifyReport:
     """The report on a bundle, or on the names of a remote and their entries."""
-    from fusekit.share.manifest import differences
     from fusekit.share.source import is_bundle
+    from fusekit.store.lockfile import differences
     from fusekit.store.verify import Problem, VerifyReport
 
     at, bundle = Path(sources.shown(source)), is_bundle(source)
@@ -136,10 +113,10 @@ def _elsewhere(session: Session, source: str, full: bool, locked: Manifest | Non
         held = sources.look(session, source, entries=True, cubins=full)
         names, entries, cubins = len(held.records), len(held.entries), held.cubins
         problems = [(key, why) for _, key, why in held.failed]
-        if locked is not None:
-            records = [record for record in held.records if record.arch == locked.arch]
-            kernels = {record.name: (record, held.entries.get(record.key)) for record in records}
-            problems += [(key, why) for _, key, why in differences(locked, kernels.get)]
+        if lock is not None:
+            named = {(record.name, record.arch): record for record in held.records}
+            found = differences(lock, held.entries.get, lambda *where: named.get(where))
+            problems += [(key, why) for _, key, why in found]
     except IntegrityError as error:
         problems = [(error.key, str(error))]
     bad = tuple(Problem(key=key, problem=why, path=at, root=at) for key, why in dict.fromkeys(problems))

@@ -1,9 +1,9 @@
-"""Reproducibility: what the store has, or what is built anew, against a cache manifest."""
+"""Reproducibility: what the store has, or what is built anew, against a lock."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +13,11 @@ from fusekit.compiler.build import BuildReport, Progress, execute, plan_build, s
 from fusekit.compiler.explain import check_usable
 from fusekit.compiler.identity import Identity
 from fusekit.errors import IntegrityError, StoreError, ToolchainError
-from fusekit.share.manifest import Comparison, Locked, Manifest
+from fusekit.share.lock_folder import Change, compared
 from fusekit.spec import find
 from fusekit.store import Store
+from fusekit.store.entries import toolchain_label
+from fusekit.store.lockfile import Build, Lock, Where
 
 if TYPE_CHECKING:
     from fusekit.spec import Spec
@@ -23,18 +25,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """How a rebuild compares with a manifest. report: of the rebuild."""
+    """How a rebuild compares with a lock: what is the same, what differs, what one of them lacks and why.
 
-    comparison: Comparison
+    report: of the rebuild.
+    """
+
+    same: list[Where]
+    changed: list[Change]
+    missing: list[tuple[Where, str]]
     report: BuildReport
 
     @property
     def ok(self) -> bool:
-        return self.comparison.ok and self.report.ok
+        return not self.changed and not self.missing and self.report.ok
 
 
 def check_build(
-    manifest: Manifest,
+    lock: Lock,
     targets: Sequence[str] = (),
     jobs: int | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -42,12 +49,12 @@ def check_build(
     namespace: str | None = None,
     allow_extern: bool = False,
 ) -> Checked:
-    """Builds kernels of `manifest` from nothing and compares the cubins. No store is read or written.
+    """Builds kernels of `lock` from nothing and compares the cubins. No store is read or written.
 
     Parameters
     ----------
-    manifest : Manifest
-        The cache manifest to compare with.
+    lock : Lock
+        What to compare with: its builds by the toolchain that is installed here.
     targets : sequence of str
         Its kernels to build, as for `fusekit.build`; none: all.
     jobs, progress, executor, namespace, allow_extern
@@ -61,58 +68,64 @@ def check_build(
     Raises
     ------
     ToolchainError
-        The manifest is of another toolchain than the one installed here: other compilers make other bytes.
+        The lock has no build by the toolchain that is installed here: other compilers make other bytes.
     """
     identity = Identity()
-    same_toolchain(manifest, identity.toolchain)
-    wanted = list(trust(tuple(chosen(manifest, targets, namespace)), allow_extern, named=True).specs)
+    label = _check_toolchain(lock, identity.toolchain)
+    listed = {where for where, builds in lock.kernels.items() if label in {build.toolchain for build in builds}}
+    specs = _chosen(listed, targets, namespace)
+    wanted = list(trust(tuple(specs), allow_extern, named=True).specs)
     with tempfile.TemporaryDirectory(prefix="fusekit-check-") as folder:
         store = Store(Path(folder))
         report = execute(plan_build(wanted, store, identity), store, jobs, progress, executor=executor)
-        entries = {row.name: store.find_entry(row.key) for row in (*report.built, *report.hits)}
-    built = {name: Locked.of(entry) for name, entry in entries.items() if entry is not None}
-    failed = {row.name for row in report.failed}
-    asked = {spec.full_name for spec in wanted} if targets else set(manifest.kernels)
-    return Checked(manifest.compare(built, asked - failed), report)
+        entries = {(row.name, row.arch): store.find_entry(row.key) for row in (*report.built, *report.hits)}
+    built = {where: Build.of(label, entry) for where, entry in entries.items() if entry is not None}
+    failed = {(row.name, row.arch) for row in report.failed}
+    asked = {(spec.full_name, spec.arch) for spec in wanted} if targets else listed
+    return Checked(*compared(lock, built, asked - failed), report)
 
 
-def chosen(manifest: Manifest, targets: Sequence[str] = (), namespace: str | None = None) -> list[Spec]:
-    """The specs of `targets` for the manifest's architecture; without targets those of the manifest that there are."""
+def _chosen(listed: Collection[Where], targets: Sequence[str], namespace: str | None) -> list[Spec]:
+    """The specs of `targets` for each architecture that is listed; without targets those of what is listed."""
     if targets:
-        return list(select(targets, manifest.arch, namespace))
-    return [spec for spec in find([]) if spec.arch == manifest.arch and spec.full_name in manifest.kernels]
+        return [spec for arch in sorted({arch for _, arch in listed}) for spec in select(targets, arch, namespace)]
+    return [spec for spec in find([]) if (spec.full_name, spec.arch) in listed]
 
 
-def locked_in(store: Store, specs: Iterable[Spec], identity: Identity) -> tuple[dict[str, Locked], dict[str, str]]:
-    """Full name -> what `store` has whole of `specs`, under the keys that they have now; and -> what is wrong with that
-    which it has not whole.
+def locked_in(store: Store, specs: Iterable[Spec], identity: Identity) -> tuple[dict[Where, Build], dict[Where, str]]:
+    """What `store` has whole of `specs`, under the keys that they have now; and what is wrong with that which it has
+    not whole.
     """
-    locked: dict[str, Locked] = {}
-    wrong: dict[str, str] = {}
+    label = toolchain_label(identity.toolchain)
+    locked: dict[Where, Build] = {}
+    wrong: dict[Where, str] = {}
     planned = plan_build([*specs], store, identity)
     for task in (*planned.hits, *planned.misses):
         try:
             if (entry := store.find_entry(task.key)) is None:
                 continue
             if task in planned.hits:
-                locked |= dict.fromkeys((spec.full_name for spec in task.specs), Locked.of(entry))
+                locked |= dict.fromkeys(((spec.full_name, spec.arch) for spec in task.specs), Build.of(label, entry))
             else:
                 store.read_cubin(entry)
                 check_usable(entry)
         except (IntegrityError, StoreError) as error:
-            wrong |= dict.fromkeys((spec.full_name for spec in task.specs), str(error))
+            wrong |= dict.fromkeys(((spec.full_name, spec.arch) for spec in task.specs), str(error))
     return locked, wrong
 
 
-def same_toolchain(manifest: Manifest, installed: dict[str, str]) -> None:
-    """Raises ToolchainError unless `manifest` is of the toolchain that is `installed`."""
+def _check_toolchain(lock: Lock, installed: dict[str, str]) -> str:
+    """The label of the toolchain that is `installed`. Raises ToolchainError unless `lock` has builds by it."""
+    label = toolchain_label(installed)
+    if lock.toolchains.get(label) == installed:
+        return label
+    there = next(iter(lock.toolchains.values()), {})
     odd = [
-        f"{name} {manifest.toolchain.get(name, 'none')} there, {installed.get(name, 'none')} here"
-        for name in sorted({*manifest.toolchain, *installed})
-        if manifest.toolchain.get(name) != installed.get(name)
+        f"{name} {there.get(name, 'none')} there, {installed.get(name, 'none')} here"
+        for name in sorted({*there, *installed})
+        if there.get(name) != installed.get(name)
     ]
-    if odd:
-        raise ToolchainError(
-            f"the manifest {manifest.filename} is of another toolchain: {'; '.join(odd)}; other compilers make other "
-            "bytes; install that one, or write a manifest for this one with `fusekit lock --write`"
-        )
+    raise ToolchainError(
+        f"the lock {lock.path} is of another toolchain: {'; '.join(odd)}; other compilers make other bytes; install "
+        "that one, or write a lock for this one with `fusekit lock --write`"
+    )

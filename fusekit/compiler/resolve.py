@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusekit.compiler.explain import check_usable
 from fusekit.compiler.identity import Identity
 from fusekit.errors import IntegrityError, StoreError
+from fusekit.share.lock_folder import Change
 from fusekit.store.entries import toolchain_label
 from fusekit.store.keys import key_of, sha256
 from fusekit.store.lockfile import Build, Lock, Where
@@ -35,19 +35,6 @@ class Missing:
     toolchain: str
     key: str | None
     why: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A build that a lock lists otherwise than it is resolved now. before, now: keys, or digests where the keys are the
-    same; None: not listed.
-    """
-
-    name: str
-    arch: str
-    toolchain: str
-    before: str | None
-    now: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +113,8 @@ def changes(before: Lock | None, resolved: Resolved) -> tuple[Change, ...]:
         if one is not None and one == other:
             continue
         if one is not None and other is not None and one.key == other.key:
-            cubin = one.cubin_sha256 != other.cubin_sha256
-            digests = [build.cubin_sha256 if cubin else build.launch_sha256 for build in (one, other)]
-            rows.append(Change(*where, digests[0], digests[1]))
+            part = one.differs(other) or "launch record"
+            rows.append(Change(*where, one.digest(part), other.digest(part)))
         else:
             now = missing.get(where) if other is None else other.key
             rows.append(Change(*where, None if one is None else one.key, now))
@@ -168,10 +154,3 @@ def _others(store: Store, specs: Iterable[Spec], before: Lock | None) -> list[Ma
             if label is not None and label not in toolchains and (entry := store.find_entry(build.key)) is not None:
                 toolchains[label] = entry.toolchain["distributions"]
     return [*toolchains.values()]
-
-
-def write_lock(lock: Lock, store: Store) -> Path:
-    """Write `lock` to its file, with a signature if the store signs; signatures over the file before are removed."""
-    from fusekit.share.manifest import write_signed
-
-    return write_signed(lock.path, lock.to_bytes(), "lock", store.signer)

@@ -2,7 +2,7 @@
 
     NAME/__init__.py                      a docstring
     NAME/store/...                        the store: marker, blobs, entries, names, candidates, signatures
-    NAME/locks/<arch>-<toolchain>.json    cache manifests of the kernels, and their signatures
+    NAME/locks/<arch>-<toolchain>.json    locks of the kernels, and their signatures
     NAME-VERSION.dist-info/...            METADATA, WHEEL, entry_points.txt, RECORD
 
 The entry point makes the store a read-only root of every library (fusekit.store.installed). Nothing in the file depends
@@ -24,11 +24,13 @@ from typing import BinaryIO
 from fusekit.errors import UsageError
 from fusekit.share.bundle import Transfer, export_bundle
 from fusekit.share.bundle_import import import_bundle
-from fusekit.share.manifest import Locked, Manifest, write_manifest
+from fusekit.share.lock_folder import write_lock
 from fusekit.share.selection import Selection
+from fusekit.store.entries import toolchain_label
 from fusekit.store.files import exists
 from fusekit.store.installed import GROUP, STORE
 from fusekit.store.layout import BLOBS, CANDIDATES, ENTRIES, MARKER, NAMES, SIGNATURES
+from fusekit.store.lockfile import Build, Lock, lock_file
 from fusekit.store.publishing import replace_file
 from fusekit.store.store import Store
 
@@ -61,8 +63,8 @@ def export_wheel(store: Store, selection: Selection, name: str, version: str, fo
         where = Path(scratch)
         done = export_bundle(store, selection, where / "bundle")
         import_bundle(Store(where / STORE), where / "bundle")
-        for manifest in _manifests(selection):
-            write_manifest(manifest, where / "locks", store.signer)
+        for file, lock in _locks(selection):
+            write_lock(lock, where / "locks" / file, store.signer, folder=True)
         held = f"{done.names} names, {done.entries} kernels"
         summary = f"GPU kernels of fusekit: {held}"
         info = f"{module}-{version}.dist-info"
@@ -88,22 +90,23 @@ def export_wheel(store: Store, selection: Selection, name: str, version: str, fo
 
 
 def _files(where: Path) -> Iterator[Path]:
-    """What of a store is data, and the cache manifests, sorted."""
+    """What of a store is data, and the locks, sorted."""
     folders = [where / STORE / Path(*part.parts) for part in _PARTS] + [where / "locks"]
     found = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
     yield from sorted([where / STORE / MARKER, *found])
 
 
-def _manifests(selection: Selection) -> Iterator[Manifest]:
-    """A cache manifest for each architecture and toolchain."""
+def _locks(selection: Selection) -> Iterator[tuple[str, Lock]]:
+    """The name of the file, and a lock for each architecture and toolchain."""
     entries = {entry.key: entry for entry, _ in selection.entries}
-    kernels: dict[tuple[str, tuple[tuple[str, str], ...]], dict[str, Locked]] = defaultdict(dict)
+    kernels: dict[tuple[str, tuple[tuple[str, str], ...]], dict[str, Build]] = defaultdict(dict)
     for record, _ in (*selection.candidates, *selection.records):
         entry = entries[record.key]
         toolchain = entry.toolchain.get("distributions", {})
-        kernels[record.arch, tuple(sorted(toolchain.items()))][record.name] = Locked.of(entry)
-    for (arch, toolchain), locked in sorted(kernels.items()):
-        yield Manifest(arch, dict(toolchain), locked)
+        build = Build.of(toolchain_label(toolchain), entry)
+        kernels[record.arch, tuple(sorted(toolchain.items()))][record.name] = build
+    for (arch, toolchain), builds in sorted(kernels.items()):
+        yield lock_file(arch, dict(toolchain)), Lock.of_folder(arch, dict(toolchain), builds)
 
 
 def _record(files: dict[str, bytes], itself: str) -> bytes:

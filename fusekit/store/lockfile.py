@@ -1,26 +1,30 @@
-"""The lock of a project, `fusekit.lock`: which builds a name may mean, by key and digests.
+"""Locks: which builds a name may mean, by key and digests. A project has `fusekit.lock`; a folder of locks, such as
+`cache_manifests` of the packaged kernels or `locks` in a wheel, one for each architecture and toolchain.
 
 It is one file, written and signed as a whole, so that no old part can be mixed with new ones. As in The Update
 Framework, whose snapshot and timestamp roles it joins, it has a serial and may expire: a store remembers the highest
 serial that it has seen of a lock and refuses a lower one, or another lock of the same serial. A name that is not in it
 is not loaded. `fusekit lock` writes it, `fusekit sync` makes a machine hold what it lists, and a library that keeps to
-it loads nothing else.
+it loads nothing else. A lock of a folder has no history: its id is a digest of its content, and its serial is 1.
+
+Read as locks of a folder, too: the cache manifests of fusekit 0.1 (schema 1, without launch records) and of early 0.2.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusekit.errors import IntegrityError, UsageError
+from fusekit.errors import IntegrityError, SignatureError, StoreError, UsageError
 from fusekit.store import names
 from fusekit.store.documents import parse
-from fusekit.store.entries import Entry
+from fusekit.store.entries import Entry, toolchain_label
 from fusekit.store.files import read_file
 from fusekit.store.given import given_file
 from fusekit.store.keys import is_digest, sha256
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 LIMIT = 64 << 20
 """Largest lock accepted, in bytes."""
+_FORMER = ("arch", "kernels", "schema", "toolchain")  # members of a cache manifest
 _MEMBERS = ("expires", "id", "kernels", "schema", "serial", "toolchains", "tuning")
 _ID = re.compile(r"[0-9a-f]{32}")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+!_-]{0,199}")
@@ -42,7 +47,7 @@ _TIME = "%Y-%m-%dT%H:%M:%SZ"
 @dataclass(frozen=True, slots=True, order=True)
 class Build:
     """One build of a kernel. toolchain: the label of its compiler. bytes: of the cubin. launch_sha256: digest of the
-    launch record's canonical JSON.
+    launch record's canonical JSON; empty in a cache manifest of fusekit 0.1.
     """
 
     toolchain: str
@@ -54,6 +59,17 @@ class Build:
     @classmethod
     def of(cls, toolchain: str, entry: Entry) -> Build:
         return cls(toolchain, entry.key, entry.cubin_sha256, entry.cubin_bytes, entry.launch_sha256)
+
+    def differs(self, other: Build) -> str | None:
+        """What is not the same, "cubin" or "launch record", as far as both say."""
+        if (self.cubin_sha256, self.bytes) != (other.cubin_sha256, other.bytes):
+            return "cubin"
+        unlike = self.launch_sha256 != other.launch_sha256 and "" not in (self.launch_sha256, other.launch_sha256)
+        return "launch record" if unlike else None
+
+    def digest(self, part: str) -> str:
+        """That of the part which `differs` names."""
+        return self.cubin_sha256 if part == "cubin" else self.launch_sha256
 
 
 Where = tuple[str, str]
@@ -74,6 +90,13 @@ class Lock:
     kernels: Mapping[Where, tuple[Build, ...]]
     path: Path = field(default=Path("fusekit.lock"), compare=False)
     digest: str = field(default="", compare=False)
+
+    @classmethod
+    def of_folder(cls, arch: str, toolchain: Mapping[str, str], kernels: Mapping[str, Build]) -> Lock:
+        """The lock of a folder: one architecture, one toolchain (distribution -> version), kernels by full name."""
+        builds = {(name, arch): (build,) for name, build in sorted(kernels.items())}
+        lock = cls("", 1, None, {toolchain_label(toolchain): dict(toolchain)}, {}, builds)
+        return replace(lock, id=sha256(lock.to_bytes())[:32])
 
     def to_bytes(self) -> bytes:
         """The bytes of its file: sorted, indented, one value a line, so that a diff shows each change."""
@@ -112,8 +135,9 @@ class Lock:
     def check_entry(self, entry: Entry) -> None:
         """Raises IntegrityError unless some name may mean this very build."""
         listed = [build for builds in self.kernels.values() for build in builds if build.key == entry.key]
-        if not any(build == Build.of(build.toolchain, entry) for build in listed):
-            what = "has another cubin or launch record than it lists" if listed else "is not listed there"
+        differing = [build.differs(Build.of(build.toolchain, entry)) for build in listed]
+        if None not in differing:
+            what = f"has another {differing[0]} than it lists" if listed else "is not listed there"
             raise IntegrityError(
                 f"entry {entry.key} {what}, in {self.path}; get the lock or the kernel again, the latter with `fusekit "
                 "sync`",
@@ -141,35 +165,72 @@ class Lock:
             )
 
 
-def read_lock(path: Path, trust: Trust | None = None) -> Lock:
+def lock_file(arch: str, toolchain: Mapping[str, str]) -> str:
+    """The name of the file of a lock in a folder."""
+    return f"{arch}-{toolchain_label(toolchain)}.json"
+
+
+def read_lock(path: Path, trust: Trust | None = None, *, folder: bool = False) -> Lock:
     """The lock in the file `path`; with `trust`, refused before it is parsed unless one of its keys signed it. Its
-    expiry is not checked.
+    expiry is not checked. folder: it may be a lock of a folder, which is signed as a manifest and so never stands in
+    for a project's, or a cache manifest.
 
     Raises UsageError if there is no such file, IntegrityError if it is no lock, SignatureError if it is not trusted.
     """
-    data = read_signed(path, "lock", LIMIT, trust, "`fusekit lock` writes one, from a fusekit.toml")
+    with given_file(path, "lock", "check the path, or write it: `fusekit lock`") as (file, status):
+        if status.st_size > LIMIT:
+            raise IntegrityError(f"{path} has {status.st_size} bytes; a lock has at most {LIMIT}; check the path")
+        data = file.read(LIMIT)
+    if trust is not None:
+        _check_signed(data, path, trust, folder)
     try:
-        return _lock(parse(data, LIMIT), path, sha256(data))
+        document = parse(data, LIMIT)
+        former = folder and isinstance(document, dict) and sorted(document) == [*_FORMER]
+        first = former and document["schema"] == 1
+        return _lock(_converted(document) if former else document, path, sha256(data), first)
     except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
         raise IntegrityError(
-            f"{path} is no lock ({type(error).__name__}: {error}); get it again, or write it: `fusekit lock`"
+            f"{path} is no lock ({type(error).__name__}: {error}); get it again, or write it: `fusekit lock"
+            f"{' --write' if folder else ''}`"
         ) from None
 
 
-def read_signed(path: Path, what: str, limit: int, trust: Trust | None, remedy: str = "check the path") -> bytes:
-    """The content of the file `path`; with `trust`, one of its keys signed it. what: what it should be, such as `lock`.
+def _check_signed(data: bytes, path: Path, trust: Trust, folder: bool) -> None:
+    signatures = read_signatures(((key.id, signature_path(path, key.id)) for key in trust.keys), read_file)
+    if folder:
+        try:
+            trust.check("manifest", data, signatures, path)
+        except SignatureError as error:
+            with suppress(SignatureError):
+                trust.check("lock", data, signatures, path)
+                return
+            raise error from None
+    else:
+        trust.check("lock", data, signatures, path)
 
-    Raises UsageError if there is no such file, IntegrityError for one of more than `limit` bytes, SignatureError if it
-    is not trusted.
+
+def differences(
+    lock: Lock, entry_of: Callable[[str], Entry | None],
+    name_of: Callable[[str, str], NameRecord | None] | None = None,
+) -> Iterator[tuple[Where, str, str]]:  # fmt: skip
+    """((name, arch), key, problem) of each build of `lock` that is missing or different. entry_of: by key. name_of: by
+    full name and architecture; a name must then be there, and point to one of its builds.
     """
-    with given_file(path, what, remedy) as (file, status):
-        if status.st_size > limit:
-            raise IntegrityError(f"{path} has {status.st_size} bytes; a {what} has at most {limit}; check the path")
-        data = file.read(limit)
-    if trust is not None:
-        signatures = read_signatures(((key.id, signature_path(path, key.id)) for key in trust.keys), read_file)
-        trust.check(what, data, signatures, path)
-    return data
+    for where, builds in sorted(lock.kernels.items()):
+        name, arch = where
+        try:
+            if name_of is not None:
+                record = name_of(name, arch)
+                if record is None:
+                    raise IntegrityError(f"{name} for {arch} is in the lock and is not there; get it again")
+                lock.check_name(record)
+            for build in builds:
+                entry = entry_of(build.key)
+                if entry is None:
+                    raise IntegrityError(f"{name} for {arch} by {build.toolchain} is in the lock and not here; sync it")
+                lock.check_entry(entry)
+        except (IntegrityError, StoreError) as error:
+            yield where, getattr(error, "key", None) or builds[0].key, str(error)
 
 
 def signature_path(path: Path, key_id: str) -> Path:
@@ -203,7 +264,20 @@ def check_seen(lock: Lock, memory: bytes | None, where: object) -> bytes | None:
     return None if lock.serial == serial else now
 
 
-def _lock(document: Any, path: Path, digest: str) -> Lock:
+def _converted(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """A cache manifest as the document of a lock."""
+    schema, versions = manifest["schema"], manifest["toolchain"]
+    if schema not in (1, 2):
+        raise ValueError(f"its schema is {schema!r}, and this fusekit reads 1 and 2 of cache manifests")
+    label, without = toolchain_label(versions), {"launch_sha256": ""} if schema == 1 else {}
+    kernels = {name: {label: without | build} for name, build in manifest["kernels"].items()}
+    return {
+        "schema": SCHEMA, "id": "0" * 32, "serial": 1, "expires": None, "tuning": {},
+        "toolchains": {label: versions}, "kernels": {manifest["arch"]: kernels},
+    }  # fmt: skip
+
+
+def _lock(document: Any, path: Path, digest: str, first: bool) -> Lock:
     if not isinstance(document, dict) or sorted(document) != [*_MEMBERS]:
         raise ValueError(f"it has {', '.join(map(str, document))}, and must have {', '.join(_MEMBERS)}")
     if document["schema"] != SCHEMA or type(document["schema"]) is not int:
@@ -215,7 +289,7 @@ def _lock(document: Any, path: Path, digest: str) -> Lock:
         _checked(label, _WORD): {_checked(name, _WORD): _checked(version, _WORD) for name, version in versions.items()}
         for label, versions in document["toolchains"].items()
     }
-    kernels = dict(_kernels(document["kernels"], toolchains))
+    kernels = dict(_kernels(document["kernels"], toolchains, first))
     tuning = {names.check_arch(arch): table for arch, table in document["tuning"].items()}
     if not all(map(is_digest, tuning.values())):
         raise ValueError("a tuning table has no digest")
@@ -226,14 +300,15 @@ def _lock(document: Any, path: Path, digest: str) -> Lock:
     )  # fmt: skip
 
 
-def _kernels(by_arch: Any, toolchains: Mapping[str, Any]) -> Iterator[tuple[Where, tuple[Build, ...]]]:
+def _kernels(by_arch: Any, toolchains: Mapping[str, Any], first: bool) -> Iterator[tuple[Where, tuple[Build, ...]]]:
     for arch, kernels in by_arch.items():
         names.check_arch(arch)
         for name, builds in kernels.items():
             names.split(name)
             listed = tuple(Build(toolchain=label, **build) for label, build in sorted(builds.items()))
             for build in listed:
-                digests = (build.key, build.cubin_sha256, build.launch_sha256)
+                digests = [build.key, build.cubin_sha256]
+                digests += [] if first and build.launch_sha256 == "" else [build.launch_sha256]
                 if build.toolchain not in toolchains or not all(map(is_digest, digests)):
                     raise ValueError(f"{name} has {build}")
                 if type(build.bytes) is not int or build.bytes <= 0:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from fusekit.share.manifest import Locked, Manifest, write_manifest, write_signed
+from fusekit.share.lock_folder import write_lock
 from fusekit.store import NameRecord, Store
 from fusekit.store.lockfile import Build, Lock
 from fusekit.store.signature import read_signing_key
@@ -296,7 +296,7 @@ def test_a_lock_protects_against_what_is_older(fusekit, store, other, tmp_path):
     }
     path = tmp_path / "fusekit.lock"
     lock = Lock("0" * 32, 1, None, {"dsl": {}}, {}, kernels)
-    write_signed(path, lock.to_bytes(), "lock", read_signing_key(tmp_path / "ours"))
+    write_lock(lock, path, read_signing_key(tmp_path / "ours"))
     locked = {**trusted, "FUSEKIT_LOCK": str(path)}
 
     other("pull", "yesterday", **trusted)  # signed, and so taken: docs/remotes.md says so
@@ -323,11 +323,16 @@ def test_a_lock_protects_against_what_is_older(fusekit, store, other, tmp_path):
     assert "is not signed" in other("pull", "remote", code=1, **locked).err
 
 
-def test_verify_holds_a_store_against_a_manifest(fusekit, store, tmp_path):
+def test_verify_holds_a_store_against_a_lock(fusekit, store, tmp_path):
     """A name that is gone, one that leads to an older kernel, and a launch record that is another one are seen."""
-    listed = {listed.record.name: Locked.of(store.find_entry(listed.record.key)) for listed in store.names()}
-    manifest = Manifest("sm_90a", {"nvidia-cutlass-dsl": "4.8.1"}, listed)
-    path = str(write_manifest(manifest, tmp_path))
+    names = [listed.record for listed in store.names()]
+    listed = {record.name: Build.of("cutlass-dsl-4.8.1", store.find_entry(record.key)) for record in names}
+
+    def written(kernels):
+        lock = Lock.of_folder("sm_90a", {"nvidia-cutlass-dsl": "4.8.1"}, kernels)
+        return str(write_lock(lock, tmp_path / "x.json", folder=True))
+
+    path = written(listed)
     fusekit("verify", "--check", path)
     fusekit("push", "remote")
     fusekit("verify", "--check", path, "--from", "remote")
@@ -335,12 +340,10 @@ def test_verify_holds_a_store_against_a_manifest(fusekit, store, tmp_path):
     store.publish(older, cubin)
     store.publish_name(NameRecord(NAMES[0], "sm_90a", older.key, {}, {}))
     store.roots[0].name_path(NAMES[1], "sm_90a").unlink()
-    path = str(
-        write_manifest(manifest.updated({NAMES[2]: replace(listed[NAMES[2]], launch_sha256="0" * 64)}), tmp_path)
-    )
+    path = written({**listed, NAMES[2]: replace(listed[NAMES[2]], launch_sha256="0" * 64)})
     bad = [row["problem"] for row in fusekit("verify", "--check", path, "--json", code=1).json["bad"]]
-    assert ["one of them is older" in bad[0], "is not there" in bad[1], "has the launch record" in bad[2]] == [True] * 3
+    assert ["points to" in bad[0], "is not there" in bad[1], "has another launch record" in bad[2]] == [True] * 3
     assert len(bad) == 3
     assert fusekit("verify", "--json").json["bad"] == []
     (only,) = fusekit("verify", "--check", path, "--from", "remote", "--json", code=1).json["bad"]
-    assert "has the launch record" in only["problem"]
+    assert "has another launch record" in only["problem"]

@@ -9,24 +9,26 @@ import pytest
 from fusekit.compiler.build_check import check_build
 from fusekit.compiler.identity import Identity
 from fusekit.compiler.toolchain import distributions
-from fusekit.share.manifest import Manifest, read_manifest
 from fusekit.spec.catalog import packaged_folder
+from fusekit.store.entries import toolchain_label
+from fusekit.store.lockfile import Lock, lock_file, read_lock
 from tests.servers import ANEW
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
 NAME = "quickstart/moe-fc2@128x128-c2x1"
-MANIFESTS = packaged_folder().with_name("cache_manifests")
+ARCH, LABEL = "sm_90a", toolchain_label(distributions())
+LOCKS = packaged_folder().with_name("cache_manifests")
 
 
 def test_write_and_check(fusekit, tmp_path):
     folder = tmp_path / "cache_manifests"
     folder.mkdir()
-    assert "there is no manifest" in fusekit("lock", "quickstart/moe-fc2", code=2).err
+    assert "there is no lock" in fusekit("lock", "quickstart/moe-fc2", code=2).err
     written = fusekit("lock", "quickstart/moe-fc2", "--write", "--json").json
     assert (written["same"], written["changed"], written["missing"]) == ([NAME], [], [])
     (path,) = map(Path, written["written"])
     assert path.parent == folder
-    assert fusekit("ls", "--json").json[0]["cubin_sha256"] == read_manifest(path).kernels[NAME].cubin_sha256
+    assert fusekit("ls", "--json").json[0]["cubin_sha256"] == read_lock(path).kernels[NAME, ARCH][0].cubin_sha256
     assert fusekit("lock", "quickstart/moe-fc2").out == "1 same, 0 changed, 0 missing\n"
 
     # Built again from nothing, in no store: the same bytes.
@@ -37,7 +39,7 @@ def test_write_and_check(fusekit, tmp_path):
     assert not (tmp_path / "unused").exists()
 
     document = json.loads(path.read_text())
-    document["kernels"][NAME]["launch_sha256"] = "0" * 64
+    document["kernels"][ARCH][NAME][LABEL]["launch_sha256"] = "0" * 64
     path.write_text(json.dumps(document))
     for command in (("build", "--check", str(path)), ("lock", "quickstart/moe-fc2")):
         (row,) = fusekit(*command, "--json", code=1).json["changed"]
@@ -45,8 +47,8 @@ def test_write_and_check(fusekit, tmp_path):
 
     # A difference is reported, kernel by kernel.
     document = json.loads(path.read_text())
-    document["kernels"][NAME]["cubin_sha256"] = "0" * 64
-    document["kernels"]["quickstart/gone@a"] = document["kernels"][NAME]
+    document["kernels"][ARCH][NAME][LABEL]["cubin_sha256"] = "0" * 64
+    document["kernels"][ARCH]["quickstart/gone@a"] = document["kernels"][ARCH][NAME]
     path.write_text(json.dumps(document))
     checked = fusekit("build", "--check", str(path), "--json", code=1).json
     (row,) = checked["changed"]
@@ -62,10 +64,10 @@ def test_write_and_check(fusekit, tmp_path):
         "quickstart/moe-fc1@128x192-c2x1",
     ]
     assert fusekit("lock", "quickstart/moe-fc2", "--write", "--json").json["same"] == [NAME]
-    assert "quickstart/gone@a" in read_manifest(path).kernels  # only what was named is written
+    assert ("quickstart/gone@a", ARCH) in read_lock(path).kernels  # only what was named is written
 
 
-def test_the_manifests_that_come_with_fusekit(fusekit):
+def test_the_locks_that_come_with_fusekit(fusekit):
     """Used where the working directory has none, as it is with every installed copy."""
     name = committed().name
     document = fusekit("lock", "quickstart/moe-fc2", "--json", code=1).json
@@ -73,17 +75,17 @@ def test_the_manifests_that_come_with_fusekit(fusekit):
     fusekit("build", "quickstart/moe-fc2")
     assert fusekit("lock", "quickstart/moe-fc2").out == "1 same, 0 changed, 0 missing\n"
     assert "there is no folder" in fusekit("lock", "quickstart/moe-fc2", "--write", code=2).err
-    assert (MANIFESTS / name).exists()
+    assert (LOCKS / name).exists()
 
 
 def test_another_toolchain_is_refused(fusekit, tmp_path):
-    manifest = Manifest("sm_90a", {"nvidia-cutlass-dsl": "4.0"}, {})
-    (tmp_path / "x.json").write_bytes(manifest.to_bytes())
+    lock = Lock.of_folder(ARCH, {"nvidia-cutlass-dsl": "4.0"}, {})
+    (tmp_path / "x.json").write_bytes(lock.to_bytes())
     refused = fusekit("build", "--check", "x.json", code=1)
     assert "is of another toolchain: nvidia-cutlass-dsl 4.0 there" in refused.err
 
 
-def test_a_signed_manifest(fusekit, tmp_path):
+def test_a_signed_lock(fusekit, tmp_path):
     pytest.importorskip("cryptography")
     (tmp_path / "cache_manifests").mkdir()
     fusekit("key", "new", "ours")
@@ -102,12 +104,13 @@ def test_a_signed_manifest(fusekit, tmp_path):
     assert "changed after they were signed" in again.err
 
 
-def test_a_manifest_of_something_else_is_not_written_elsewhere(fusekit, tmp_path):
+def test_a_lock_of_something_else_is_not_written_elsewhere(fusekit, tmp_path):
     folder = tmp_path / "cache_manifests"
     folder.mkdir()
     (path,) = map(Path, fusekit("lock", "quickstart/moe-fc2", "--write", "--json").json["written"])
     document = json.loads(path.read_text())
-    for change in ({"arch": "sm_80"}, {"toolchain": document["toolchain"] | {"nvidia-cutlass-dsl": "4.0.0"}}):
+    versions = {LABEL: document["toolchains"][LABEL] | {"nvidia-cutlass-dsl": "4.0.0"}}
+    for change in ({"kernels": {"sm_80": document["kernels"][ARCH]}}, {"toolchains": versions}):
         path.write_text(json.dumps(document | change))
         for options in ((), ("--write",)):
             assert (
@@ -118,28 +121,27 @@ def test_a_manifest_of_something_else_is_not_written_elsewhere(fusekit, tmp_path
 
 
 def committed():
-    path = MANIFESTS / Manifest("sm_90a", distributions(), {}).filename
+    path = LOCKS / lock_file(ARCH, distributions())
     if not path.exists():
-        pytest.skip(f"no manifest of this toolchain is committed: {path.name}")
+        pytest.skip(f"no lock of this toolchain is committed: {path.name}")
     return path
 
 
-def test_the_committed_manifest_lists_what_is_packaged():
+def test_the_committed_lock_lists_what_is_packaged():
     from fusekit.spec import find
 
     path, identity = committed(), Identity()
-    manifest = read_manifest(path)
-    assert manifest.toolchain == identity.toolchain
-    names = {spec.full_name for spec in find([]) if spec.arch == manifest.arch and spec.op != "extern"}
-    assert set(manifest.kernels) == names, "`fusekit lock --write` renews it"
+    lock = read_lock(path)
+    assert [*lock.toolchains.values()] == [identity.toolchain]
+    names = {(spec.full_name, spec.arch) for spec in find([]) if spec.arch == ARCH and spec.op != "extern"}
+    assert set(lock.kernels) == names, "`fusekit lock --write` renews it"
 
 
-def test_a_sample_of_the_committed_manifest_is_built_again():
+def test_a_sample_of_the_committed_lock_is_built_again():
     """The same sources and toolchain gave these bytes on another machine, on another day."""
-    manifest = read_manifest(committed())
-    checked = check_build(manifest, [NAME])
+    checked = check_build(read_lock(committed()), [NAME])
     assert not checked.report.failed
-    assert checked.ok, (*checked.comparison.changed, *checked.comparison.missing, "`fusekit lock --write` renews it")
+    assert checked.ok, (*checked.changed, *checked.missing, "`fusekit lock --write` renews it")
 
 
 def test_foreign_kernels_are_locked_where_they_are_asked_for(fusekit, tmp_path):

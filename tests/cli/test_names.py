@@ -139,7 +139,7 @@ def test_targets_are_files_folders_globs_and_stdin(fusekit, tmp_path):
     assert fusekit("build", "-", stdin="schema = ", code=2).err.startswith("fusekit: stdin: not TOML")
     (tmp_path / "cache_manifests").mkdir()
     (path,) = fusekit("lock", "specs/other.toml/fc2", "--write", "--json").json["written"]
-    assert list(json.loads((tmp_path / path).read_text())["kernels"]) == ["other/fc2@64x128-c1x1"]
+    assert list(json.loads((tmp_path / path).read_text())["kernels"]["sm_90a"]) == ["other/fc2@64x128-c1x1"]
     assert fusekit("build", "--check", path, "specs/*.toml/fc2", "--json", code=1).json["same"] == [
         "other/fc2@64x128-c1x1"
     ]

@@ -17,14 +17,13 @@ from fusekit.runtime.driver import Driver
 from fusekit.runtime.wellformed import WELLFORMED
 from fusekit.share.bundle_import import import_bundle
 from fusekit.share.loader import export_bundle
-from fusekit.share.manifest import Manifest, differences, read_manifest, write_manifest
 from fusekit.share.push_pull import push
 from fusekit.share.remote import Remote
 from fusekit.share.selection import select
 from fusekit.share.sync import sync
 from fusekit.store import Store, key_of
 from fusekit.store.entries import CUBIN_FORMAT
-from fusekit.store.lockfile import read_lock
+from fusekit.store.lockfile import differences, read_lock
 from fusekit.store.signature import Trust
 from tests.cabi.bundles import BundleLauncher
 from tests.cabi.launcher import OK, build
@@ -84,21 +83,13 @@ def test_its_bundle_is_imported(frozen, store, trust, tmp_path):
     assert exported(other) == exported(store)
 
 
-def test_its_manifest_is_read(frozen, store, trust, tmp_path):
-    """And written again as it was, but for what only this version says."""
+def test_its_manifest_is_read(frozen, store, trust):
     (path,) = (frozen / "manifests").glob("*.json")
-    manifest = read_manifest(path, trust)
-    assert len(manifest.kernels) == 9
-
-    def look(name):
-        record = store.find_name(name, manifest.arch)
-        return None if record is None else (record, store.find_entry(record.key))
-
-    assert list(differences(manifest, look)) == []
-    assert read_manifest(write_manifest(manifest, tmp_path)) == manifest
-    backwards = dict(zip(manifest.kernels, list(manifest.kernels.values())[::-1], strict=True))
-    other = Manifest(manifest.arch, manifest.toolchain, backwards)
-    assert len(list(differences(other, look))) == 8  # all but the one in the middle
+    lock = read_lock(path, trust, folder=True)
+    assert len(lock.kernels) == 9
+    assert list(differences(lock, store.find_entry, store.find_name)) == []
+    backwards = dataclasses.replace(lock, kernels=dict(zip(lock.kernels, [*lock.kernels.values()][::-1], strict=True)))
+    assert len(list(differences(backwards, store.find_entry, store.find_name))) == 8  # all but the one in the middle
 
 
 def test_its_lock_is_kept_to(frozen, store, trust, tmp_path):

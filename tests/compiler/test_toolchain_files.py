@@ -15,7 +15,7 @@ import pytest
 
 from fusekit.compiler import digests, toolchain
 from fusekit.compiler.options import compile_options
-from fusekit.share.manifest import toolchain_label
+from fusekit.store.entries import toolchain_label
 
 ROOT = Path(__file__).parents[2]
 PYTHONS = ("3.11", "3.12", "3.13")

@@ -15,13 +15,13 @@ from fusekit.plan.layer import stored_options
 from fusekit.runtime.wellformed import WELLFORMED, check_entry, check_name
 from fusekit.share.bundle import export_bundle
 from fusekit.share.bundle_import import import_bundle
-from fusekit.share.manifest import read_manifest
 from fusekit.share.push_pull import pull, push
 from fusekit.share.remote import Remote
 from fusekit.share.selection import select
 from fusekit.store import NameRecord, Store
 from fusekit.store.documents import DEPTH, seal
 from fusekit.store.entries import Entry
+from fusekit.store.lockfile import read_lock
 from tests.cubins import cubin_of
 from tests.plan.test_layer_program import CASES, options
 from tests.store.samples import build_entry, build_launch, build_record, files
@@ -260,8 +260,8 @@ def test_numbers_and_nesting_are_bounded(text, tmp_path):
         with pytest.raises(IntegrityError, match=r"finite|too large|JSON does not|64 bits|nested deeper|valid JSON"):
             read(body.encode())
     (tmp_path / "m.json").write_text(body)
-    with pytest.raises(IntegrityError, match="is not a cache manifest"):
-        read_manifest(tmp_path / "m.json")
+    with pytest.raises(IntegrityError, match="is no lock"):
+        read_lock(tmp_path / "m.json", folder=True)
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_other_bytes_in_a_remote_or_the_store(cluster, tmp_path):
     node = Store(tmp_path / "node")
     report = sync(node, lock, cluster.remotes, WELLFORMED)
     assert len(report.missing) == 1
-    assert "another cubin or launch record than it lists" in report.problems[0]
+    assert "another cubin than it lists" in report.problems[0]
     assert node.find_entry(cluster.first.key) is None
     with pytest.raises(IntegrityError, match="another cubin"):
         sync(cluster.store, lock, {}, WELLFORMED)

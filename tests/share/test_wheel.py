@@ -12,10 +12,10 @@ import pytest
 
 from fusekit.config import Config
 from fusekit.errors import IntegrityError, NotBuiltError, SignatureError, UsageError
-from fusekit.share.manifest import read_manifest
 from fusekit.share.selection import select
 from fusekit.share.wheel import check_wheel_name, export_wheel
 from fusekit.store import Store, installed
+from fusekit.store.lockfile import read_lock
 from fusekit.store.signature import Trust, generate
 from tests.share.bundles import NAMES, fill
 
@@ -108,7 +108,7 @@ def test_signatures_and_the_signed_lock_are_in_it(store, site, tmp_path):
     signing = Store(tmp_path / "store", signing_key=private)
     install(wheel_of(signing, tmp_path, NAMES[2]), site)
     (lock,) = (site / "my_kernels" / "locks").glob("*.json")
-    assert [*read_manifest(lock, Trust((public,))).kernels] == [NAMES[2]]
+    assert [name for name, _ in read_lock(lock, Trust((public,)), folder=True).kernels] == [NAMES[2]]
     trusting = Store.open(Config(store=tmp_path / "empty", trusted_keys=(public,)))
     assert trusting.load(trusting.find_name(NAMES[2], "sm_90a").key) is not None
     generate(tmp_path / "other")

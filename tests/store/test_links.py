@@ -9,13 +9,14 @@ import pytest
 
 from fusekit.errors import IntegrityError, StoreError
 from fusekit.share.bundle import export_bundle
-from fusekit.share.manifest import Manifest, write_manifest
+from fusekit.share.lock_folder import write_lock
 from fusekit.share.push_pull import push
 from fusekit.share.remote import Remote
 from fusekit.share.selection import select
 from fusekit.store import Store, marks
 from fusekit.store.folders import Folders
 from fusekit.store.layout import MARKER
+from fusekit.store.lockfile import Lock, lock_file
 from fusekit.store.publishing import Publisher
 from fusekit.store.signature import generate
 from tests.store.attacks import COMMANDS, attempt, folders_of, state, victim_of, whole_store
@@ -277,12 +278,12 @@ class TestFilesThatAPersonNames:
         export_bundle(store, select(store), path)
         assert not path.is_symlink()
 
-    def test_a_manifest(self, victim, tmp_path):
-        folder, manifest = tmp_path / "manifests", Manifest("sm_90a", {}, {})
+    def test_a_lock(self, victim, tmp_path):
+        folder, lock = tmp_path / "locks", Lock.of_folder("sm_90a", {}, {})
         folder.mkdir()
-        path = folder / manifest.filename
+        path = folder / lock_file("sm_90a", {})
         path.symlink_to(victim)
-        assert write_manifest(manifest, folder) == path
+        assert write_lock(lock, path) == path
         assert not path.is_symlink()
         assert not (folder / MARKER).exists()
 

@@ -13,9 +13,10 @@ import pytest
 from fusekit.compiler.build_check import locked_in
 from fusekit.compiler.identity import Identity
 from fusekit.errors import IntegrityError, StoreError
-from fusekit.share.manifest import Manifest
+from fusekit.share.lock_folder import compared
 from fusekit.store import Store, files
 from fusekit.store.files import read_file
+from fusekit.store.lockfile import Lock
 from fusekit.store.marks import mark_path
 from fusekit.store.publishing import Disk
 from fusekit.store.signature import read_any_keys
@@ -135,12 +136,14 @@ def test_a_lock_says_what_is_wrong_with_a_kernel(identity, unprivileged, spoil, 
     root = unprivileged / "store"
     entry = fill(root)
     locked, wrong = locked_in(Store(root), [SPEC], identity)
-    assert (set(locked), wrong) == ({SPEC.full_name}, {})
-    manifest, path = Manifest(SPEC.arch, {}, locked), Store(root).roots[0].blob_path(entry.cubin_sha256)
+    where = (SPEC.full_name, SPEC.arch)
+    assert (set(locked), wrong) == ({where}, {})
+    lock = Lock.of_folder(SPEC.arch, identity.toolchain, {SPEC.full_name: locked[where]})
+    path = Store(root).roots[0].blob_path(entry.cubin_sha256)
     spoil(path)
     built, wrong = locked_in(Store(root), [SPEC], identity)
-    ((name, why),) = manifest.compare(built, [SPEC.full_name], wrong).missing
-    assert (built, name) == ({}, SPEC.full_name)
+    _, _, ((missing, why),) = compared(lock, built, [where], wrong)
+    assert (built, missing) == ({}, where)
     assert problem in why
     assert entry.cubin_sha256 in why
 
