@@ -20,11 +20,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from fusekit.compiler.build import BuildPlan, BuildReport, Failed
-<<<<<<< HEAD
-    from fusekit.compiler.build_check import Checked
     from fusekit.compiler.estimate import Estimate
-=======
->>>>>>> 975d9ab (One form of lock: cache_manifests and wheels hold locks with an id from their content; cache manifests of before are read)
     from fusekit.compiler.naming import Left, Moved
     from fusekit.share.lock_folder import Change
     from fusekit.store import DiscardReport, Store
@@ -283,11 +279,7 @@ def comparison_text(session: Session, document: Mapping[str, Any]) -> None:
     rows = [(row["name"], row["expected"][:12], row["found"][:12], row["reason"]) for row in document["changed"]]
     rows += [(row["name"], "", "", row["reason"]) for row in document["missing"]]
     if rows:
-<<<<<<< HEAD
-        output.table(session, ("NAME", "MANIFEST", "NOW", "WHY"), rows, spare=("NOW", "MANIFEST"), prose=("WHY",))
-=======
-        output.table(session, ("NAME", "LOCK", "NOW", "WHY"), rows, spare=("NOW", "LOCK"), prose="WHY")
->>>>>>> 975d9ab (One form of lock: cache_manifests and wheels hold locks with an id from their content; cache manifests of before are read)
+        output.table(session, ("NAME", "LOCK", "NOW", "WHY"), rows, spare=("NOW", "LOCK"), prose=("WHY",))
 
 
 def _document(session: Session, report: BuildReport, layers: list[dict[str, Any]]) -> dict[str, Any]:
