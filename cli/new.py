@@ -134,7 +134,7 @@ def _foreign(
 ) -> None:
     import json
 
-    from fusekit.compiler.new_extern import new_extern
+    from fusekit.compiler.new_extern import new_extern, trace_source
     from fusekit.plan.arch import FOREIGN
 
     if not re.fullmatch(r"[\w.]+:\w+", source):
@@ -147,10 +147,12 @@ def _foreign(
         raise UsageError(f"--params is not valid JSON: {error}; give an object such as '{{\"n\": 4096}}'") from None
     if not isinstance(given, dict):
         raise UsageError(f"--params {params}: it is a JSON object, such as '{{\"n\": 4096}}'")
-    kernel = re.sub(r"[^a-z0-9._-]+", "-", source.partition(":")[2].lower().replace("_", "-")).strip("-._")
+    if out is not None or name is not None:  # before anything is run
+        _check(name if name is not None else _stem(source, out, "kernel"), name)
+    traced = trace_source(source, arch, given)
+    kernel = _lower(re.sub(r"(?<=[a-z0-9])(?=[A-Z])|_", "-", traced["function"]))
     stem = name if name is not None else (_stem(kernel, out, kernel) if out is not None else kernel)
-    _check(stem, name)
-    spec = new_extern(kernel, source, arch, given)
+    spec = new_extern(kernel, source, arch, given, traced, stem)
     _answer(session, spec, stem, out, force, source=source)
 
 

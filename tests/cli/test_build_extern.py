@@ -93,13 +93,23 @@ def test_a_source_has_an_environment_from_nothing(fusekit, spec, monkeypatch):
 
 def test_a_spec_is_begun_by_tracing(fusekit, spec, tmp_path):
     written = fusekit("new", "--from", "mykernels:twice", "--params", '{"columns": 96}').out
-    assert 'x = { role = "?", shape = ["D0", 96], doc = "" }' in written
+    assert 'x = { role = "?", shape = ["M", 96], doc = "" }' in written
+    assert "# f32, 16-byte aligned, strides: any multiple of 4, 1\n" in written
+    sized = fusekit("new", "--from", "mykernels:sized", "--name", "sums").out
+    assert 'name = "some-of"' in sized  # as the host function
+    assert "#   fusekit build sums.toml --allow-extern   # runs mykernels:sized; proves the launch\n" in sized
+    assert "#   fusekit run sums/some-of --check --reference MODULE:FUNCTION" in sized
+    assert "# sizes_0 is the extent N: read from the tensors\n# i32, passed by callers;" in sized
+    assert "sizes_0 =" not in sized
+    assert 'y = { role = "?", shape = ["D0"], doc = "" }' in fusekit("new", "--from", "mykernels:filled").out
     fusekit("new", "--from", "mykernels:twice", "-o", "begun.toml")
     text = (tmp_path / "begun.toml").read_text()
     refused = fusekit("build", "begun.toml", "--allow-extern", code=2)
     assert 'arguments.x.role = "?": must be one of input, output, inout, workspace' in refused.err
     (tmp_path / "begun.toml").write_text(text.replace('role = "?"', 'role = "inout"'))
-    assert fusekit("build", "begun.toml", "--allow-extern", "--json").json["built"][0]["name"] == "begun/twice@base"
+    assert (
+        fusekit("build", "begun.toml", "--allow-extern", "--json").json["built"][0]["name"] == "begun/scale-twice@base"
+    )
     failure = fusekit("new", "--from", "mykernels:broken", code=1)
     assert failure.err.startswith("fusekit: source mykernels:broken raised RuntimeError: no luck (")
     assert "mykernels.py, line " in failure.err

@@ -17,7 +17,7 @@ from fusekit import stand_in
 from fusekit.abi import LaunchRecord
 from fusekit.compiler import pool
 from fusekit.compiler.build import build
-from fusekit.compiler.new_extern import new_extern
+from fusekit.compiler.new_extern import trace_source
 from fusekit.config import Config
 from fusekit.errors import ArgumentError, BuildError, ToolchainError
 from fusekit.runtime.driver import Driver
@@ -57,7 +57,7 @@ def test_without_the_compiler_it_says_so(monkeypatch):
         fusekit.compile(print)
     monkeypatch.setattr("importlib.metadata.distributions", list)
     with pytest.raises(ToolchainError, match=r"pip install 'llvmlite"):
-        new_extern("a/b", "foreignkernels:nothing", "sm_90a", {})
+        trace_source("foreignkernels:nothing", "sm_90a", {})
 
 
 @pytest.fixture
