@@ -78,6 +78,7 @@ def _run(program: tuple[str, ...], environment: Mapping[str, str]) -> int:
     # Processes whose parent ends become children of this one, which so can wait for them.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, no status is kept
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*_PASSED_ON, signal.SIGCHLD))
     try:
         main = os.posix_spawnp(

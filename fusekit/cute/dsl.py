@@ -179,6 +179,9 @@ class Call:
             return "it is compiled for no engine"
         if getattr(dsl, "_is_experimental_dsl", False) or len(self.args) > _POSITIONAL or "func_type" in self.kwargs:
             return "it is of the experimental DSL"
+        for part in (dsl, dsl.compiler_provider):
+            if not type(part).__module__.startswith("cutlass."):
+                return f"it is compiled by {type(part).__module__}, which is no part of the DSL"
         if dsl.envar.compiler_backend != "legacy":
             return f"it is compiled by the backend {dsl.envar.compiler_backend}"
         for setting in _DUMPS:
@@ -217,7 +220,9 @@ class Call:
             "ir": hashlib.sha256(code).hexdigest(),
             "function": neutral,
             "pipeline": dsl.preprocess_pipeline(dsl._get_pipeline(self["pipeline"]), self.arch),
-            "options": options.to_str(),
+            "dsl": f"{dsl.name} {type(dsl).__module__}.{type(dsl).__qualname__}",
+            # Not all of them are in the pipeline: some change what is done after its passes.
+            "options": f"{options.to_str()} {_digest_of(_values(options))}",
             "settings": canonical_json({key: repr(value) for key, value in sorted(settings.items())}),
             "environment": canonical_json(environment),
             "kernels": str(bool(dsl.num_kernels)),
@@ -354,6 +359,16 @@ def _tvm_ffi_kinds() -> tuple[Any, Any]:
     )
 
 
+def _values(options: Any) -> dict[str, Any]:
+    """The values of compile options, by their names; not that of a folder."""
+    others = {name: value for name, value in vars(options).items() if name != "options"}
+    return others | {
+        kind.__name__: getattr(option, "value", None)
+        for kind, option in options.options.items()
+        if kind.__name__ != "DumpDir"
+    }
+
+
 def _bytecode(module: Any) -> bytes:
     data = io.BytesIO()
     module.operation.write_bytecode(data)
@@ -459,6 +474,8 @@ def _digest_of(value: Any) -> str:
             put(kind.__module__, kind.__qualname__, len(value))
             for item in value:
                 walk(item)
+        elif isinstance(value, set | frozenset):
+            put("set", _sorted(frozenset(value)))
         elif isinstance(value, dict):
             put("dict", len(value))
             for key in sorted(value, key=repr):

@@ -19,7 +19,7 @@ pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not insta
 
 import cutlass
 from cutlass import cute
-from cutlass.base_dsl.compiler import Compiler
+from cutlass.base_dsl.compiler import Compiler, EnableTVMFFI
 from cutlass.cutlass_dsl import CuTeDSL
 
 from fusekit.compiler import dsl as compiler_dsl
@@ -249,6 +249,26 @@ def test_two_functions_that_replace_the_same_are_two_keys(empty, monkeypatch):
 def test_another_machine_is_another_key(rig, monkeypatch, owner, name, value):
     monkeypatch.setattr(owner, name, value)
     assert rig.counted() == MISS
+
+
+def test_checks_of_launches_are_in_the_key(empty):
+    """They are added after the passes, to functions for tvm-ffi."""
+    for selectors, expected in ((set(), MISS), ({"launch-check"}, MISS), (set(), HIT), ({"launch-check"}, HIT)):
+        compiler = cute.compile[EnableTVMFFI]
+        compiler._compile_options._debug_selectors = selectors
+        work = functools.partial(compiler, kernels.Kernel(), kernels.fake())
+        assert empty.counted(work, verify=1.0) == expected
+
+
+def test_a_compiler_of_another_package_is_not_served(empty, monkeypatch, capsys):
+    compiler = CuTeDSL._get_dsl().compiler_provider
+
+    class Special(type(compiler)):
+        pass
+
+    monkeypatch.setattr(compiler, "__class__", Special)
+    assert empty.counted(miss="warn") == MISS
+    assert "it is compiled by tests.cute.test_cache, which is no part of the DSL" in capsys.readouterr().err
 
 
 def test_an_unknown_version_of_the_dsl_compiles(rig, monkeypatch, capsys):
