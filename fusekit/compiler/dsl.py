@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 from fusekit.errors import BuildError, ToolchainError, install
 
@@ -138,6 +137,8 @@ def naming(symbol: str) -> Iterator[None]:
     if not symbol:
         yield
         return
+    from unittest.mock import patch
+
     from cutlass.cutlass_dsl import CuTeDSL
 
     usual = CuTeDSL._get_name_options
@@ -160,6 +161,8 @@ def target(arch: str, reserved_shared: int) -> Iterator[None]:
     """In the block the DSL takes `arch` for the device's architecture, and the shared memory of a multiprocessor from
     it, with the `reserved_shared` bytes that the driver keeps of every block.
     """
+    from unittest.mock import patch
+
     from cuda.bindings.driver import CUdevice_attribute
     from cutlass.base_dsl.runtime import cuda
     from cutlass.memory import get_smem_capacity_in_bytes
