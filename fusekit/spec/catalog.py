@@ -277,6 +277,7 @@ def _nothing(pattern: str) -> UsageError:
     path = f"{stem}.toml{pattern[len(stem) :]}"
     if stem and os.path.isfile(f"{stem}.toml"):  # noqa: PTH113 - likewise
         return UsageError(f"'{pattern}' names no packaged kernel; for the file {stem}.toml here give its path: {path}")
+    other = " Or" if hint.endswith("?") else "; or"
     return UsageError(
-        f"'{pattern}' names no packaged kernel{hint}; or give the path of a .toml file, which /KERNEL may follow"
+        f"'{pattern}' names no packaged kernel{hint}{other} give the path of a .toml file, which /KERNEL may follow"
     )

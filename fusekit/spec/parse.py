@@ -146,6 +146,9 @@ class _File:
         used = [self._schema(table, defaults) for table in kernels]
         known = {field.name for schema in used for field in schema.defaults_fields} - {"op", "kind"}
         defaults = {name: value for name, value in self.project.items() if name in known} | defaults
+        if any(not self._known(table, defaults, schema) for table, schema in zip(kernels, used, strict=True)):
+            theirs = {field.name for schema in used for field in schema.fields}
+            defaults = {name: value for name, value in defaults.items() if name in theirs}
         shared = self._shared(defaults, used)
         summary = self.document.get("summary", "")
         read: list[_Table] = []  # all are counted before any is expanded, which takes longer
@@ -163,8 +166,12 @@ class _File:
                 rule = "a table has an op, and is a kernel, or a kind, and is a layer; leave one of the two out"
                 self.reader.report(where, "op", table["op"], rule)
                 table = {field: value for field, value in table.items() if field != "op"}
-            if schema.ops and operation(table.get("op", schema.ops[0])) is None:  # its fields are not known either
-                self.reader.table(where, {"op": table["op"]}, schema.fields, complete=False)
+            if not self._known(table, defaults, schema):  # its fields are not known either
+                op = next(field for field in schema.fields if field.name == "op")
+                if "op" in table:
+                    self.reader.value(where, op, table["op"])
+                elif "op" not in defaults:
+                    self.reader.missing(where, op)
                 continue
             given, inherited = self.reader.table(where, table, schema.fields, complete=False), shared[schema.ops]
             for field in schema.fields:
@@ -197,6 +204,10 @@ class _File:
             return LAYER
         return schema_of(table.get("op", defaults.get("op")))
 
+    def _known(self, table: dict[str, Any], defaults: dict[str, Any], schema: Schema) -> bool:
+        """Whether a table is of a layer, or has an operation that there is."""
+        return not schema.ops or operation(table.get("op", defaults.get("op"))) is not None
+
     def _shared(self, defaults: dict[str, Any], used: list[Schema]) -> dict[tuple[str, ...], dict[str, Any]]:
         """The values of [defaults] by the operations of each schema that the file uses.
 
@@ -222,6 +233,8 @@ class _File:
             if name in known:
                 continue
             hint = nearest(name, known)
+            if not hint and name == "layer":
+                hint = '; a layer is a [[kernel]] table with kind = "moe" or "mlp"'
             if not hint and any(field.name == name for schema in schemas() for field in schema.fields):
                 hint = f"; {name} belongs into a [[kernel]] table or [defaults]"
             hint = hint or f"; the top level has {', '.join(known)}"
@@ -257,7 +270,8 @@ class _File:
     def _kernels(self) -> list[dict[str, Any]]:
         value = self.document.get("kernel")
         if value is None or value == []:
-            self.reader.add("top level: there is no [[kernel]] table; a spec file names at least one kernel")
+            if "layer" not in self.document:  # whose problem says what to write
+                self.reader.add("top level: there is no [[kernel]] table; a spec file names at least one kernel")
         elif isinstance(value, dict):
             self.reader.add("top level: [kernel] is a single table; write [[kernel]], with two brackets")
         elif not isinstance(value, list) or not all(isinstance(item, dict) for item in value):

@@ -339,6 +339,7 @@ def test_two_kernels_of_one_name():
         ("schema = 1\nkernel = []\n", "there is no [[kernel]] table"),
         ("schema = 1\nkernel = 3\n", "kernel = 3: must be [[kernel]] tables"),
         ("schema = 1\n[kernel]\n", "[kernel] is a single table; write [[kernel]], with two brackets"),
+        ('schema = 1\n[[layer]]\nkind = "moe"\n', 'a layer is a [[kernel]] table with kind = "moe" or "mlp"'),
         ("schema = 1\n[[kernels]]\n", 'did you mean "kernel"?'),
         (GOOD.replace("schema = 1", "schema = 2"), "schema = 2: this version of fusekit reads schema = 1"),
         (GOOD.replace("schema = 1", "schema = true"), "schema = true: this version"),
@@ -396,6 +397,20 @@ def test_all_problems_come_together_once_each():
 def test_an_unknown_operation_is_one_problem(line):
     text = f'schema = 1\n[[kernel]]\nname = "fc1"\narch = "sm_90a"\n{line}\n'
     assert problem(text).startswith(f"{AT}op = ")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('[defaults]\nop = "extren"\nsource = "a:b"\n[[kernel]]\nname = "a"\n[[kernel]]\nname = "b"\nbia = 1',
+         '[defaults]: op = "extren": must be'),
+        ('[defaults]\nop = "grouped-gemm"\nsource = "a:b"\n[[kernel]]\nname = "fc1"\nop = "x"', f'{AT}op = "x"'),
+        ('[[kernel]]\nname = "fc1"\narch = "sm_90a"\nsource = "a:b"\ntile = 3', f"{AT}op is missing"),
+        ('[[layer]]\nname = "moe"\nkind = "mo"', "top level: layer = "),
+    ],
+)  # fmt: skip
+def test_without_an_operation_that_there_is_no_field_is_a_problem(text, expected):
+    assert problem(f"schema = 1\n{text}\n").startswith(expected)
 
 
 @pytest.mark.parametrize(
