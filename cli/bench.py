@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from fusekit.errors import DriverError, StoreError, UsageError, install
+from fusekit.errors import DriverError, UsageError, install
 from fusekit_cli import complete, output
 from fusekit_cli.lookup import stored
 from fusekit_cli.options import Session, common, signing, stored_names
@@ -159,8 +158,8 @@ def command(
 def _check_files(html: Path | None, csv: Path | None) -> None:
     """Check the output files before minutes of measuring."""
     for option, path in (("--html", html), ("--csv", csv)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"{option} {path}: there is no folder {path.absolute().parent}; make it first")
+        if path is not None:
+            output.check_folder(option, path)
     if html is not None:
         try:
             import matplotlib  # noqa: F401
@@ -173,16 +172,7 @@ def _write_report(document: dict[str, Any], html: Path | None, csv: Path | None)
 
     for option, path, write in (("--html", html, report.to_html), ("--csv", csv, report.to_csv)):
         if path is not None:
-            _save(option, path, write(document).encode())
-
-
-def _save(option: str, path: Path, data: bytes) -> None:
-    from fusekit.store.publishing import replace_file
-
-    try:
-        replace_file(path, methodcaller("write", data))
-    except StoreError as error:
-        raise UsageError(f"{option}: {error}") from error
+            output.save(option, path, write(document).encode())
 
 
 def _measure(
@@ -302,7 +292,7 @@ def _write(library: Library, arch: str, path: Path | None, table: Any) -> dict[s
     if path is None:
         path = library.store.publish_tuning(arch, data)
     else:
-        _save("--table", path, data)
+        output.save("--table", path, data)
     return {"path": str(path), "rows": len(table.rows)}
 
 

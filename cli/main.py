@@ -34,6 +34,8 @@ COMMANDS = {
     "build": "Compile what the store lacks; needs no GPU.",
     "ls": "List the kernels in the store.",
     "show": "Show an entry in full.",
+    "diff": "Compare two kernels: spec, resources, instructions.",
+    "report": "Write a page of HTML about a store, a bundle or a wheel.",
     "explain": "Show why a kernel would be built, or would not.",
     "verify": "Check the store against its digests.",
     "gc": "Evict the least recently used kernels.",

@@ -10,11 +10,13 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from fusekit.errors import StoreError, UsageError
 from fusekit_cli.options import Session
 from fusekit_cli.terminal import inline
 
@@ -86,6 +88,22 @@ def lines(texts: Iterable[str]) -> list[str]:
     return fitted
 
 
+def check_folder(option: str, path: Path) -> None:
+    """UsageError if the folder of the file `path`, which `option` names, is missing: before anything takes long."""
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no folder {path.absolute().parent}; make it first")
+
+
+def save(option: str, path: Path, data: bytes) -> None:
+    """Write the file `path`, which `option` names, in one step."""
+    from fusekit.store.publishing import replace_file
+
+    try:
+        replace_file(path, methodcaller("write", data))
+    except StoreError as error:
+        raise UsageError(f"{option}: {error}") from error
+
+
 def driver(version: int | None) -> str | None:
     """13000 -> "13.0"."""
     return None if version is None else f"{version // 1000}.{version % 1000 // 10}"
@@ -102,7 +120,7 @@ def tree_lines(document: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     width = max((len(name) for name, value in document.items() if _flat(value)), default=0)
     for name, value in document.items():
         if _flat(value):
-            yield f"{indent}{inline(name).ljust(width)}  {_plain(value)}".rstrip()
+            yield f"{indent}{inline(name).ljust(width)}  {plain(value)}".rstrip()
         elif isinstance(value, Mapping):
             yield f"{indent}{inline(name)}"
             yield from tree_lines(value, indent + "  ")
@@ -249,17 +267,18 @@ def _item(value: Any) -> str:
     # The name of an item comes first.
     if isinstance(value, Mapping) and "name" in value and len(value) > 1:
         rest = {label: member for label, member in value.items() if label != "name"}
-        return f"{_plain(value['name'])}: {_plain(rest)}"
-    return _plain(value)
+        return f"{plain(value['name'])}: {plain(rest)}"
+    return plain(value)
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
+    """`value` on one line."""
     if value is None:
         return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_plain(item)}" for name, item in value.items()) or "none"
+        return ", ".join(f"{name} {plain(item)}" for name, item in value.items()) or "none"
     if isinstance(value, (list, tuple)):
         return json.dumps(_json(value))
     return inline(str(value))

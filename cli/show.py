@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,14 @@ from fusekit_cli.lookup import chosen, is_layer, stored, to_load
 from fusekit_cli.options import Session, common, stored_names
 
 if TYPE_CHECKING:
+    from fusekit.plan.occupancy import Occupancy
     from fusekit.share.push_pull import Survey
 
 
 LINES = 40  # of an entry, unless all of it is wanted
 _SHORT = ("name", "arch", "key", "root", "lowest_driver", "resources", "spec", "candidates", "defaults", "cubin",
           "toolchain", "seconds")  # fmt: skip
+ARGUMENT = ("ARGUMENT", "ROLE", "DTYPE", "SHAPE", "WHAT IT IS")
 _UNSAID: tuple[Any, ...] = (None, False, "none", [], {}, 0)
 
 
@@ -56,9 +59,7 @@ def command(
         if is_layer(name, held.records):
             _layer(session, store, name, held.records, where)
             return
-        documents = [
-            _describe(record, held.entries[record.key], where) for record in to_load(store, held.records, name)
-        ]
+        documents = [describe(record, held.entries[record.key], where) for record in to_load(store, held.records, name)]
 
     def text() -> None:
         for index, document in enumerate(documents):
@@ -94,17 +95,14 @@ def _sass(session: Session, name: str, arch: str | None, source: str | None) -> 
 
 def _text(session: Session, document: Mapping[str, Any], whole: bool) -> None:
     rest = dict(document)
-    rows = [(row["name"], row["role"], row["dtype"], row["shape"], row["what"]) for row in rest.pop("arguments")]
-    if edges := rest["proof"].get("edges"):
-        rest["proof"] = rest["proof"] | {"edges": f"{len(edges)}; --json lists them"}
+    rows = argument_rows(rest.pop("arguments"))
+    rest["proof"] = short_proof(rest["proof"])
     printed = 1  # with the last line
     if rows:
-        printed += output.table(
-            session, ("ARGUMENT", "ROLE", "DTYPE", "SHAPE", "WHAT IT IS"), rows, prose=("WHAT IT IS",)
-        )
+        printed += output.table(session, ARGUMENT, rows, prose=ARGUMENT[-1:])
     if not whole:
         for part in ("resources", "spec"):
-            rest[part] = {name: value for name, value in rest[part].items() if name != "layer" and value not in _UNSAID}
+            rest[part] = set_values(rest[part])
         rest = {name: rest[name] for name in _SHORT if rest[name] not in _UNSAID}
     lines = output.lines(output.tree_lines(rest))
     most = len(lines) if whole else max(LINES - printed, 1)
@@ -113,6 +111,22 @@ def _text(session: Session, document: Mapping[str, Any], whole: bool) -> None:
     if not whole:
         more = f"{len(lines) - most} more lines, " if len(lines) > most else ""
         click.echo(f"--all: {more}proof, launch record and fields of the key")
+
+
+def short_proof(proof: Mapping[str, Any]) -> dict[str, Any]:
+    """`proof` with the number of the edges that it lists."""
+    edges = {"edges": f"{len(proof['edges'])}; fusekit show --json lists them"} if proof.get("edges") else {}
+    return {**proof, **edges}
+
+
+def set_values(part: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a spec, or of the resources, is set."""
+    return {name: value for name, value in part.items() if name != "layer" and value not in _UNSAID}
+
+
+def argument_rows(arguments: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
+    """The rows of `arguments` of a document, below the headings `ARGUMENT`."""
+    return [(row["name"], row["role"], row["dtype"], row["shape"], row["what"]) for row in arguments]
 
 
 def _layer(session: Session, store: Store, name: str, records: Sequence[NameRecord], where: str) -> None:
@@ -139,12 +153,15 @@ def _stored(store: Store, listed: NameListing) -> dict[str, Any]:
         raise store.not_built(record.name, record.arch, why)
     others = names.one_per_format(store.candidates(record))[1:]
     builds = [Build.of(other.key, other.summary) for other in others if other.summary.keys() >= SUMMARY]
-    return _describe(record, entry, str(listed.root)) | {
+    return describe(record, entry, str(listed.root)) | {
         "candidates": [build._asdict() | {"lowest_driver": output.driver(build.lowest_driver)} for build in builds]
     }
 
 
-def _describe(record: NameRecord, entry: Entry, root: str) -> dict[str, Any]:
+def describe(record: NameRecord, entry: Entry, root: str) -> dict[str, Any]:
+    """The document of a kernel. root: path of the root that holds it. IntegrityError for an entry that no launcher
+    could use.
+    """
     from fusekit.choice.variants import check_name
     from fusekit.runtime.wellformed import check_entry
 
@@ -169,6 +186,35 @@ def _describe(record: NameRecord, entry: Entry, root: str) -> dict[str, Any]:
         "fields": entry.fields,
         "arguments": _arguments(record.spec, entry.launch),
     }
+
+
+def rendered(value: Any) -> Any:
+    """`value`, of a launch record, with its expressions as formulas."""
+    from fusekit.abi import render
+    from fusekit.abi.expr import OPERATORS
+
+    if isinstance(value, Mapping):
+        return {name: rendered(item) for name, item in value.items()}
+    if isinstance(value, list):
+        formula = len(value) > 1 and isinstance(value[0], str) and value[0] in OPERATORS
+        return render(value) if formula else [rendered(item) for item in value]
+    return value
+
+
+def block_of(entry: Entry) -> tuple[int, int]:
+    """Threads and bytes of shared memory of a CTA of `entry`: of the launch that its resources are of."""
+    launches = entry.launch, *entry.launch.get("then", ())
+    takes = entry.resources.get("dynamic_shared")
+    launch = next((step for step in launches if step["dynamic_shared"] == takes), entry.launch)
+    return math.prod(launch["block"]), launch["dynamic_shared"] + entry.resources.get("static_shared", 0)
+
+
+def occupancy_of(entry: Entry) -> Occupancy | None:
+    """The occupancy of `entry`; None where its registers or the limits of its architecture are not known."""
+    from fusekit.plan.occupancy import occupancy
+
+    registers, (threads, shared) = entry.resources.get("registers"), block_of(entry)
+    return None if registers is None else occupancy(entry.arch, threads, registers, shared)
 
 
 def _arguments(spec: Mapping[str, Any], launch: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -15,19 +15,23 @@ import base64
 import hashlib
 import re
 import zipfile
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
-from fusekit.errors import UsageError
+from fusekit.errors import IntegrityError, UsageError
+from fusekit.share.bounds import Bounds
 from fusekit.share.bundle import Transfer, export_bundle
 from fusekit.share.bundle_import import import_bundle
 from fusekit.share.lock_folder import write_lock
 from fusekit.share.selection import Selection
-from fusekit.store.entries import toolchain_label
+from fusekit.store.entries import CUBIN_LIMIT, toolchain_label
 from fusekit.store.files import exists
+from fusekit.store.given import given_file
 from fusekit.store.installed import GROUP, STORE
 from fusekit.store.layout import BLOBS, CANDIDATES, ENTRIES, MARKER, NAMES, SIGNATURES
 from fusekit.store.lockfile import Build, Lock, lock_file
@@ -87,6 +91,48 @@ def export_wheel(store: Store, selection: Selection, name: str, version: str, fo
 
         size = replace_file(path, write)
     return path, Transfer(done.entries, done.names, bytes=size, digest=done.digest)
+
+
+@contextmanager
+def unpacked(path: Path) -> Iterator[Path]:
+    """A temporary folder with the store that is in the wheel at `path`; what else the wheel has is left out.
+
+    Raises UsageError for a file that is missing or has no store, IntegrityError for one that cannot be read.
+    """
+    with given_file(path, "wheel") as (file, _), TemporaryDirectory(prefix="fusekit-wheel-") as scratch:
+        folder = Path(scratch, STORE)
+        try:
+            with zipfile.ZipFile(file) as wheel:
+                marker = next((name for name in wheel.namelist() if name.endswith(f"/{STORE}/{MARKER}")), None)
+                if marker is None:
+                    raise UsageError(f"{path} has no store of kernels; `fusekit export --wheel` writes wheels that do")
+                _unpack(wheel, marker.removesuffix(MARKER), folder)
+        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+            raise IntegrityError(f"{path} is not a readable wheel: {error}; get it again") from error
+        yield folder
+
+
+def _unpack(wheel: zipfile.ZipFile, store: str, folder: Path) -> None:
+    """Write the files below `store` in `wheel`, those that a store can have, into `folder`."""
+    room = Bounds().total_bytes
+    for member in wheel.infolist():
+        path = member.filename.removeprefix(store)
+        if not member.filename.startswith(store) or not _is_ours(path):
+            continue
+        room -= member.file_size
+        if member.file_size > CUBIN_LIMIT or room < 0:
+            raise IntegrityError(f"{member.filename} unpacks to {member.file_size} bytes, more than a store may have")
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(wheel.read(member))
+
+
+def _is_ours(path: str) -> bool:
+    """Whether a store may have the file `path`, and a wheel of it."""
+    folders = {"/".join(part.parts) + "/": part.ours for part in _PARTS}
+    return path == MARKER or any(
+        path.startswith(folder) and ours.fullmatch(path.removeprefix(folder)) for folder, ours in folders.items()
+    )
 
 
 def _files(where: Path) -> Iterator[Path]:

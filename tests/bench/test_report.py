@@ -16,8 +16,8 @@ import pytest
 
 from fusekit.bench import report
 from fusekit.errors import UsageError
-from fusekit_cli.bench import _save
 from fusekit_cli.main import main
+from fusekit_cli.output import save
 from tests.bench.rig import Rig
 from tests.bench.test_gemms import KERNELS, MODEL
 from tests.bench.test_tokens import ROUTER
@@ -149,14 +149,14 @@ def test_without_matplotlib(model: Rig, no_torch: None, monkeypatch: Any, capsys
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "link.csv").symlink_to(tmp_path / "mine")
-    _save("--csv", tmp_path / "link.csv", b"new")
+    save("--csv", tmp_path / "link.csv", b"new")
     assert (tmp_path / "link.csv").read_bytes() == b"new"
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of a module that is imported first below the limit
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
     try:
         with pytest.raises(UsageError, match=r"--table: cannot write .*File too large"):
-            _save("--table", tmp_path / "mine", bytes(100))
+            save("--table", tmp_path / "mine", bytes(100))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (tmp_path / "mine").read_text() == "mine"

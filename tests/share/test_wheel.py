@@ -13,7 +13,7 @@ import pytest
 from fusekit.config import Config
 from fusekit.errors import IntegrityError, NotBuiltError, SignatureError, UsageError
 from fusekit.share.selection import select
-from fusekit.share.wheel import check_wheel_name, export_wheel
+from fusekit.share.wheel import check_wheel_name, export_wheel, unpacked
 from fusekit.store import Store, installed
 from fusekit.store.lockfile import read_lock
 from fusekit.store.signature import Trust, generate
@@ -115,6 +115,33 @@ def test_signatures_and_the_signed_lock_are_in_it(store, site, tmp_path):
     wary = Store.open(Config(store=tmp_path / "empty", trusted_keys=(tmp_path / "other.pub",)))
     with pytest.raises(SignatureError):
         wary.find_name(NAMES[2], "sm_90a")
+
+
+def test_a_wheel_is_read_without_installing_it(store, tmp_path):
+    wheel = wheel_of(store, tmp_path)
+    with zipfile.ZipFile(wheel, "a") as file:
+        for stray in ("../../escaped", "../names/a/b@c.sm_90a.json", "names/x", "tuning/sm_90a.json", "/etc/x"):
+            file.writestr(f"my_kernels/store/{stray}", b"stray")
+        file.writestr("other/store/names/a/b@c.sm_90a.json", b"stray")
+    with unpacked(wheel) as folder:
+        copy = Store(folder)
+        assert [listed.record for listed in copy.names()] == [listed.record for listed in store.names()]
+        assert not copy.verify(True).bad
+        assert not [path for path in folder.parent.rglob("*") if path.is_file() and path.read_bytes() == b"stray"]
+    assert not folder.exists()
+
+
+def test_a_file_that_is_no_wheel_of_kernels(tmp_path):
+    other, text = tmp_path / "other.whl", tmp_path / "text.whl"
+    with zipfile.ZipFile(other, "w") as file:
+        file.writestr("other/__init__.py", b"")
+    text.write_text("text")
+    for path, error, message in (
+        (other, UsageError, "has no store of kernels"), (text, IntegrityError, "not a readable wheel"),
+        (tmp_path / "none.whl", UsageError, "there is no wheel"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message), unpacked(path):
+            pass
 
 
 def test_metadata_that_names_no_store_is_passed_over(site, tmp_path):
