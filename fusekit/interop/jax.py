@@ -14,90 +14,27 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fusekit.abi import ScalarArgument, evaluate
-from fusekit.dtypes import DTYPES, by
+from fusekit.dtypes import DTYPES
 from fusekit.errors import ArgumentError
 from fusekit.interop import xla
-from fusekit.interop.jax_ranks import TIMEOUT, Placed, devices_of
-from fusekit.interop.shapes import dims_of
+from fusekit.interop.jax_calls import Arrays, axes_of, check_names, operator, register, shape_of, tensors_of, varying
+from fusekit.interop.jax_ragged import grouped_mlp, ragged_dot, tokamax_ragged_dot
+from fusekit.interop.jax_ranks import TIMEOUT, Placed
 from fusekit.layers import Layer
 from fusekit.layers.arguments import untrained
-from fusekit.layers.memory import Slice
-from fusekit.runtime import Kernel
-from fusekit.runtime.binding import check_scalar
 
-_XLA = by("xla")
+__all__ = ["grouped_mlp", "moe", "operator", "ragged_dot", "tokamax_ragged_dot"]
+
 _LEAD = {"forward": "x", "inference": "x", "backward": "dy"}  # whose rows are the tokens
 _QUANTISE, _USED = "quantise", "used"  # "used": the kept memory after a backward pass in place
 _CONSTANTS = ("aux_coefficient", "total_tokens")
 _MOST = 2**31 - 1  # of an int32
-Arrays = dict[str, Any]
-
-
-def operator(
-    kernel: Kernel, name: str, *, cluster_margin: int | None = None, platform: str = "CUDA", **scalars: Any
-) -> Callable[..., Any]:
-    """Registers `kernel` with XLA and returns a function for use inside jax.jit.
-
-    Parameters
-    ----------
-    kernel : Kernel
-    name : str
-        Unique in the process.
-    cluster_margin : int, optional
-        Reserved clusters: a launch leaves their SMs to other kernels. Default: the spec's.
-    platform : str
-        XLA's name of the platform.
-    **scalars : number
-        Of the kernel. A call may give others: numbers that jax.jit does not trace.
-
-    Returns
-    -------
-    callable
-        Takes the kernel's inputs by name, row-major as JAX has them. Returns the outputs, newly allocated: one array,
-        or a tuple in the record's order. Arrays of e2m1x2 are uint8, with two FP4 values in each.
-
-    Raises
-    ------
-    ArgumentError
-        For a kernel with an `inout` argument. A call raises it for a scalar that is not a number, and for inputs that
-        do not determine the outputs' shapes.
-    """
-    record = kernel.record
-    if any(tensor.role == "inout" for tensor in record.tensors):
-        raise ArgumentError(f"{kernel.name} changes an argument in place, which an array of JAX's does not allow")
-    if record.peers:
-        raise ArgumentError(f"{kernel.name} takes the windows of other ranks, which are no arrays; call it directly")
-    inputs = [tensor for tensor in record.tensors if not tensor.written]
-    outputs = [tensor for tensor in record.tensors if tensor.written]
-    types = {tensor.name: tensor.dtype for tensor in (*inputs, *outputs)}
-    numbers = {scalar.name: scalar for scalar in record.scalars}
-
-    def launch(buffers: list[xla.Buffer], given: dict[str, float | int], stream: int) -> None:
-        tensors = _tensors(buffers, types, kernel.current_device())
-        kernel(**tensors, **{**scalars, **given}, stream=stream, cluster_margin=cluster_margin)
-
-    _register(name, launch, platform)
-
-    def call(**given: Any) -> Any:
-        attributes = {key: _attribute(numbers[key], value) for key, value in given.items() if key in numbers}
-        arrays = {key: value for key, value in given.items() if key not in numbers}
-        _check_names(name, [tensor.name for tensor in inputs], arrays, numbers)
-        for device in devices_of(platform, kernel.device):  # not in the handler: XLA may be capturing then
-            kernel.prepare(device)
-        dims = dims_of(record, {key: array.shape for key, array in arrays.items()})
-        shapes = [_shape([evaluate(extent, dims) for extent in output.shape], output.dtype) for output in outputs]
-        results = jax.ffi.ffi_call(name, shapes)(*(arrays[tensor.name] for tensor in inputs), **attributes)
-        results = _varying(results, _axes(arrays))
-        return results[0] if len(results) == 1 else tuple(results)
-
-    return call
 
 
 def moe(
@@ -218,7 +155,7 @@ def _calls(
         given = _arguments(layer, name, inputs, {"x": x, **given, **more})
         placed.load(given["x"].shape[0])  # not in a handler: XLA may be capturing then
         given |= held or coded(given)
-        results = run(_varying(given, _axes(given)))  # so that what is the same everywhere has the sum of its gradients
+        results = run(varying(given, axes_of(given)))  # what is the same everywhere has summed gradients
         y = results["y"].reshape(jnp.shape(x))
         return (y, results["loss"][0]) if "loss" in results else y
 
@@ -243,7 +180,7 @@ class _Pass:
         self.in_place = in_place and which == "backward"
         self.inputs, self.outputs = self.layer.inputs(which), self.layer.outputs(which)
         self._names = functools.cache(self._of)
-        _register(name, self._launch, platform, streams=not self.layer.on_cpu)
+        register(name, self._launch, platform, streams=not self.layer.on_cpu)
 
     def reads(self, asked: Collection[str]) -> list[str]:
         """The operands that these outputs need, by name."""
@@ -262,15 +199,15 @@ class _Pass:
         dims = self.layer.program.dims(tokens)
         memory = {"kept": sizes.kept, _USED: sizes.kept, "scratch": getattr(sizes, self.which, 0)}
         shapes = [
-            _shape((memory[result],), "u8")
+            shape_of((memory[result],), "u8")
             if result in memory
-            else _shape(self.outputs[result].extents(dims), self.outputs[result].dtype)
+            else shape_of(self.outputs[result].extents(dims), self.outputs[result].dtype)
             for result in results
         ]
         given = [arrays[operand] for operand in operands]
         same = {operands.index("kept"): results.index(_USED)} if self.in_place else {}
         call = jax.ffi.ffi_call(self.name, shapes, input_output_aliases=same)
-        results_by_order = _varying(call(*given, outputs=jnp.dtype("int32").type(chosen)), _axes(given))
+        results_by_order = varying(call(*given, outputs=jnp.dtype("int32").type(chosen)), axes_of(given))
         return {
             result: array
             for result, array in zip(results, results_by_order, strict=True)
@@ -288,7 +225,7 @@ class _Pass:
         known = {**self.inputs, **self.outputs}
         types = {each: known[each].dtype if each in known else "u8" for each in (*operands, *results)}
         device, layer = self.placed.here()
-        tensors = _tensors(buffers, types, device)
+        tensors = tensors_of(buffers, types, device)
         if self.in_place:
             tensors["kept"], tensors["in_place"] = tensors.pop(_USED), True
         run: Any = {"backward": layer.backward, _QUANTISE: layer.quantise}.get(self.which, layer.forward)
@@ -299,7 +236,7 @@ def _arguments(layer: Layer, name: str, inputs: Mapping[str, Any], given: Arrays
     """`inputs` by name, each with one row for each token. Raises ArgumentError."""
     if "total_tokens" in inputs and given.get("total_tokens") is None:
         given["total_tokens"] = math.prod(_array(name, "x", given["x"]).shape[:-1])
-    _check_names(name, list(inputs), given)
+    check_names(name, list(inputs), given)
     arrays = {}
     for arg_name, buffer in inputs.items():
         array = _array(name, arg_name, given[arg_name])
@@ -317,7 +254,7 @@ def _arguments(layer: Layer, name: str, inputs: Mapping[str, Any], given: Arrays
             arrays[arg_name] = array
     tokens = arrays["x"].shape[0]
     for arg_name, buffer in inputs.items():
-        wanted = _shape(buffer.extents(layer.program.dims(tokens)), buffer.dtype)
+        wanted = shape_of(buffer.extents(layer.program.dims(tokens)), buffer.dtype)
         if arrays[arg_name].shape != wanted.shape or arrays[arg_name].dtype != wanted.dtype:
             raise ArgumentError(
                 f"{name}: {arg_name} is {arrays[arg_name].dtype} {list(jnp.shape(given[arg_name]))}; for"
@@ -347,60 +284,8 @@ def _array(name: str, argument: str, value: Any) -> Any:
         ) from error
 
 
-def _check_names(name: str, wanted: Sequence[str], given: Collection[str], more: Collection[str] = ()) -> None:
-    """Raises ArgumentError unless `given` has the names `wanted`, and no other."""
-    missing = [argument for argument in wanted if argument not in given]
-    unknown = sorted(set(given) - set(wanted))
-    if missing or unknown:
-        raise ArgumentError(
-            f"{name} takes {', '.join((*wanted, *more))}; missing: {', '.join(missing) or 'none'};"
-            f" unknown: {', '.join(unknown) or 'none'}"
-        )
-
-
-def _register(name: str, launch: xla.Launch, platform: str, streams: bool = True) -> None:
-    handler = xla.capsule(xla.handler(launch, streams))
-    jax.ffi.register_ffi_target(name, handler, platform=platform, api_version=1)
-
-
-def _tensors(buffers: list[xla.Buffer], types: Mapping[str, str], device: int) -> Arrays:
-    """XLA's buffers by name, in the terms that launches read. types: of each, in order."""
-    slices = {}
-    for (name, wanted), buffer in zip(types.items(), buffers, strict=True):
-        dtype = _XLA.get(buffer.dtype, f"XLA type {buffer.dtype}")
-        if dtype == "u8" and DTYPES[wanted].array == "uint8":  # JAX has no type for two FP4 values in a byte
-            dtype = wanted
-        slices[name] = Slice(buffer.data or 0, tuple(buffer.dims[: buffer.rank]), dtype, device)
-    return slices
-
-
-def _shape(extents: Sequence[Any], dtype: str) -> Any:
-    return jax.ShapeDtypeStruct(extents, DTYPES[dtype].array)
-
-
-def _axes(arrays: Any) -> frozenset[str]:
-    """The axes of jax.shard_map along which any of them differs."""
-    kinds = [getattr(jax.typeof(array), "manual_axis_type", None) for array in jax.tree.leaves(arrays)]
-    return frozenset().union(*(kind.varying for kind in kinds if kind is not None))
-
-
-def _varying(arrays: Any, axes: frozenset[str]) -> Any:
-    """The arrays, marked as varying along `axes` for jax.shard_map, which cannot see that of a call."""
-
-    def varying(array: Any) -> Any:
-        more = tuple(sorted(axes - _axes(array)))
-        return jax.lax.pcast(array, more, to="varying") if more else array
-
-    return jax.tree.map(varying, arrays) if axes else arrays
-
-
 def _instantiate(cotangent: Any) -> Any:
     """An array, also of a gradient that is known to be 0."""
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return jnp.zeros(cotangent.shape, cotangent.dtype)
     return cotangent
-
-
-def _attribute(scalar: ScalarArgument, value: Any) -> Any:
-    """A number as XLA takes one: NumPy's, of the scalar's type."""
-    return jnp.dtype(DTYPES[scalar.dtype].array).type(check_scalar(scalar, value))

@@ -288,6 +288,15 @@ _ROWS = (
         ),
     ),
     TokenOperation(
+        "moe-zero",
+        PERMUTATION,
+        "fusekit.kernels.permutation.zero:MoeZero",
+        (
+            TokenOperand("offsets", INPUT, "i32", "E", "End row of each group, cumulative, without a leading 0."),
+            TokenOperand("y", OUTPUT, "dtype", "T H", "The rows; those of groups are left as they are."),
+        ),
+    ),
+    TokenOperation(
         "router-split",
         PERMUTATION,
         "fusekit.kernels.router.terms:RouterSplit",

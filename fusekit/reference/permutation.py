@@ -17,7 +17,7 @@ from fusekit.plan.quantise import SIDE
 from fusekit.reference.formats import Array, decode, encode, poisoned, values
 from fusekit.reference.inputs import bits
 from fusekit.reference.measure import Expected, Measurement, measure
-from fusekit.reference.tokens import canonical
+from fusekit.reference.tokens import GROUPS, canonical
 
 if TYPE_CHECKING:
     from fusekit.spec import PermutationSpec
@@ -147,6 +147,9 @@ def permutation_inputs(
     if keys["op"] == "router-sum":
         inputs = {"x": rng.standard_normal((T, keys["terms"] * keys["experts"]), np.float32)}
         return inputs | ({"bias": rng.standard_normal(experts, np.float32)} if keys["bias"] else {})
+    if keys["op"] == "moe-zero":
+        ends = np.sort(rng.integers(0, T - T // 4 + 1, GROUPS))
+        return {"offsets": ends.astype(np.int32)}
     if indices is None:
         weights = rng.uniform(0.5, 1.5, experts)
         indices = rng.choice(experts, (T, topk), p=weights / weights.sum()).astype(np.int32)
@@ -202,6 +205,8 @@ def permutation_check(
         longest = np.diff(inputs["offsets"], prepend=0).max()
         # Of n terms of either sign, one after the other, rounding leaves 2**-24 sqrt(n) of the sum.
         return [_measure("grad_bias", outputs["grad_bias"], "f32", *sums, 2.0**-24 * float(np.sqrt(longest)))], []
+    if keys["op"] == "moe-zero":
+        return [], _check_zero(inputs["offsets"], outputs["y"])
     if keys["op"] == "router-split":
         want = decode(split(inputs["w"], keys["terms"]), "bf16")
         return [], _differ("terms", values(outputs["terms"], "bf16"), want)
@@ -234,6 +239,13 @@ def _wide(keys: Mapping[str, Any], array: Array) -> Array:
 def _measure(name: str, got: Array, dtype: str, want: Array, size: Array, least: float = 0.0) -> Measurement:
     limit = 2.0**-8 if dtype == "bf16" else max(ARITHMETIC, least)
     return measure(name, got, Expected(dtype, np.arange(len(got)), want, size * ARITHMETIC, limit=limit))
+
+
+def _check_zero(offsets: Array, y: Array) -> list[str]:
+    end = max(0, int(offsets[-1]))
+    wrong = int(np.count_nonzero(y[end:].view(np.uint8)))
+    problems = [f"y: {wrong} bytes of spare rows are not 0"] if wrong else []
+    return problems + ([] if poisoned(y[:end]).all() else ["y: rows of groups were written to"])
 
 
 def _check_index(want: dict[str, Array], inputs: Mapping[str, Any], outputs: Mapping[str, Array]) -> list[str]:

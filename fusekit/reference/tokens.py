@@ -19,13 +19,16 @@ def canonical(spec: RouterSpec | PermutationSpec | Mapping[str, Any]) -> Mapping
     return spec if isinstance(spec, Mapping) else spec.canonical()
 
 
+GROUPS = 61  # of a launch that says how many there are
+
+
 def token_tensors(
     keys: Mapping[str, Any], *, T: int, H: int = 0
 ) -> Iterator[tuple[TokenOperand, tuple[int, ...], str]]:
     """Each tensor of a launch, its shape and its dtype; there is a row for every choice, or every term. keys: of the
     spec.
     """
-    sizes = {"T": T, "M": T * (keys["topk"] or keys.get("terms", 0)), "H": H}
+    sizes = {"T": T, "M": T * (keys["topk"] or keys.get("terms", 0)), "H": H, "E": GROUPS}
     for operand in TOKENS[keys["op"]].of(keys):
         if operand.role not in (SCALAR, PEERS):
             shape = tuple(_extent(extent, sizes) for extent in operand.extents(keys))

@@ -14,7 +14,7 @@ INDEX, PERMUTE, UNPERMUTE, CHECK = "moe-index", "moe-permute", "moe-unpermute", 
 PERMUTE_BACKWARD, UNPERMUTE_BACKWARD = "moe-permute-bwd", "moe-unpermute-bwd"
 BACKWARDS = (PERMUTE_BACKWARD, UNPERMUTE_BACKWARD)
 WEIGHTS_BACKWARD, BIAS_BACKWARD = "moe-weights-bwd", "moe-bias-bwd"
-SPLIT, SUM = "router-split", "router-sum"
+SPLIT, SUM, ZERO = "router-split", "router-sum", "moe-zero"
 INDEX_WARPS = 32
 VECTOR_BYTES = 16
 MOST_ADDENDS = 2
@@ -31,6 +31,7 @@ CODED_DTYPE = replace(DTYPE, doc="Type of the rows, e4m3 for FP8 with scales; we
                       choices=(*ROUTER_DTYPES, "e4m3"))  # fmt: skip
 ADDENDS = Field("addends", "int", f"Tensors added to each sum, {MOST_ADDENDS} at most: addend0[T, H], addend1[T, H].",
               default=0)  # fmt: skip
+ZERO_DTYPE = replace(DTYPE, doc="Type of the rows.", choices=(*ROUTER_DTYPES, "fp16"))
 _MOVED = Field("problem", "table", "The shape that run and benchmarks use.", fields=(TOKENS_FIELD, HIDDEN))
 _ROWS = (*_HEAD, TOPK, DTYPE, _WARPS, _MOVED)
 _WEIGHTED = Field("weighted", "bool", "Takes weights[T, K]: unpermute multiplies by them, permute gives row_scale[M].",
@@ -60,6 +61,7 @@ PERMUTATION_FIELDS = {
     **dict.fromkeys(BACKWARDS, _ROWS),
     WEIGHTS_BACKWARD: (*_HEAD, TOPK, _EXPERTS, _ADDEND, _WARPS, PROBLEM),
     BIAS_BACKWARD: (*_HEAD, TOPK, _EXPERTS, DTYPE, _WARPS, _MOVED),
+    ZERO: (*_HEAD, ZERO_DTYPE, _WARPS, _MOVED),
     SPLIT: (*_HEAD, _TERMS, _WARPS, _MOVED),
     SUM: (*_HEAD, _EXPERTS, _TERMS, _BIAS, _WARPS, PROBLEM),
     CHECK: (*_HEAD, _ONE_WARP, PROBLEM),

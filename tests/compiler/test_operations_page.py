@@ -73,6 +73,7 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
         'out = "mxfp8"\ntranspose = true\n',
         'out = "amax"\nrht_amax = true\n',
     ],
+    "moe-zero": [""],
     "router-split": [""],
     "router-sum": ["experts = 16\nbias = true\n"],
     "moe-dispatch": ["dtype = 'e4m3'\nexperts = 16\ntopk = 2\nranks = 2\nweighted = true\n"],

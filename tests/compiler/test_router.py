@@ -105,6 +105,7 @@ KERNELS = {
         GRAD_BIAS,
         2 * 32 * 4,
     ),
+    "zero": ('op = "moe-zero"', "offsets y", 0),
     "split": ('op = "router-split"', "w terms", 0),
     "split-one-warp": ('op = "router-split"\nterms = 1\nwarps = 1', "w terms", 0),
     "sum": ('op = "router-sum"\nexperts = 256', "x y", 0),

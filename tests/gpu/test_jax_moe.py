@@ -1,7 +1,7 @@
 """Layers of layers.toml inside jax.jit, each in a process of its own, with and without XLA's command buffers; and a
 layer over two ranks, in one process and in two.
 
-fusekit --store STORE build tests/gpu/layers.toml examples/ranks.toml     on any machine
+fusekit --store STORE build tests/gpu/layers.toml examples/ranks.toml ragged-dot     on any machine
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_jax_moe.py
 """
 
@@ -39,6 +39,17 @@ def test_layer(opened, usable, layer, flags):
     except NotBuiltError as error:
         pytest.skip(str(error))
     command = [sys.executable, str(Path(__file__).with_name("layers_in_jax.py")), name]
+    done = subprocess.run(
+        command, env=environment(flags), capture_output=True, text=True, timeout=600, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_ragged_dot(opened, usable, flags):
+    if not opened.store.names("ragged-dot/*"):
+        pytest.skip(f"no kernels of ragged-dot in {opened}; run fusekit build ragged-dot there and name the store")
+    command = [sys.executable, str(Path(__file__).with_name("ragged_dot_in_jax.py"))]
     done = subprocess.run(
         command, env=environment(flags), capture_output=True, text=True, timeout=600, check=False
     )  # fmt: skip

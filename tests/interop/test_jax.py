@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("program", ["jax_calls.py", "jax_layers.py", "jax_rank_layers.py"])
+@pytest.mark.parametrize("program", ["jax_calls.py", "jax_layers.py", "jax_ragged_dot.py", "jax_rank_layers.py"])
 def test_calls_of_jax(program):
     if importlib.util.find_spec("jax") is None:
         pytest.skip("JAX is not installed")

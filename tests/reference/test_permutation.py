@@ -17,7 +17,7 @@ TYPES = {"f32": np.float32, "i32": np.int32, "bf16": np.uint16}
 
 
 def spec_of(op, **keys):
-    keys = ({} if op.startswith("router-") else {"topk": 2}) | keys
+    keys = ({} if op.startswith("router-") or op == "moe-zero" else {"topk": 2}) | keys
     lines = "\n".join(f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}".replace("'", '"')
                       for key, value in keys.items())  # fmt: skip
     (spec,) = parse_text(f'schema = 1\n[[kernel]]\nname = "k"\narch = "sm_90a"\nop = "{op}"\n{lines}\n', "s")
@@ -81,7 +81,7 @@ def test_the_backward_of_unpermute_is_the_derivative():
         ("moe-unpermute", {}), ("moe-unpermute", {"addends": 1}), ("moe-unpermute-bwd", {}),
         ("moe-weights-bwd", {"experts": 5}),
         ("moe-weights-bwd", {"experts": 5, "addend": True}), ("moe-bias-bwd", {"experts": 5}),
-        ("router-split", {}), ("router-sum", {"experts": 5, "bias": True}),
+        ("moe-zero", {}), ("router-split", {}), ("router-sum", {"experts": 5, "bias": True}),
         ("moe-index", {"experts": 5, "tokens": True, "bounded": True}),
     ],
 )  # fmt: skip
@@ -97,6 +97,17 @@ def test_poison_is_wrong(op, keys):
     }
     measured, problems = permutation_check(spec, inputs, outputs)
     assert problems or not all(each.ok for each in measured)
+
+
+def test_spare_rows_alone_become_zeros():
+    spec = spec_of("moe-zero", dtype="f32")
+    offsets = permutation_inputs(spec, T=11, H=8, seed=1)["offsets"]
+    end = int(offsets[-1])
+    y = np.full((11, 8), -1, np.int32).view(np.float32)
+    y[end:] = 0
+    assert 0 < end < 11 and permutation_check(spec, {"offsets": offsets}, {"y": y}) == ([], [])
+    y[end - 1, 3] = 0
+    assert permutation_check(spec, {"offsets": offsets}, {"y": y})[1] == ["y: rows of groups were written to"]
 
 
 def test_the_backward_of_a_scaled_permute_is_the_derivative():
