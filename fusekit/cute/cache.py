@@ -25,6 +25,8 @@ from fusekit.store.keys import sha256
 _SCHEMA = "1"
 """Version of the fields below and of the blob, raised when their meaning changes."""
 _PREFIX_DIGITS = 16
+_PATIENCE = 120.0
+"""Seconds that a process waits for another one that compiles the same: less than a program is thought to hang."""
 _LENGTH = 8  # bytes
 _CPU = ("flags", "Features", "cpu family", "model", "CPU part", "CPU implementer")
 
@@ -137,7 +139,7 @@ class Cache:
         """What releases the lock of `key`; None without one: locks save work, and nothing else."""
         held = contextlib.ExitStack()
         with contextlib.suppress(Exception):
-            held.enter_context(self._store.lock(key))
+            held.enter_context(self._store.lock(key, _PATIENCE))
             return held.close
         return None
 

@@ -21,18 +21,19 @@ import cutlass
 from cutlass import cute
 from cutlass.base_dsl.compiler import Compiler, EnableTVMFFI
 from cutlass.cutlass_dsl import CuTeDSL
+from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
 from fusekit.compiler import dsl as compiler_dsl
 from fusekit.compiler import toolchain
 from fusekit.config import Config, CuteConfig
-from fusekit.cute import cache, dsl
+from fusekit.cute import cache, dsl, install
 from fusekit.errors import NotBuiltError, UsageError
 from fusekit.store import Store
 from fusekit.store.entries import HOST_OBJECT
 from fusekit.store.publishing import Disk
 from fusekit.store.signature import generate
 from tests.cute import kernels
-from tests.cute.rig import Rig
+from tests.cute.rig import ORIGINAL, Rig
 
 HIT, MISS = (1, 0), (0, 1)
 PARTS = ("", "-libs-cu12", "-libs-cu13")
@@ -415,6 +416,17 @@ def test_trouble_compiles_and_does_not_hide_a_miss(tmp_path, monkeypatch, troubl
             rig.counted(miss="error")
 
 
+def test_a_lock_that_is_never_released_delays_and_no_more(rig, monkeypatch):
+    key = rig.entry().stem
+    rig.entry().unlink()
+    shutil.rmtree(rig.root / "used")
+    monkeypatch.setattr(cache, "_PATIENCE", 0.2)
+    with Store(rig.root).lock(key) as held:
+        assert held
+        assert rig.counted() == MISS
+    assert rig.counted() == HIT
+
+
 def test_an_entry_that_cannot_be_loaded_is_compiled(rig, monkeypatch, capsys):
     monkeypatch.setattr(dsl.Call, "load", MagicMock(side_effect=RuntimeError("no such symbol")))
     assert rig.counted(miss="warn") == MISS
@@ -505,3 +517,32 @@ def test_a_store_with_host_objects_is_a_store(rig):
     assert store.collect(max_bytes=0).removed == 1
     assert not list(rig.root.glob("blobs/sha256/*/*"))
     assert rig.counted() == MISS
+
+
+# -- a line in a program
+
+
+@pytest.fixture
+def bare(monkeypatch, tmp_path):
+    """The DSL as it is; what a test patches is undone."""
+    monkeypatch.setenv("FUSEKIT_STORE", str(tmp_path / "store"))
+    monkeypatch.setattr(CutlassBaseDSL, "compile_and_cache", ORIGINAL)
+
+
+def test_a_line_in_a_program_does_it_once(bare, tmp_path):
+    install()
+    patched = CutlassBaseDSL.compile_and_cache
+    install()
+    assert patched is CutlassBaseDSL.compile_and_cache is not ORIGINAL
+    kernels.compile_kernel()
+    assert len(list(tmp_path.glob("store/entries/*/*.json"))) == 1
+
+
+def test_settings_that_cannot_be_read_leave_the_dsl_as_it_is(bare, monkeypatch, capsys):
+    monkeypatch.setenv("FUSEKIT_VERIFY", "7")
+    install()
+    assert CutlassBaseDSL.compile_and_cache is ORIGINAL
+    assert "fusekit: the cache is off: UsageError: FUSEKIT_VERIFY = '7'" in capsys.readouterr().err
+    monkeypatch.setenv("FUSEKIT_MISS", "error")
+    with pytest.raises(UsageError, match="FUSEKIT_VERIFY = '7'"):
+        install()

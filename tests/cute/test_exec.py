@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,35 +13,10 @@ import pytest
 import fusekit.cute
 from fusekit.compiler.options import environment
 from fusekit.config import EXEC, Config, CuteConfig, exec_environment
+from tests.cute.command import EXECUTE, LINE, ROOT
 
-ROOT = Path(__file__).parents[2]
-STARTUP = Path(fusekit.cute.__file__).parent / "startup"
-EXECUTE = (sys.executable, "-m", "fusekit", "exec", "--")
 NO_DSL = "the CuTe DSL (extra `build`) is not installed"
-LINE = re.compile(r"fusekit: (\d+) hits, (\d+) misses, (\d+\.\d) s saved\n")
-
-
-class Run:
-    """One run of a program. out, err, code: as it ended; counts: (hits, misses) of its line on stderr."""
-
-    def __init__(self, done):
-        self.out, self.code = done.stdout, done.returncode
-        match = LINE.search(done.stderr)
-        self.counts = match and (int(match[1]), int(match[2]))
-        self.err = LINE.sub("", done.stderr)
-
-
-@pytest.fixture
-def run(tmp_path):
-    def run(*command, execute=EXECUTE, **variables):
-        variables = {"FUSEKIT_STORE": str(tmp_path / "store"), "CUTE_DSL_ARCH": "sm_90a", **variables}
-        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
-        done = subprocess.run(
-            [*execute, *command], env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200
-        )
-        return Run(done)
-
-    return run
+STARTUP = Path(fusekit.cute.__file__).parent / "startup"
 
 
 def program(*arguments):
