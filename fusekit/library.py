@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary
 
 from fusekit.choice import tuning
 from fusekit.choice.gpus import part_of
@@ -28,6 +27,7 @@ from fusekit.runtime.allocators import Allocator, check_allocator
 from fusekit.runtime.devices import Device, Devices, archs_of, ordinal_of
 from fusekit.runtime.driver import Driver, version_text
 from fusekit.runtime.log import debug_log
+from fusekit.runtime.usage import Held
 from fusekit.runtime.wake import Waking
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fusekit.plan.layer import Options
     from fusekit.runtime.checked import Checks, OffsetsProblem
     from fusekit.runtime.kernel import Kernel
-    from fusekit.runtime.usage import MemoryUse, Resources
+    from fusekit.runtime.usage import MemoryUse
     from fusekit.store import NameRecord, Store
 
 
@@ -73,7 +73,7 @@ class Library:
         self._checked = checked
         self._checks: Checks | None = None
         self._tuning: dict[str, tuning.Tuning] = {}
-        self._held: list[tuple[ref[Kernel], Resources]] = []  # of the kernels that were loaded
+        self._held = Held()
         # Of equal layers, as long as one of them lives: 48 blocks of a model load and plan once.
         self.layer_kernels: WeakValueDictionary[Any, LayerKernels] = WeakValueDictionary()
 
@@ -235,15 +235,8 @@ class Library:
                     plain._devices, plain._held = self.devices, self._held
                     self._checks = Checks(self.devices, lambda device: plain.load(CHECK, device=device))
                 arguments = (self.devices, found.name, record, cubin, found.defaults, ordinal, found.spec)
-                return self._used(CheckedKernel(*arguments, self._checks))
-        return self._used(Kernel(self.devices, found.name, record, cubin, found.defaults, ordinal, found.spec))
-
-    def _used(self, kernel: Kernel) -> Kernel:
-        for held in [held for held in self._held if not held[1].loaded]:  # of unloaded kernels
-            with contextlib.suppress(ValueError):  # another thread was first
-                self._held.remove(held)
-        self._held.append((ref(kernel), kernel.resources))
-        return kernel
+                return self._held.add(CheckedKernel(*arguments, self._checks))
+        return self._held.add(Kernel(self.devices, found.name, record, cubin, found.defaults, ordinal, found.spec))
 
     def memory(self) -> list[MemoryUse]:
         """Device memory that loaded kernels use besides tensors, kernel by kernel, device by device, stream by stream.
@@ -255,7 +248,7 @@ class Library:
         list of MemoryUse
             Bytes of code, workspaces and scratch.
         """
-        return [row for _, resources in list(self._held) for row in resources.rows()]
+        return self._held.rows()
 
     def trim(self) -> int:
         """Unload the kernels whose objects are gone: theirs, and those of their bound launches and layers.
@@ -273,21 +266,7 @@ class Library:
         DriverError
             This thread captures a stream, or an earlier launch failed.
         """
-        freed = 0
-        for held in list(self._held):
-            kernel, resources = held
-            if kernel() is not None:
-                continue
-            rows = list(resources.rows())
-            for loaded in list(resources.loaded.values()):
-                self.devices.refuse_capture(loaded.device, f"trim: unloading {resources.name}")
-                with self.devices.apart():
-                    self.devices.synchronize(loaded.device, f"trim: waiting for {loaded.device}")
-            with contextlib.suppress(ValueError):  # another thread was first
-                self._held.remove(held)
-                resources.unload()
-                freed += sum(row.code + row.workspace + row.scratch for row in rows)
-        return freed
+        return self._held.trim()
 
     def problems(self) -> list[OffsetsProblem]:
         """Errors in the `offsets` of launches since the last call, one for each kernel and stream.

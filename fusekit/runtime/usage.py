@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import ref
 
 if TYPE_CHECKING:
     from fusekit.runtime.devices import Devices
+    from fusekit.runtime.kernel import Kernel
     from fusekit.runtime.launch_plan import Loaded
+
+K = TypeVar("K", bound="Kernel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +78,43 @@ class Resources:
             yield MemoryUse(self.name, device, None, self.code, workspaces.pop(None, 0))
             for stream in sorted(key for key in {*workspaces, *scratch} if key is not None):
                 yield MemoryUse(self.name, device, stream, 0, workspaces[stream], scratch[stream])
+
+
+class Held:
+    """The resources of the kernels that a library has loaded."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[ref[Kernel], Resources]] = []
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def add(self, kernel: K) -> K:
+        """`kernel`, whose resources are held; those of unloaded kernels are forgotten."""
+        for pair in [pair for pair in self._pairs if not pair[1].loaded]:
+            with contextlib.suppress(ValueError):  # another thread was first
+                self._pairs.remove(pair)
+        self._pairs.append((ref(kernel), kernel.resources))
+        return kernel
+
+    def rows(self) -> list[MemoryUse]:
+        """See `Library.memory`."""
+        return [row for _, resources in list(self._pairs) for row in resources.rows()]
+
+    def trim(self) -> int:
+        """See `Library.trim`."""
+        freed = 0
+        for pair in list(self._pairs):
+            kernel, resources = pair
+            if kernel() is not None:
+                continue
+            rows, devices = list(resources.rows()), resources.devices
+            for loaded in list(resources.loaded.values()):
+                devices.refuse_capture(loaded.device, f"trim: unloading {resources.name}")
+                with devices.apart():
+                    devices.synchronize(loaded.device, f"trim: waiting for {loaded.device}")
+            with contextlib.suppress(ValueError):  # another thread was first
+                self._pairs.remove(pair)
+                resources.unload()
+                freed += sum(row.code + row.workspace + row.scratch for row in rows)
+        return freed
