@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +123,7 @@ def command(
     try:
         from fusekit.bench.gemms import Options
         from fusekit.bench.shape import Shape
+        from fusekit.bench.timing import device_clock
     except ImportError as error:
         raise UsageError(f"random inputs need NumPy: {error}; {install('check')}") from error
     layers, single = _layers(targets, [record for record in records if record.arch == arch])
@@ -131,7 +133,9 @@ def command(
     before = None if not sweep else _table(library, arch, table)
     document: dict[str, Any] = {
         "device": target.name, "arch": arch, "sms": target.sm_count, "groups": groups, "steady": steady or sweep,
-        "models": [], "tokens": [], "layers": [], "ok": True, "notes": [], "tuning": None,
+        "clock_mhz": device_clock(library.devices, target), "driver": output.driver(library.devices.driver.version),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "models": [], "tokens": [], "layers": [],
+        "ok": True, "notes": [], "tuning": None,
     }  # fmt: skip
     _add_notes(document, [f"{name} is left out: {_TIMED}; fusekit run {name} --time times it" for name in others])
     try:
@@ -160,11 +164,6 @@ def _check_files(html: Path | None, csv: Path | None) -> None:
     for option, path in (("--html", html), ("--csv", csv)):
         if path is not None:
             output.check_folder(option, path)
-    if html is not None:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError as error:
-            raise UsageError(f"--html needs matplotlib: {error}; {install('plot')}") from error
 
 
 def _write_report(document: dict[str, Any], html: Path | None, csv: Path | None) -> None:

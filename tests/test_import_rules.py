@@ -24,7 +24,7 @@
 | providers | compiler, the foreign package that a module is named after, the DSL |
 | stand_in | compiler, library, what these may import |
 | cute | errors, config, store, compiler; the DSL |
-| bench | library, runtime, layers, reference, interop, what these may import; PyTorch, matplotlib |
+| bench | library, runtime, layers, reference, interop, what these may import; PyTorch |
 """
 
 import ast
@@ -86,7 +86,7 @@ MAY = {
     "bench": {
         "fusekit.errors", "fusekit.abi", "fusekit.store", "fusekit.spec", "fusekit.library", "fusekit.runtime",
         "fusekit.reference", "fusekit.interop", "fusekit.choice", "fusekit.plan", "fusekit.layers", "numpy",
-        "cuda.bindings", "transformer_engine", "matplotlib",
+        "cuda.bindings", "transformer_engine",
     },
     "stand_in": {
         "fusekit.errors", "fusekit.config", "fusekit.spec", "fusekit.abi", "fusekit.store", "fusekit.compiler",
@@ -118,7 +118,7 @@ FRAMEWORKS = {
 # Imported inside functions only: loading them costs more than all the rest, or they may be absent.
 LAZY = {
     "cutlass", "llvmlite", "numpy", "cuda", "rich", "torch", "hypothesis", "fsspec", "aiohttp", "tenacity",
-    "cryptography", "distributed", "filelock", "platformdirs", "transformer_engine", "matplotlib",
+    "cryptography", "distributed", "filelock", "platformdirs", "transformer_engine",
 }  # fmt: skip
 LAZY_ROOMS = {"cutlass": {"kernels"}, "numpy": {"reference", "bench", "cpu"}, "cuda": {"kernels", "runtime", "bench"}}
 CLI_LAZY = LAZY | {

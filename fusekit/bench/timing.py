@@ -49,6 +49,15 @@ def own_stream(devices: Devices, device: Device) -> Iterator[int]:
             check(api.cuStreamDestroy(stream), "cuStreamDestroy")
 
 
+def device_clock(devices: Devices, device: Device) -> int | None:
+    """The highest clock of the multiprocessors of `device`, in MHz; None if the driver gives none. Where power is the
+    limit, they run below it.
+    """
+    api, check = devices.driver.api, devices.driver.check
+    kind = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CLOCK_RATE  # in kHz
+    return int(check(api.cuDeviceGetAttribute(kind, device.handle), "cuDeviceGetAttribute CLOCK_RATE")) // 1000 or None
+
+
 class Stopwatch:
     """Times work in one stream of `device`, L2 overwritten before each; a context manager that makes its events and
     the buffer for that. `device`'s context is current inside.

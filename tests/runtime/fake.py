@@ -176,6 +176,7 @@ class FakeDriver:
         major, minor = self.capabilities.get(device, self.capability)
         count = self.sm_counts.get(device, self.sm_count)
         values = {"CAPABILITY_MAJOR": major, "CAPABILITY_MINOR": minor, "MULTIPROCESSOR_COUNT": count}
+        values["CLOCK_RATE"] = 1_980_000
         return OK, next((value for key, value in values.items() if kind.endswith(key)), 0)
 
     # -- contexts
