@@ -74,9 +74,7 @@ def _memory(options: Options, plan: Program) -> dict[str, Any]:
     from fusekit.plan.layer.program import QUANTISE
 
     dims = plan.dims(options.tokens)
-    scratch = {
-        which: plan.scratch(which, plan.arguments(which)[1], dims, ())[1] for which in plan.steps if which != QUANTISE
-    }
+    scratch = {which: plan.most_scratch(which, options.tokens) for which in plan.steps if which != QUANTISE}
     codes = sum(buffer.bytes(dims) for buffer in plan.arguments(QUANTISE)[1].values())
     places, kept = plan.kept(dims)
     parts = {name: plan.buffers[name].bytes(dims) for name in places}

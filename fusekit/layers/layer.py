@@ -115,17 +115,13 @@ class Layer(Launching):
         ------
         ArgumentError
         """
-        dims = self.program.dims(token_count(self.options, tokens))
-        passes = (FORWARD, INFERENCE, BACKWARD)
-        lent: dict[str, Collection[str] | None] = dict.fromkeys(passes, ())
-        given = {which: set(self.outputs(which)) for which in passes}
-        if gradients is not None:
-            given[BACKWARD], lent[BACKWARD] = gradient_names(self, gradients), None
-        scratch = [
-            self.program.scratch(which, given[which], dims, lent[which], in_place=in_place)[1] for which in passes
-        ]
+        count = token_count(self.options, tokens)
+        asked = None if gradients is None else gradient_names(self, gradients)
+        forward, inference = (self.program.most_scratch(which, count) for which in (FORWARD, INFERENCE))
+        backward = self.program.most_scratch(BACKWARD, count, asked, in_place=in_place)
+        dims = self.program.dims(count)
         codes = sum(buffer.bytes(dims) for buffer in self.outputs(QUANTISE).values())
-        return Sizes(self.program.kept(dims)[1], scratch[0], scratch[1], scratch[2], codes=codes)
+        return Sizes(self.program.kept(dims)[1], forward, inference, backward, codes=codes)
 
     def bind_forward(
         self, *, kept: Any = None, scratch: Any = None, cluster_margin: int | None = None,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fusekit.plan.layer import Buffer, Program, Step
-from fusekit.plan.layer.program import ARGUMENT, KEPT, SCRATCH
+from fusekit.plan.layer.memory import SCRATCH
+from fusekit.plan.layer.program import ARGUMENT, KEPT
 
 if TYPE_CHECKING:
     from fusekit.runtime import Kernel

@@ -5,13 +5,15 @@ import pytest
 
 from fusekit.layers.kernels import pinned
 from fusekit.plan.layer import program
+from fusekit.plan.layer.memory import SCRATCH
 from fusekit.plan.layer.options import ROUTER_FIELDS, Options
-from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE, SCRATCH
+from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE
 from fusekit.plan.operations import OPERATIONS
 from fusekit.reference import layer as definition
 from fusekit.spec import Activation
 
 from . import layer_meaning
+from .layer_memory import apart_in_memory
 
 H, I, J, X, K, T = 24, 8, 16, 8, 3, 7  # noqa: E741 - the field's own names
 WIDE = {"hidden": 144, "intermediate": 192, "tokens": 400}  # blocks of 128, and what is left of them
@@ -175,32 +177,11 @@ def test_a_gradient_that_is_no_number_reaches_the_experts_of_its_token_alone():
 )
 @pytest.mark.parametrize("tokens", [1, 100])
 def test_buffers_that_are_needed_at_the_same_time_lie_apart(name, which, in_place, tokens):
-    """But for dz, which is written over z; what the backward pass may write to in kept memory lives from its begin."""
     plan = program(options(**CASES[name]))
-    given, dims = plan.arguments(which)[1], plan.dims(tokens)
-    places, total = plan.scratch(which, given, dims, in_place=bool(in_place))
-    kept, kept_bytes = plan.kept(dims)
-    homes = places | ({item: (KEPT, begin) for item, begin in kept.items()} if which != INFERENCE else {})
-    live, over = {}, set()
-    for index, step in enumerate(plan.needed(which, given, in_place=bool(in_place))):
-        for entry in {*step.reads.values(), *step.writes.values()} & homes.keys():
-            begin = 0 if which == BACKWARD and entry in kept else index
-            live[entry] = (live.get(entry, (begin,))[0], index)
-        if "dz" in step.writes:
-            over.add((step.reads["preactivation"], step.writes["dz"], index))
-    room = {name: plan.buffers[name].bytes(dims) for name in given} | {SCRATCH: total, KEPT: kept_bytes}
-    for first in live:
-        home, begin = homes[first]
-        end = begin + plan.buffers[first].bytes(dims)
-        assert begin % 256 == 0 and end <= room[home]
-        for second in live.keys() - {first}:
-            at_once = live[first][0] <= live[second][1] and live[second][0] <= live[first][1]
-            other, start = homes[second]
-            apart = home != other or end <= start or start + plan.buffers[second].bytes(dims) <= begin
-            pairs = {(first, second, live[first][1]), (second, first, live[second][1])}
-            assert apart or not at_once or (homes[first] == homes[second] and pairs & over)
-    by_place = {dz: homes[dz] == homes[z] for z, dz, _ in over}
-    assert all(by_place.values()) or (plan.buffers["z"].place == KEPT and not in_place)
+    outputs = [*plan.arguments(which)[1]]
+    for given in (set(outputs), {*outputs[:1]}, {*outputs[1::2]}, {*outputs[:-1]}):
+        for lent in (None, {*sorted(given)[:1]}, ()):
+            apart_in_memory(plan, which, given, plan.dims(tokens), lent, in_place=bool(in_place))
 
 
 def test_what_no_output_needs_is_not_launched():

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusekit.plan.layer.factors import Rows
-from fusekit.plan.layer.program import ARGUMENT, BOTH, DGRAD, KEPT, SCRATCH
+from fusekit.plan.layer.memory import SCRATCH
+from fusekit.plan.layer.program import ARGUMENT, BOTH, DGRAD, KEPT
 
 if TYPE_CHECKING:
     from fusekit.plan.layer.passes import Passes

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fusekit.plan.layer.factors import Plain, Rows, factors
 from fusekit.plan.layer.logits import logits, rounded
+from fusekit.plan.layer.memory import SCRATCH
 from fusekit.plan.layer.mlp import mlp
 from fusekit.plan.layer.options import CHOICES, LOGITS, MLP, Options, X
 from fusekit.plan.layer.program import (
@@ -24,7 +26,6 @@ from fusekit.plan.layer.program import (
     KEPT,
     QUANTISE,
     RECOMPUTE,
-    SCRATCH,
     WGRAD,
     Buffer,
     Program,
@@ -45,7 +46,7 @@ def program(options: Options) -> Program:
         passes.buffer("dy", "T", options.hidden, place=ARGUMENT)
         mlp(passes, "", options.intermediate, "y", "dx")
     else:
-        from fusekit.plan.layer.ranks import RankedExperts  # a subclass of what is here
+        from fusekit.plan.layer.ranks import RankedExperts, room  # a subclass of what is here
 
         (Experts if options.ranks == 1 else RankedExperts)(passes).write()
     backward = [step for which in (RECOMPUTE, DGRAD, WGRAD) for step in passes.steps[which]]
@@ -54,7 +55,10 @@ def program(options: Options) -> Program:
         steps |= {FORWARD: steps[INFERENCE], BACKWARD: ()}
     if passes.steps[QUANTISE]:
         steps = {QUANTISE: tuple(passes.steps[QUANTISE])} | steps
-    return Program(passes.parts, passes.buffers, steps, options.topk, options.local)
+    return Program(
+        passes.parts, passes.buffers, steps, options.topk, options.local, tokens=options.tokens,
+        room_for=partial(room, options) if options.ranks > 1 else None,
+    )  # fmt: skip
 
 
 class Passes:

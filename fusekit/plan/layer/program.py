@@ -7,22 +7,23 @@ its `check` reads.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 from typing import Any
 
 from fusekit.dtypes import DTYPES
 from fusekit.plan.exchange import CHOICES, NOTHING
+from fusekit.plan.layer.memory import ALIGNMENT, SCRATCH, Home, Layout, Sample, ladder, needs, padded
 from fusekit.plan.operands.saved_preactivation import DZ, Z
 from fusekit.plan.quant import SIDE
 
-ARGUMENT, KEPT, SCRATCH, CHECKED = "argument", "kept", "scratch", "checked"
+ARGUMENT, KEPT, CHECKED = "argument", "kept", "checked"
 FORWARD, INFERENCE, BACKWARD = "forward", "inference", "backward"
 BOTH = (FORWARD, INFERENCE)
 RECOMPUTE, DGRAD, WGRAD = "recompute", "dgrad", "wgrad"  # what a backward pass does, in this order
 QUANTISE = "quantise"  # name of the step that quantises the weights, where the layer reads FP8 values
-ALIGNMENT = 256  # of a buffer within kept or scratch memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,8 @@ class Program:
     """A layer. parts: the keys of each kernel's table. steps: of each pass, in order. topk: rows of a token. experts:
     groups of rows, those of a rank.
 
-    room: dims that are the same for any number of tokens, of a layer over ranks.
+    room: dims that are the same for any number of tokens, of a layer over ranks. tokens: what a pass usually
+    has. room_for: `room` for so many tokens of each rank.
     """
 
     parts: Mapping[str, Mapping[str, Any]]
@@ -87,6 +89,11 @@ class Program:
     topk: int
     experts: int = 0
     room: Mapping[str, int] = field(default_factory=dict)
+    tokens: int = 1
+    room_for: Callable[[int], Mapping[str, int]] | None = field(default=None, repr=False, compare=False)
+    _layouts: dict[tuple[str, frozenset[str], bool], tuple[Layout, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     _arguments: dict[str, Arguments] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def dims(self, tokens: int) -> dict[str, int]:
@@ -100,6 +107,10 @@ class Program:
             blocks = max(-(-(extents[name] + (SIDE - 1) * groups) // SIDE), 1)
             extents |= {f"{name}_padded": blocks * SIDE, f"{name}_blocks": blocks}
         return extents
+
+    def typical(self, tokens: int) -> dict[str, int]:
+        """`dims`, with room for as many tokens of each rank."""
+        return (self.within(self.room_for(tokens)) if self.room_for else self).dims(tokens)
 
     def within(self, room: Mapping[str, int]) -> Program:
         """The same with the dims `room` fixed."""
@@ -135,7 +146,10 @@ class Program:
                 steps.append(step)
                 wanted |= set(step.reads.values())
         steps.reverse()
-        return tuple(self._soon(steps) if in_place and which == BACKWARD else steps)
+        if in_place and which == BACKWARD:
+            order = [id(step) for step in self._soon(list(self.steps[which]))]
+            steps.sort(key=lambda step: order.index(id(step)))
+        return tuple(steps)
 
     def _soon(self, steps: list[Step]) -> list[Step]:
         """Steps in another order: the only reader of what lies in scratch memory comes right after what it needs, so
@@ -174,7 +188,7 @@ class Program:
         for buffer in self.buffers.values():
             if buffer.place == KEPT:
                 places[buffer.name] = end
-                end += _padded(buffer.bytes(dims))
+                end += padded(buffer.bytes(dims))
         return places, end
 
     def kept_line(self) -> tuple[int, int]:
@@ -200,86 +214,134 @@ class Program:
         buffers which are done with before they are written; None: all. in_place: so may kept memory, once a backward
         pass has read what is there.
         """
-        steps = self.needed(which, given, in_place=in_place)
-        life: dict[str, tuple[int, int]] = {}
-        elsewhere = set(given) | self.arguments(which)[0].keys()
-        inside = {ARGUMENT, SCRATCH, *([KEPT] if which == INFERENCE else [])}
-        elsewhere |= {name for name, buffer in self.buffers.items() if buffer.place not in inside}
-        for index, step in enumerate(steps):
-            for name in {*step.reads.values(), *step.writes.values()} - elsewhere:
-                life[name] = (life.get(name, (index, index))[0], index)
-        homes = [_Home(name, *until) for name, until in self._unwritten(steps, dims).items() if name in given]
-        homes = [home for home in homes if lent is None or home.name in lent]
-        kept = self._read_out(steps, dims) if in_place and which == BACKWARD else {}
-        homes = sorted([*homes, *kept.values()], key=lambda home: (home.room, home.name, home.begin))
-        homes.append(rest := _Home(SCRATCH, None, len(steps)))
-        places: dict[str, tuple[str, int]] = {}
-        over = {step.writes[DZ]: step.reads[Z] for step in steps if DZ in step.writes}
-        for dz, z in over.items():
-            if z in life:
-                life[z] = life[z][0], life.pop(dz)[1]
-            elif z in kept:
-                places[dz] = kept[z].keep(life.pop(dz))
-        # The largest first, each in the smallest home that has room, at the lowest place that is free while it lives.
-        for name in sorted(life, key=lambda name: (-self.buffers[name].bytes(dims), name)):
-            size = _padded(self.buffers[name].bytes(dims))
-            places[name] = next(place for home in homes if (place := home.place(size, life[name])) is not None)
-        places |= {dz: places[z] for dz, z in over.items() if z in life}
-        return places, max((high for _, high, _ in rest.taken), default=0)
-
-    def _read_out(self, steps: Sequence[Step], dims: Mapping[str, int]) -> dict[str, _Home]:
-        """The memory of each kept buffer, free from the step on after the last one that reads it."""
-        begins, _ = self.kept(dims)
-        read = {name: index for index, step in enumerate(steps) for name in step.reads.values()}
-        return {
-            name: _Home(KEPT, _padded(self.buffers[name].bytes(dims)), len(steps), begin, read.get(name, -1) + 1)
-            for name, begin in begins.items()
+        asked, in_place = set(given), in_place and which == BACKWARD
+        whole = asked if lent is None else asked.intersection(lent)
+        used = {name for step in self.needed(which, asked) for name in (*step.reads.values(), *step.writes.values())}
+        sizes = {name: self.buffers[name].bytes(dims) for name in used - asked}
+        kept = self.kept(dims)[0]
+        for layout in self.layouts(which, in_place, asked):
+            if layout.lends <= whole and self._ranges_over(layout, dims):
+                begins, needed = needs(layout.places, sizes)
+                rest = needed.pop(SCRATCH, 0)
+                if all(end <= self._room(home, dims) for home, end in needed.items()):
+                    break
+        places = {
+            place.buffer: (KEPT, kept[place.home] + begins[place.buffer])
+            if place.home in kept and which == BACKWARD
+            else (place.home, begins[place.buffer])
+            for place in layout.places
+            if place.buffer in sizes
         }
+        return places, padded(rest)
 
-    def _unwritten(self, steps: Sequence[Step], dims: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-        """For each output that is not added to: its bytes, and the first step that writes it."""
-        first: dict[str, tuple[int, int]] = {}
+    def most_scratch(
+        self, which: str, tokens: int, given: Collection[str] | None = None, *, in_place: bool = False
+    ) -> int:
+        """The bytes of scratch memory that are enough for passes of at most so many tokens. given: their outputs, all
+        contiguous; None: any.
+        """
+        layouts = [*self.layouts(which, in_place and which == BACKWARD, given)]
+        # Up to the end of a layout's range, more tokens need more memory.
+        ends = {int(each.until) for each in layouts if each.until < tokens and not self.room_for}
+        every = [self.dims(count) for count in {tokens, *ends}]
+        if given is not None:
+            return max(self.scratch(which, given, dims, in_place=in_place)[1] for dims in every)
+        return max(self._any_scratch(layouts, dims) for dims in every)
+
+    def _any_scratch(self, layouts: Iterable[Layout], dims: Mapping[str, int]) -> int:
+        sizes = {name: buffer.bytes(dims) for name, buffer in self.buffers.items()}
+        most, sure = 0, list[Layout]()
+        for layout in layouts:
+            after = any(layout.outputs == other.outputs and other.lends <= layout.lends for other in sure)
+            if self._ranges_over(layout, dims) and not after:
+                needed = needs(layout.places, sizes)[1]
+                most = max(most, padded(needed.pop(SCRATCH, 0)))
+                if all(end <= self._room(home, dims) for home, end in needed.items()):
+                    sure.append(layout)  # no call comes to those after it
+        return most
+
+    def _ranges_over(self, layout: Layout, dims: Mapping[str, int]) -> bool:
+        return layout.since <= dims["S" if self.room_for else "T"] <= layout.until
+
+    def layouts(self, which: str, in_place: bool, asked: Collection[str] | None = None) -> Iterator[Layout]:
+        """Layouts of a pass's memory; the first that serves a call holds for it. asked: only those that have the
+        buffers of all steps for these outputs.
+        """
+        spared = {step.spared for step in self.steps.get(which, ())}
+        for outputs in self._classes(which):
+            if asked is None or (outputs.issuperset(asked) and not spared & (outputs - set(asked))):
+                key = which, outputs, in_place
+                if key not in self._layouts:
+                    self._layouts[key] = tuple(self._layouts_of(*key))
+                yield from self._layouts[key]
+
+    def _classes(self, which: str) -> list[frozenset[str]]:
+        """Sets of outputs that have layouts, the smallest first: all, those of tokens and those of weights, dx alone,
+        and all others.
+        """
+        outputs = self.arguments(which)[1]
+        every = frozenset(outputs)
+        tokens = {name for name, buffer in outputs.items() if any(isinstance(extent, str) for extent in buffer.shape)}
+        sets = [every, *([every & tokens, every - tokens, every & {"dx"}, every - {"dx"}] if which == BACKWARD else [])]
+        return sorted({each for each in sets if each} or {every}, key=lambda each: (len(each), sorted(each)))
+
+    def _layouts_of(self, which: str, outputs: frozenset[str], in_place: bool) -> Iterator[Layout]:
+        """Layouts of a class: with homes in outputs and kept memory, in kept memory, and in none."""
+        steps = self.needed(which, outputs, in_place=in_place)
+        inside = {ARGUMENT, SCRATCH, *([KEPT] if which == INFERENCE else [])}
+        lives: dict[str, tuple[int, int]] = {}
+        aside: set[str] = set()
+        for index, step in enumerate(steps):
+            for name in {*step.reads.values(), *step.writes.values()} - self.arguments(which)[0].keys():
+                if self.buffers[name].place in inside:
+                    lives[name] = (lives.get(name, (index, index))[0], index)
+            together = step.writes.values() if len(step.writes) > 1 else ()
+            aside |= outputs.intersection({*step.reads.values(), *together})
+        # An output that is read, or written with others, needs room only where the caller does not give it.
+        lives = {name: life for name, life in lives.items() if name not in outputs or name in aside}
+        lent = [Home(name, 0, until, True) for name, until in self._unwritten(steps).items() if name in outputs]
+        read = {name: index for index, step in enumerate(steps) for name in step.reads.values()}
+        kept = {
+            name: Home(name, read.get(name, -1) + 1, len(steps), False)
+            for name, buffer in self.buffers.items()
+            if in_place and buffer.place == KEPT
+        }
+        over = {step.writes[DZ]: step.reads[Z] for step in steps if DZ in step.writes}
+        over = {dz: z for dz, z in over.items() if z in lives or z in kept}
+        for dz, z in over.items():
+            if z in lives:
+                lives[z] = lives[z][0], lives.pop(dz)[1]
+
+        @cache
+        def sample(tokens: int) -> Sample:
+            dims = self.typical(tokens)
+            sizes = {name: 0 if name in aside else self.buffers[name].bytes(dims) for name in lives.keys() | over}
+            return Sample(
+                dims[dim], sizes, {home.name: self._room(home.name, dims) for home in (*lent, *kept.values())}
+            )
+
+        dim = "S" if self.room_for else "T"
+        layout = Layout(outputs, frozenset(), in_place)
+        for homes in dict.fromkeys(((*lent, *kept.values()), tuple(kept.values()), ())):
+            held = over if homes else {dz: z for dz, z in over.items() if z in lives}
+            layouts = ladder(layout, lives, held, homes, sample, self.tokens)
+            yield from layouts
+            if all(place.home == SCRATCH for each in layouts for place in each.places):
+                return  # these hold for any dims
+
+    def _room(self, name: str, dims: Mapping[str, int]) -> int:
+        """The bytes of an output or kept buffer; an output without elements has no memory."""
+        buffer = self.buffers[name]
+        if buffer.place == KEPT:
+            return padded(buffer.bytes(dims))
+        return 0 if 0 in buffer.extents(dims) else buffer.bytes(dims)
+
+    def _unwritten(self, steps: Sequence[Step]) -> dict[str, int]:
+        """For each output that is not added to, the first step that writes it."""
+        first: dict[str, int] = {}
         for index, step in reversed(list(enumerate(steps))):
-            for name in {*step.reads.values(), *step.writes.values()}:
-                buffer = self.buffers[name]
-                if buffer.place == ARGUMENT and 0 not in buffer.extents(dims):  # without elements it has no memory
-                    first[name] = buffer.bytes(dims), index
+            first |= {name: index for name in step.arguments.values() if self.buffers[name].place == ARGUMENT}
         added = {
             written for step in steps if self.parts[step.part].get("accumulate") for written in step.writes.values()
         }
         return {name: until for name, until in first.items() if name not in added}
-
-
-@dataclass(slots=True)
-class _Home:
-    """Memory for buffers, from byte `begin` of `name` on. room: its bytes; None: as many as it takes. It is free from
-    step `since` to the one before `until`. taken: by (first byte, end, life).
-    """
-
-    name: str
-    room: int | None
-    until: int
-    begin: int = 0
-    since: int = 0
-    taken: list[tuple[int, int, tuple[int, int]]] = field(default_factory=list)
-
-    def keep(self, life: tuple[int, int]) -> tuple[str, int]:
-        """Takes all of it, for a step that writes over what it reads."""
-        self.taken.append((0, self.room or 0, life))
-        return self.name, self.begin
-
-    def place(self, size: int, life: tuple[int, int]) -> tuple[str, int] | None:
-        """Takes the lowest place that is free from step life[0] to life[1]; None where there is none."""
-        begin = 0
-        for low, high, (start, end) in sorted(self.taken):
-            if start <= life[1] and life[0] <= end and low < begin + size:
-                begin = max(begin, high)
-        joins = life[0] < self.since or life[1] >= self.until
-        if joins or (self.room is not None and begin + size > self.room):
-            return None
-        self.taken.append((begin, begin + size, life))
-        return self.name, self.begin + begin
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

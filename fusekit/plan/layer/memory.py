@@ -1,0 +1,213 @@
+"""Where the buffers of a pass lie: layouts, which are decided once, and then give places for any number of tokens.
+
+The search for places runs for some numbers of tokens only. A layout keeps the order that the search gave: a buffer
+begins where those end that lie below it and are needed at the same time.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from fusekit.abi.expr import Expr
+
+SCRATCH = "scratch"
+ALIGNMENT = 256  # of a buffer within kept or scratch memory
+SLACK = 1.02  # what a layout may take where the search takes 1
+NEAR = 64  # two layouts in turn change at T tokens or T / 64 away from it
+Life = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """buffer: its name. home: scratch memory, or the kept buffer or output in whose memory it lies. above: the buffers
+    at whose ends it may begin; without any, it begins with the home.
+    """
+
+    buffer: str
+    home: str
+    above: tuple[str, ...]
+
+    @property
+    def begin(self) -> Expr:
+        """Bytes from the home's begin; NAME.end is where another buffer ends, rounded up."""
+        ends = [f"{name}.end" for name in self.above]
+        return ("max", *ends) if len(ends) > 1 else ends[0] if ends else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Places of a pass's buffers. It is for callers that want some of `outputs`, with those of `lends` in contiguous
+    memory; for dims from `since` to `until`; and only where no home needs more bytes than it has.
+
+    lends: outputs that hold buffers until they are written. in_place: kept memory holds some, once it was read.
+    """
+
+    outputs: frozenset[str]
+    lends: frozenset[str]
+    in_place: bool
+    places: tuple[Place, ...] = ()
+    since: int = 0
+    until: float = inf
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Memory that others may have from step `since` to the one before `until`. output: it is lent by the caller."""
+
+    name: str
+    since: int
+    until: int
+    output: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What layouts are decided for. at: the dim that their ranges are of. sizes, rooms: bytes of buffers and homes."""
+
+    at: int
+    sizes: Mapping[str, int]
+    rooms: Mapping[str, int]
+
+    def takes(self, places: Iterable[Place]) -> float:
+        """The bytes of scratch memory; infinity if a home has not enough."""
+        needed = needs(places, self.sizes)[1]
+        rest = needed.pop(SCRATCH, 0)
+        return rest if all(end <= self.rooms[home] for home, end in needed.items()) else inf
+
+
+Decided = tuple[Sample, tuple[Place, ...]]
+
+
+def padded(size: int) -> int:
+    """`size` rounded up to whole alignments."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def needs(places: Iterable[Place], sizes: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Where each buffer begins in its home, and the bytes that each home needs. sizes: of the buffers; one that no step
+    needs takes nothing.
+    """
+    ends: dict[str, int] = {}
+    begins: dict[str, int] = {}
+    needed: dict[str, int] = {}
+    for place in places:
+        begin = begins[place.buffer] = max([ends[name] for name in place.above], default=0)
+        end = begin + sizes.get(place.buffer, 0)
+        needed[place.home] = max(needed.get(place.home, 0), end)
+        ends[place.buffer] = padded(end)
+    return begins, needed
+
+
+def ladder(
+    layout: Layout, lives: Mapping[str, Life], over: Mapping[str, str], homes: Sequence[Home],
+    sample: Callable[[int], Sample], tokens: int,
+) -> list[Layout]:  # fmt: skip
+    """Layouts, few of them, that take at most `SLACK` times the scratch memory that a search takes; the first that is
+    for a sample holds for it.
+
+    layout: one without places. lives: of buffers, first and last step. over: buffers that are written over others,
+    whose lives are one, or over kept ones. tokens: a number to decide for, besides powers of two.
+    """
+
+    def decide(count: int) -> Decided:
+        given = sample(count)
+        return given, _search(lives, over, homes, given)
+
+    even = {count: decide(count) for count in (0, tokens, *(1 << power for power in range(19)))}
+    layouts = _ranges(layout, homes, even, decide)
+    # Buffers that fill a home to the last byte do so for round numbers only.
+    odd = {count: decide(count) for count in {0, *(9 * count // 8 | 1 for count in even)}}
+    if not all(_serves(layouts, *each) for each in odd.values()):
+        layouts += _ranges(layout, homes, odd, decide)
+    return layouts
+
+
+def _serves(layouts: Sequence[Layout], sample: Sample, best: tuple[Place, ...]) -> bool:
+    """Whether the layout that holds for a sample takes hardly more than the best places for it."""
+    fit = (each.places for each in layouts if each.since <= sample.at <= each.until)
+    takes = next((bytes for places in fit if (bytes := sample.takes(places)) < inf), inf)
+    return takes <= SLACK * sample.takes(best)
+
+
+def _ranges(
+    layout: Layout, homes: Sequence[Home], samples: dict[int, Decided], decide: Callable[[int], Decided]
+) -> list[Layout]:
+    """Layouts for ranges; samples: by number of tokens."""
+    while True:
+        counts = sorted(samples)
+        layouts, begin, turns = [], 0, list[int]()
+        for places, end in _rungs([samples[count] for count in counts]):
+            lends = {home.name for home in homes if home.output} & {place.home for place in places}
+            since = samples[counts[begin - 1]][0].at + 1 if begin else 0
+            until: float = inf
+            if end < len(counts):
+                after = samples[counts[end]][0]
+                until = samples[counts[end - 1]][0].at if after.takes(places) < inf else after.at - 1
+                if counts[end] - counts[end - 1] > max(counts[end - 1] // NEAR, 1):
+                    turns.append((counts[end - 1] + counts[end]) // 2)
+            layouts.append(replace(layout, places=places, lends=frozenset(lends), since=since, until=until))
+            begin = end
+        between = {count: decide(count) for count in turns}
+        more = {count: each for count, each in between.items() if not _serves(layouts, *each)}
+        if not more:
+            return layouts
+        samples = samples | more
+
+
+def _rungs(samples: Sequence[Decided]) -> list[tuple[tuple[Place, ...], int]]:
+    """Places that serve as many samples in a row as any, each with the index of the first sample after them."""
+    least = [sample.takes(places) for sample, places in samples]
+    rungs: list[tuple[tuple[Place, ...], int]] = []
+    begin = 0
+    while begin < len(samples):
+        best, end = samples[begin][1], begin
+        for places in dict.fromkeys(found for _, found in samples[begin:]):
+            at = begin
+            while at < len(samples) and samples[at][0].takes(places) <= SLACK * least[at]:
+                at += 1
+            if at > end:
+                best, end = places, at
+        rungs.append((best, begin := end))
+    return rungs
+
+
+def _search(
+    lives: Mapping[str, Life], over: Mapping[str, str], homes: Sequence[Home], sample: Sample
+) -> tuple[Place, ...]:
+    """The largest first, each in the smallest home that has room, at the lowest place that is free while it lives. What
+    has no size here, but may have one in a call, lies in scratch memory, which has room for it.
+    """
+    sizes, rooms = sample.sizes, sample.rooms
+    taken: dict[str, list[tuple[int, int, str]]] = {name: [] for name in (*(home.name for home in homes), SCRATCH)}
+    kept = {name: first for name, first in over.items() if first in taken}
+    for name, first in kept.items():
+        taken[first].append((0, padded(sizes[name]), name))
+    for name in sorted(lives.keys() - kept.keys(), key=lambda name: (-sizes[name], name)):
+        first_step, last_step = lives[name]
+        free = [home.name for home in homes if sizes[name] and home.since <= first_step and last_step < home.until]
+        for home in (*sorted(free, key=lambda home: (rooms[home], home)), SCRATCH):
+            begin, size = 0, padded(sizes[name])
+            for low, high, other in taken[home]:
+                if low < begin + size and begin < high and _meet(lives[other], lives[name]):
+                    begin = high
+            if home == SCRATCH or begin + sizes[name] <= rooms[home]:
+                insort(taken[home], (begin, begin + size, name))
+                break
+    places = {place.buffer: place for home, buffers in taken.items() for place in _order(home, buffers, lives)}
+    places |= {name: replace(places[first], buffer=name) for name, first in over.items() if first in places}
+    return tuple(places.values())
+
+
+def _order(home: str, taken: Iterable[tuple[int, int, str]], lives: Mapping[str, Life]) -> Iterator[Place]:
+    """What lies in a home, from its begin on."""
+    below: dict[str, set[str]] = {}
+    for _, _, name in taken:
+        below[name] = {other for other in below if _meet(lives[other], lives[name])}
+        yield Place(name, home, tuple(sorted(below[name].difference(*(below[other] for other in below[name])))))
+
+
+def _meet(one: Life, other: Life) -> bool:
+    return one[0] <= other[1] and other[0] <= one[1]
