@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from fusekit.abi.expr import Expr
@@ -70,12 +70,16 @@ class Sample:
     at: int
     sizes: Mapping[str, int]
     rooms: Mapping[str, int]
+    _taken: dict[tuple[Place, ...], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def takes(self, places: Iterable[Place]) -> float:
+    def takes(self, places: tuple[Place, ...]) -> float:
         """The bytes of scratch memory; infinity if a home has not enough."""
-        needed = needs(places, self.sizes)[1]
-        rest = needed.pop(SCRATCH, 0)
-        return rest if all(end <= self.rooms[home] for home, end in needed.items()) else inf
+        if places not in self._taken:
+            needed = needs(places, self.sizes)[1]
+            rest = needed.pop(SCRATCH, 0)
+            fits = all(end <= self.rooms[home] for home, end in needed.items())
+            self._taken[places] = rest if fits else inf
+        return self._taken[places]
 
 
 Decided = tuple[Sample, tuple[Place, ...]]

@@ -277,12 +277,15 @@ class Program:
 
     def _classes(self, which: str) -> list[frozenset[str]]:
         """Sets of outputs that have layouts, the smallest first: all, those of tokens and those of weights, dx alone,
-        and all others.
+        all others, and all but weight matrices.
         """
         outputs = self.arguments(which)[1]
         every = frozenset(outputs)
         tokens = {name for name, buffer in outputs.items() if any(isinstance(extent, str) for extent in buffer.shape)}
-        sets = [every, *([every & tokens, every - tokens, every & {"dx"}, every - {"dx"}] if which == BACKWARD else [])]
+        matrices = {step.writes["dw"] for step in self.steps.get(which, ()) if "dw" in step.writes}
+        sets = [every]
+        if which == BACKWARD:
+            sets += [every & tokens, every - tokens, every & {"dx"}, every - {"dx"}, every - matrices]
         return sorted({each for each in sets if each} or {every}, key=lambda each: (len(each), sorted(each)))
 
     def _layouts_of(self, which: str, outputs: frozenset[str], in_place: bool) -> Iterator[Layout]:
