@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
 from fusekit.choice import tuning
 from fusekit.choice.gpus import part_of
-from fusekit.choice.variants import explained
+from fusekit.choice.variants import explained, fastest
 from fusekit.config import Config
 from fusekit.errors import (
     ArchMismatchError,
@@ -332,9 +332,25 @@ class Library:
                 raise
             return found
 
+    def chooser(
+        self, name: str, arch: str | None = None, device: int | None = None
+    ) -> Callable[[Mapping[str, int]], NameRecord]:
+        """`find` for any problem, with the store as it is now. Raises as `find` does; DriverError without a driver."""
+        _check_name(name)
+        variants, _, target = self._candidates(name, arch, device)
+        only = self._choose(variants, None, target)  # which checks them
+        if len(variants) == 1:
+            return lambda problem: only
+        return lambda problem: self._choose(variants, problem, target, fastest)
+
     def _find(
         self, name: str, arch: str | None, device: int | None, problem: Mapping[str, int] | None
     ) -> tuple[NameRecord, int]:
+        variants, ordinal, target = self._candidates(name, arch, device)
+        return self._choose(variants, problem, target), ordinal
+
+    def _candidates(self, name: str, arch: str | None, device: int | None) -> tuple[list[NameRecord], int, Device]:
+        """The variants of a kernel that the device can run, its ordinal, and the device."""
         # A missing kernel is an error before the driver starts.
         known = [listing.record for listing in self.store.names(name)]
         elsewhere = sorted({record.arch for record in known})
@@ -359,7 +375,7 @@ class Library:
         for candidate in wanted:
             variants = self.variants(name, candidate)
             if variants:
-                return self._choose(self._readable(variants), problem, target), ordinal
+                return self._readable(variants), ordinal, target
         stored = ", ".join(elsewhere)
         _, remedy = how_to_build(name, wanted[0])
         raise ArchMismatchError(
@@ -393,8 +409,9 @@ class Library:
         )
 
     def _choose(
-        self, variants: list[NameRecord], problem: Mapping[str, int] | None, device: Device | None
-    ) -> NameRecord:
+        self, variants: list[NameRecord], problem: Mapping[str, int] | None, device: Device | None,
+        explained: Callable[..., tuple[NameRecord, str]] = explained,
+    ) -> NameRecord:  # fmt: skip
         arch = variants[0].arch
         if len(variants) > 1 and arch not in self._tuning:
             self._tuning[arch] = tuning.load(self.store, arch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from fusekit.abi.codec import RecordReader, describe, expression
@@ -323,18 +324,17 @@ def shape_dims(arguments: tuple[Argument, ...]) -> set[str]:
 class WithArguments:
     """The members `arguments` of a class, by their kinds."""
 
-    __slots__ = ()
     arguments: tuple[Argument, ...]
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[TensorArgument, ...]:
         """The tensors among the arguments, in order; peers are one for each rank."""
         return tensors_of(self.arguments)
 
-    @property
+    @cached_property
     def peers(self) -> tuple[PeersArgument, ...]:
         return tuple(argument for argument in self.arguments if isinstance(argument, PeersArgument))
 
-    @property
+    @cached_property
     def scalars(self) -> tuple[ScalarArgument, ...]:
         return tuple(argument for argument in self.arguments if isinstance(argument, ScalarArgument))

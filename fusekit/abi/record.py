@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from fusekit.abi.arguments import (
@@ -44,7 +45,7 @@ __all__ = [
 SCHEMAS = (1, 2, 3, 4)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Constraint:
     """`expr` must be 0, or the launch is refused with `message` (which states the rule).
 
@@ -56,6 +57,11 @@ class Constraint:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "expr", freeze(self.expr))
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """The variables that it reads."""
+        return frozenset(variables(self.expr))
 
     def to_json(self) -> dict[str, Any]:
         return {"expr": thaw(self.expr), "message": self.message}
@@ -94,7 +100,7 @@ class LaunchStep:
         return step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LaunchRecord(WithArguments):
     """How to launch one kernel, or several in a row.
 
@@ -138,8 +144,10 @@ class LaunchRecord(WithArguments):
     @property
     def launches(self) -> tuple[LaunchRecord, ...]:
         """A record of its own for each launch, in order: this one's arguments and values, and one launch."""
-        if not self.then:
-            return (self,)
+        return self._launches if self.then else (self,)
+
+    @cached_property
+    def _launches(self) -> tuple[LaunchRecord, ...]:
         alone = replace(self, then=())
         return (alone, *(replace(alone, **{name: getattr(step, name) for name in _STEP}) for step in self.then))
 
@@ -168,10 +176,14 @@ class LaunchRecord(WithArguments):
 
     def reads(self, name: str) -> bool:
         """Whether some expression of a launch reads the variable `name`."""
+        return name in self._variables
+
+    @cached_property
+    def _variables(self) -> frozenset[str]:
         exprs = [*self.values.values(), *(constraint.expr for constraint in self.constraints)]
         for step in self.launches:
             exprs += [*step.grid, *(expr for _, item in flat(step.parameters) for expr in item.expressions)]
-        return any(name in variables(expr) for expr in exprs)
+        return frozenset().union(*map(variables, exprs))
 
     def environment(self, env: Mapping[str, int]) -> dict[str, int]:
         """`env` and, evaluated in it, the record's values."""

@@ -193,6 +193,15 @@ def explained(
         why = "a sweep of a foreign kernel's params" if not row.package else f"op {row.name}: {row.lacks('variants')}"
         raise UsageError(f"{names} are kernels of their own: {why}; give the full name")
     check_alike(variants)
+    return fastest(variants, problem, tuning, device, gpu)
+
+
+def fastest(
+    variants: Sequence[NameRecord], problem: Mapping[str, int] | None = None, tuning: Tuning | None = None,
+    device: str | None = None, gpu: Gpu | None = None,
+) -> tuple[NameRecord, str]:  # fmt: skip
+    """`explained`, for variants and a problem that it would not refuse."""
+    first, row = variants[0], _operation(variants[0])
     whole = _whole(first.spec, row, problem)
     if tuning is not None:
         by_variant = {record.name.partition("@")[2]: record for record in variants}

@@ -57,7 +57,7 @@ class HostStream:
 HostArgument = HostTensor | HostPointer | HostScalar | HostInteger | HostStream
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Signature(WithArguments):
     """The facts of a kernel that its host code does not have: its arguments' names, roles, shapes and divisors, and its
     memory.

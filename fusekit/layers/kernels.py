@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fusekit.errors import NotBuiltError, UsageError
+from fusekit.errors import DriverError, NotBuiltError, UsageError
 from fusekit.plan.layer import Options, stored_options
 from fusekit.plan.operations import OPERATIONS
 from fusekit.runtime.recent import Recent
@@ -37,6 +37,7 @@ class LayerKernels:
         self._library, self._layer_name, self._arch, self._device = library, name, arch, device
         self._options, self._records = options, records
         self._variants: dict[str, str] = {}
+        self._choosers: dict[str, Callable[[Mapping[str, int]], NameRecord]] = {}
         self._loaded: dict[str, Kernel] = {}
         self.plans: Recent[Any, PassPlan] = Recent(_PLANS_KEPT)
 
@@ -55,7 +56,13 @@ class LayerKernels:
         problem = {"T": dims["T"]}
         if operation.gemm:
             problem = {**keys["problem"], "M": dims["M"] if operation.ragged else dims["T"]}
-        return self._library.find(f"{self._layer_name}.{part}", self._arch, self._device, problem).name
+        if (choose := self._choosers.get(part)) is None:
+            where = f"{self._layer_name}.{part}", self._arch, self._device
+            try:
+                choose = self._choosers[part] = self._library.chooser(*where)
+            except DriverError:
+                return self._library.find(*where, problem).name
+        return choose(problem).name
 
     def loaded(self, name: str) -> Kernel | None:
         """The kernel with this full name, if it is loaded."""

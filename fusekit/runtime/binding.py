@@ -135,7 +135,7 @@ def bind(record: LaunchRecord, views: Sequence[View]) -> Bound:
                 argument=tensor.name,
             )
     for constraint in record.constraints:
-        if variables(constraint.expr) <= env.keys() and evaluate(constraint.expr, env) != 0:
+        if constraint.reads <= env.keys() and evaluate(constraint.expr, env) != 0:
             shown = ", ".join(f"{name} = {value}" for name, value in dims.items())
             raise ArgumentError(f"{constraint.message}; got {shown}")
     return Bound(env, device, strides, tuple(spans))

@@ -23,7 +23,6 @@ from fusekit.abi import (
     evaluate,
     evaluate_address,
     flat,
-    variables,
 )
 from fusekit.errors import ArgumentError
 from fusekit.runtime.binding import Bound, Pair, check_address, check_placement
@@ -202,7 +201,7 @@ class LaunchPlan:
     def _check_constraints(self, env: Mapping[str, int]) -> None:
         """Those that read more than shapes and strides; the others were checked with them."""
         for constraint in self.record.constraints:
-            if not variables(constraint.expr) <= self.bound.env.keys() and evaluate(constraint.expr, env) != 0:
+            if not constraint.reads <= self.bound.env.keys() and evaluate(constraint.expr, env) != 0:
                 dims = ", ".join(f"{dim.name} = {env[dim.name]}" for dim in self.record.dims)
                 raise ArgumentError(f"{constraint.message}; got {dims}")
 

@@ -99,7 +99,9 @@ def test_only_what_needs_it_is_schema_2(changes: dict[str, Any]) -> None:
 
 
 def test_each_launch_is_a_record_of_its_own() -> None:
-    first, second = whole().launches
+    record = whole()
+    first, second = record.launches
+    assert record.launches is record.launches  # a launch of new shapes checks no record again
     assert (first.symbol, second.symbol) == ("kernel", "second")
     assert second.grid == ("tiles", 1, 1)
     assert second.values == whole().values

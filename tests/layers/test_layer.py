@@ -216,6 +216,22 @@ def test_kernels_are_loaded_once(tmp_path):
     assert fake.loaded == loaded
 
 
+def test_a_new_number_of_tokens_reads_nothing_of_the_store_and_no_record_again(tmp_path, monkeypatch):
+    layer, _ = opened(tmp_path)
+
+    def passes(tokens):
+        layer.bind_forward(**tensors(layer, FORWARD, tokens), **memory(layer, tokens))
+        layer.bind_backward(**tensors(layer, BACKWARD, tokens), **memory(layer, tokens))
+
+    passes(T)
+    for name in ("names", "listing", "variants", "find_name", "load"):
+        monkeypatch.setattr(layer._library.store, name, None)
+    monkeypatch.setattr("fusekit.abi.record.check", None)
+    passes(T + 3)
+    with pytest.raises(TypeError):
+        layer._library.find("layers/moe.fc2")
+
+
 def test_kernels_are_made_ready_on_devices_before_a_capture(tmp_path):
     layer, fake = opened(tmp_path)
     fake.devices = layer._library.devices.count = 2
@@ -371,13 +387,18 @@ def test_kernel_names_need_no_driver(tmp_path, monkeypatch):
 def test_a_part_whose_bits_follow_its_tile_has_one_variant_for_any_number_of_tokens(tmp_path, monkeypatch):
     """The layer scales outputs by the router's weights, so fc2-dgrad has sums over a tile's columns."""
     layer, _ = opened(tmp_path, next(name for name in CASES if options(**CASES[name]).router.get("scale") == "output"))
-    find, rows = layer._library.find, {}
+    chooser, rows = layer._library.chooser, {}
 
-    def noted(name, arch, device, problem):
-        rows[name.partition(".")[2]] = problem["M"]
-        return find(name, arch, device, problem)
+    def noted(name, arch, device):
+        choose = chooser(name, arch, device)
 
-    monkeypatch.setattr(layer._library, "find", noted)
+        def chosen(problem):
+            rows[name.partition(".")[2]] = problem["M"]
+            return choose(problem)
+
+        return chosen
+
+    monkeypatch.setattr(layer._library, "chooser", noted)
     for part in ("fc1-fwd", "fc2-dgrad"):
         layer.kernel_name(part, T)
     topk, tokens = layer.options.topk, layer.options.tokens

@@ -7,8 +7,8 @@ needs is not launched (`Program.needed`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Any
 
 from fusekit.plan.layer.factors import Plain, Rows, factors
@@ -38,8 +38,22 @@ CHOICE = (*ROUTER, "expert_bias", "num_groups", "group_topk")
 Names = Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Options that can be looked up by their `text`."""
+
+    text: str
+    options: Options = field(compare=False)
+
+
 def program(options: Options) -> Program:
-    """The kernels, buffers and launches of a layer."""
+    """The kernels, buffers and launches of a layer; equal options have one, for its memory takes long to lay out."""
+    return _program(_Table(repr(options.canonical()), options))
+
+
+@lru_cache(maxsize=64)
+def _program(table: _Table) -> Program:
+    options = table.options
     passes = Passes(options)
     if options.kind == MLP:
         passes.buffer("x", "T", options.hidden, place=ARGUMENT)
