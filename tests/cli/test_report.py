@@ -3,6 +3,8 @@
 import base64
 import hashlib
 import json
+import shutil
+import subprocess
 import zlib
 from html.parser import HTMLParser
 
@@ -15,6 +17,7 @@ from fusekit_cli.report_page import html
 from tests.cli.conftest import NAMES, SPEC
 from tests.store.samples import build_entry, cut
 
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 NASTY = "</script><script>alert(1)</script><!--\" onload='alert(2)' \u202e \x1b[31m"
 
 
@@ -147,6 +150,23 @@ def test_what_a_spec_says_is_text(store, fusekit, out):
     assert page.rows[-1][1] == shown
     assert shown in dict(data[-1]["sections"])["Spec"]
     assert data[-1]["about"].startswith(NASTY[:20])
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_a_browser_runs_the_script_and_nothing_else(store, fusekit, out, tmp_path):
+    entry, cubin = build_entry(7)
+    store.publish(entry, cubin)
+    nasty = NASTY.replace("alert(1)", "document.title=1").replace("alert(2)", "document.title=1")
+    store.publish_name(NameRecord("quickstart/odd@v", "sm_90a", entry.key, SPEC | {"op": nasty, "summary": nasty}, {}))
+    fusekit("report", str(out))
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    url = f"{out.as_uri()}#quickstart/odd@v.sm_90a"
+    done = subprocess.run([*command, "--dump-dom", url], capture_output=True, text=True, timeout=60, check=True)
+    shown = done.stdout
+    assert '<h2 id="kernel">quickstart/odd@v</h2>' in shown
+    assert '<div class="tools scripted">' in shown, "the script has run to its end"
+    assert f"<title>{store.root}: fusekit report</title>" in shown
+    assert shown.count("<script") == 2
 
 
 def test_a_nasty_name_is_text():
