@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -197,16 +196,19 @@ def read_lock(path: Path, trust: Trust | None = None, *, folder: bool = False) -
 
 def _check_signed(data: bytes, path: Path, trust: Trust, folder: bool) -> None:
     signatures = read_signatures(((key.id, signature_path(path, key.id)) for key in trust.keys), read_file)
-    if folder:
+    kind, other = ("manifest", "lock") if folder else ("lock", "manifest")
+    try:
+        trust.check(kind, data, signatures, path)
+    except SignatureError as error:
         try:
-            trust.check("manifest", data, signatures, path)
-        except SignatureError as error:
-            with suppress(SignatureError):
-                trust.check("lock", data, signatures, path)
-                return
+            trust.check(other, data, signatures, path)
+        except SignatureError:
             raise error from None
-    else:
-        trust.check("lock", data, signatures, path)
+        if not folder:
+            raise SignatureError(
+                f"{path} is signed as a lock of a folder: it has no history, and only comparisons take it; give a "
+                "project's lock, which `fusekit lock --sign KEY` writes from a fusekit.toml"
+            ) from None
 
 
 def differences(

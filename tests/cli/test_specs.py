@@ -32,7 +32,7 @@ def test_what_is_packaged(fusekit):
     assert (fc1["what"], [*fc1["sizes"]], fc1["kernels"]) == ("grouped-gemm", ["E", "M", "N", "K"], 2)
 
 
-def test_sizes_of_a_file_without_a_manifest(fusekit, tmp_path):
+def test_sizes_of_a_file_without_a_lock(fusekit, tmp_path):
     (tmp_path / "own.toml").write_text(OWN)
     (row,) = fusekit("specs", "own.toml", "--json").json
     assert row == {"name": "own/k", "what": "grouped-gemm", "sizes": {}, "kernels": row["kernels"], "bytes": None}
