@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import random
@@ -22,7 +23,7 @@ from fusekit.store import Entry, Store, key_of
 from fusekit.store.entries import HOST_OBJECT, KIND
 from fusekit.store.keys import sha256
 
-_SCHEMA = "1"
+_SCHEMA = "2"
 """Version of the fields below and of the blob, raised when their meaning changes."""
 _PREFIX_DIGITS = 16
 _PATIENCE = 120.0
@@ -108,22 +109,23 @@ class Cache:
             if kernel is None:
                 return None, "it is not in the store"
             entry, blob = kernel
-            host, ir = _unpacked(blob, entry)
-            function = call.load(host, ir, entry.launch[HOST_OBJECT])
+            artifact = _unpacked(blob, entry)
+            ir = artifact.ir
+            function = call.load(artifact.host, lambda: zlib.decompress(ir), artifact.files, artifact.facts)
             if self.cute.verify and random.random() < self.cute.verify:
-                function = self._compared(call, entry, host) or function
+                function = self._compared(call, entry, artifact) or function
             call.remember(function)
         except Exception as error:
             return None, _text(error)
         add(self.cute.report, max(0.0, entry.seconds - (time.perf_counter() - begin)))
         return function, ""
 
-    def _compared(self, call: Call, entry: Entry, host: bytes) -> Any:
+    def _compared(self, call: Call, entry: Entry, stored: Artifact) -> Any:
         """Compile a hit as well. What the DSL gave, which replaces the entry, if that differs; else None."""
         begin = time.perf_counter()
         function = call.compile()
-        artifact = call.artifact(function, entry.launch[HOST_OBJECT]["prefix"])
-        if artifact.host == host:
+        artifact = call.artifact(function, stored.facts["prefix"])
+        if (artifact.host, artifact.files) == (stored.host, stored.files):
             return None
         self._say(f"{call.name}: the entry {entry.key} is not what the DSL compiles; it is replaced")
 
@@ -171,19 +173,25 @@ class Cache:
 
 
 def _packed(key: str, fields: dict[str, str], artifact: Artifact, seconds: float) -> tuple[Entry, bytes]:
-    """An entry and its blob: the length of the host object, that, and the IR, compressed."""
-    blob = len(artifact.host).to_bytes(_LENGTH, "little") + artifact.host + zlib.compress(artifact.ir, 1)
+    """An entry and its blob: the length of a table, the table of the parts' sizes as JSON, the parts."""
+    parts = {"host": artifact.host, "ir": zlib.compress(artifact.ir, 1), **artifact.files}
+    table = json.dumps({name: len(data) for name, data in parts.items()}).encode()
+    blob = b"".join((len(table).to_bytes(_LENGTH, "little"), table, *parts.values()))
     launch = {HOST_OBJECT: dict(artifact.facts)}
     toolchain = {"python": platform.python_version(), "machine": platform.machine()}
     return Entry(key, fields, sha256(blob), len(blob), launch, {}, {}, toolchain, seconds), blob
 
 
-def _unpacked(blob: bytes, entry: Entry) -> tuple[bytes, Callable[[], bytes]]:
-    """The host object in a blob, and what gives the IR in it."""
-    end = _LENGTH + int.from_bytes(blob[:_LENGTH], "little")
-    if end > len(blob) or HOST_OBJECT not in entry.launch:
-        raise IntegrityError(f"entry {entry.key} has no host object")
-    return blob[_LENGTH:end], lambda: zlib.decompress(blob[end:])
+def _unpacked(blob: bytes, entry: Entry) -> Artifact:
+    """What is in a blob; the IR still compressed."""
+    begin = _LENGTH + int.from_bytes(blob[:_LENGTH], "little")
+    parts = {}
+    for name, size in json.loads(blob[_LENGTH:begin]).items():
+        parts[name] = blob[begin : begin + size]
+        begin += size
+    if begin != len(blob):
+        raise IntegrityError(f"entry {entry.key} has a host object of another size than its table says")
+    return Artifact(parts.pop("host"), parts.pop("ir"), parts, entry.launch[HOST_OBJECT])
 
 
 def _text(error: Exception) -> str:

@@ -34,8 +34,6 @@ _PREFIX = "CUTE_DSL_"
 # Variables that name places, and the architecture, which is a field of its own.
 _NOT_IN_KEYS = frozenset({"CUTE_DSL_ARCH", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_DUMP_DIR"})
 _NOT_SERVED = {
-    "KeepCUBIN": "it dumps the cubin",
-    "KeepPTX": "it dumps PTX",
     "KeepSASS": "it dumps SASS",
     "RDC": "it compiles relocatable code",
     "DeviceTarget": "it compiles a device function",
@@ -45,6 +43,7 @@ _NOT_SERVED = {
     "HostTarget": "it compiles for another host",
     "LinkLibraries": "it links libraries, whose bytes are in no key",
 }
+_KEPT = ("cubin", "ptx")  # files that options ask for
 _DUMPS = ("keep_ptx", "keep_cubin", "keep_sass", "keep_ir", "keep_ir_clean", "dryrun", "print_ir")
 # The half of the DSL that runs after the trace. What replaces a part of the other half shows in the IR.
 _BACK = (
@@ -64,12 +63,13 @@ class UnnamedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """What a compilation gave. host: its host object, with the cubins. ir: MLIR bytecode. facts: what is needed to load
-    both, as JSON types.
+    """What a compilation gave. host: its host object, with the cubins. ir: MLIR bytecode. files: kind -> bytes of what
+    options ask for. facts: what is needed to load them, as JSON types.
     """
 
     host: bytes
     ir: bytes
+    files: Mapping[str, bytes]
     facts: Mapping[str, Any]
 
 
@@ -219,10 +219,12 @@ class Call:
             "arch": self.arch,
             "ir": hashlib.sha256(code).hexdigest(),
             "function": neutral,
-            "pipeline": dsl.preprocess_pipeline(dsl._get_pipeline(self["pipeline"]), self.arch),
+            "pipeline": _without_paths(
+                dsl.preprocess_pipeline(dsl._get_pipeline(self["pipeline"]), self.arch), options
+            ),
             "dsl": f"{dsl.name} {type(dsl).__module__}.{type(dsl).__qualname__}",
             # Not all of them are in the pipeline: some change what is done after its passes.
-            "options": f"{options.to_str()} {_digest_of(_values(options))}",
+            "options": f"{_without_paths(options.to_str(), options)} {_digest_of(_values(options))}",
             "settings": canonical_json({key: repr(value) for key, value in sorted(settings.items())}),
             "environment": canonical_json(environment),
             "kernels": str(bool(dsl.num_kernels)),
@@ -257,16 +259,24 @@ class Call:
                 host = function.dump_to_object(prefix)
             finally:
                 execution.signature = signature
-        return Artifact(host, _bytecode(function.ir_module), facts)
+        files = {kind: path.read_bytes() for kind, path in self._files().items()}
+        return Artifact(host, _bytecode(function.ir_module), files, facts)
 
-    def load(self, host: bytes, ir: Callable[[], bytes], facts: Mapping[str, Any]) -> Any:
-        """The DSL's object for the stored host object `host`. ir: gives the MLIR bytecode, when it is asked for."""
+    def _files(self) -> dict[str, Path]:
+        """Kind -> path of the files that the options of the call ask for."""
+        paths = {kind: getattr(self.dsl.compile_options, f"full_{kind}_path") for kind in _KEPT}
+        return {kind: Path(path) for kind, path in paths.items() if path}
+
+    def load(self, host: bytes, ir: Callable[[], bytes], files: Mapping[str, bytes], facts: Mapping[str, Any]) -> Any:
+        """The DSL's object for the stored host object `host`. ir: gives the MLIR bytecode, when it is asked for. Writes
+        the files that the call asks for.
+        """
         from cutlass._mlir._mlir_libs._cutlass_ir._execution_engine import BinaryExecutionEngine
 
         dsl, name = self.dsl, facts["function"]
         if (self.tvm_ffi is not None) != facts["tvm_ffi"]:
             raise UnnamedError("the entry is of another kind of function")
-        engine = BinaryExecutionEngine(host, dsl.get_shared_libs(), True)
+        engine = _Engine(BinaryExecutionEngine(host, dsl.get_shared_libs(), True))
         if self.tvm_ffi is not None:
             kind: Any = functools.partial(_tvm_ffi_kind(self.tvm_ffi), **_tvm_ffi_keywords(self.tvm_ffi))
             entry = engine.lookup(f"_mlir_ciface_{name}")
@@ -278,6 +288,8 @@ class Call:
         import ctypes
 
         entry = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(entry)
+        for kind_of_file, path in self._files().items():
+            path.write_bytes(files[kind_of_file])  # which the DSL reads as its own
         function = dsl._build_jit_function(
             kind, None, engine, entry, self["signature"], name, self["dynamic_args"], self["dynamic_kwargs"]
         )
@@ -295,6 +307,20 @@ def version() -> str:
 
 
 # -- what is loaded
+
+
+class _Engine:
+    """The DSL's engine of a host object, with the method that its engine of IR has as well."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.lookup = engine.lookup
+
+    def raw_lookup(self, name: str) -> Any:
+        try:
+            return self.lookup(name)
+        except Exception:  # there is no such symbol
+            return None
 
 
 class _Lazy:
@@ -357,6 +383,13 @@ def _tvm_ffi_kinds() -> tuple[Any, Any]:
         _subclass(TVMFFIJitCompiledFunction, _create_tvm_ffi_function=create),
         _subclass(TVMFFIJitCompiledFunctionWithKwargs, _create_tvm_ffi_function=create),
     )
+
+
+def _without_paths(text: str, options: Any) -> str:
+    """`text` without the places of the files that `options` ask for."""
+    for option in options.options.values():
+        text = text.replace(getattr(option, "dump_path", "") or "\0", "")
+    return text
 
 
 def _values(options: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import zlib
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -29,7 +30,6 @@ from fusekit.config import Config, CuteConfig
 from fusekit.cute import cache, dsl, install
 from fusekit.errors import NotBuiltError, UsageError
 from fusekit.store import Store
-from fusekit.store.entries import HOST_OBJECT
 from fusekit.store.publishing import Disk
 from fusekit.store.signature import generate
 from tests.cute import kernels
@@ -322,6 +322,31 @@ def test_a_hit_is_called_as_what_the_dsl_returns(driver, tmp_path):
     subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], check=True)
 
 
+def test_files_that_options_ask_for_are_there(empty, tmp_path):
+    """As for the DSL's own kernel that finds out how many clusters are active."""
+    counted, kept = [], []
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        folder.mkdir()
+        options = f"--keep-cubin --keep-ptx --dump-dir={folder}"
+        counts, function = empty.run(functools.partial(kernels.compile_kernel, options))
+        counted.append(counts)
+        kept.append([{path.name: path.read_bytes() for path in folder.iterdir()}, function.__cubin__, function.__ptx__])
+    assert counted == [MISS, HIT]
+    assert kept[0] == kept[1]
+    files, cubin, ptx = kept[0]
+    assert sorted(files.values()) == sorted([cubin, ptx.encode()])
+    assert empty.counted() == MISS  # without the files
+    (tmp_path / "third").write_text("no folder")
+    options = f"--keep-cubin --keep-ptx --dump-dir={tmp_path / 'third'}"
+    assert empty.counted(functools.partial(kernels.compile_kernel, options)) == MISS  # and the DSL says nothing
+
+
+def test_a_symbol_that_is_not_there_is_none(rig):
+    _, function = rig.run()
+    assert function.engine.raw_lookup("no_such_symbol") is None
+    assert function.engine.raw_lookup(f"_mlir_{function.prefix}_cuda_init")
+
+
 def test_a_function_for_tvm_ffi_is_one(empty):
     work = functools.partial(kernels.compile_kernel, "--enable-tvm-ffi")
     (_, cold), (_, warm) = empty.run(work), empty.run(work)
@@ -364,8 +389,8 @@ def test_damage_is_compiled_again_and_repaired(rig, part, damage):
 def test_an_entry_that_is_not_what_the_dsl_compiles_is_replaced(rig, capsys):
     store = Store(rig.root)
     entry, blob = store.load(rig.entry().stem)
-    host, ir = cache._unpacked(blob, entry)
-    wrong = dsl.Artifact(host + b"\0", ir(), entry.launch[HOST_OBJECT])
+    artifact = cache._unpacked(blob, entry)
+    wrong = dataclasses.replace(artifact, host=artifact.host + b"\0", ir=zlib.decompress(artifact.ir))
     rig.entry().unlink()
     store.publish(*cache._packed(entry.key, dict(entry.fields), wrong, 1.0))
     assert rig.counted() == HIT
@@ -454,8 +479,9 @@ def test_a_miss_is_an_error_on_request(rig, monkeypatch):
     with pytest.raises(NotBuiltError, match=r"__call__ would be compiled \(it is not in the store\)"):
         rig.run(miss="error")
     assert len(list(rig.root.glob("entries/*/*.json"))) == 1
-    with pytest.raises(NotBuiltError, match="it dumps the cubin"):
-        rig.run(functools.partial(kernels.compile_kernel, "--keep-cubin"), miss="error")
+    with pytest.raises(NotBuiltError, match="the DSL's setting keep_ir is on"), monkeypatch.context() as patch:
+        patch.setattr(CuTeDSL._get_dsl().envar, "keep_ir", True)
+        rig.run(miss="error")
 
 
 OTHER = 54321
