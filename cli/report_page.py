@@ -27,7 +27,7 @@ background:var(--raised)}
 #kernels thead{position:sticky;top:0;background:var(--ground);z-index:1}
 #kernels tr{display:grid;border-bottom:1px solid var(--line)}
 #kernels tbody tr{content-visibility:auto;contain-intrinsic-size:auto 2.1rem}
-#kernels th,#kernels td{border:0}#kernels td{overflow:hidden;text-overflow:ellipsis}
+#kernels th,#kernels td{border:0;padding-inline:.5rem}#kernels td{overflow:hidden;text-overflow:ellipsis}
 #kernels th button{font-weight:600;color:var(--quiet)}
 #kernels th[aria-sort] button{color:var(--accent)}
 th[aria-sort=ascending] button::after{content:" \\2191"}th[aria-sort=descending] button::after{content:" \\2193"}
@@ -51,7 +51,7 @@ dialog pre{margin:0;padding:.7rem .9rem;background:var(--raised);border:1px soli
 overflow:auto}
 dialog summary{font-weight:600;font-size:.95rem;margin:1.3rem 0 .4rem;cursor:pointer}
 dialog td:last-child{white-space:normal;min-width:14rem}
-@media (max-width:1150px){#kernels thead{position:static}
+@media (max-width:1260px){#kernels thead{position:static}
 #kernels tr{display:flex;flex-wrap:wrap;gap:.1rem .9rem;padding:.5rem .1rem}
 #kernels tbody tr:not(.group){contain-intrinsic-size:auto 6.5rem}
 #kernels th,#kernels td{padding:0;text-align:left}.group th{padding-top:.7rem}
@@ -166,18 +166,18 @@ route();
 _METER = 44  # pixels
 # Heading, key of a kernel's cells, whether it is a number, width.
 _COLUMNS = (
-    ("Kernel", "name", False, "minmax(15rem,2.6fr)"),
-    ("Operation", "op", False, "minmax(7rem,1.1fr)"),
+    ("Kernel", "name", False, "minmax(13rem,2.2fr)"),
+    ("Operation", "op", False, "minmax(7.4rem,1fr)"),
     ("Arch", "arch", False, "5rem"),
-    ("Registers", "registers", True, "5.6rem"),
-    ("Spills", "spills", True, "4.2rem"),
-    ("Shared", "shared", True, "5.6rem"),
-    ("Threads", "threads", True, "5rem"),
-    ("Occupancy", "occupancy", True, "7.2rem"),
-    ("Proved", "proved", True, "4.8rem"),
-    ("Timed on", "timed", False, "minmax(5.6rem,.8fr)"),
-    ("Cubin", "cubin", True, "5.4rem"),
-    ("Signed by", "signed", False, "minmax(6rem,1.2fr)"),
+    ("Registers", "registers", True, "5.2rem"),
+    ("Spills", "spills", True, "3.9rem"),
+    ("Shared", "shared", True, "5.4rem"),
+    ("Threads", "threads", True, "4.6rem"),
+    ("Occupancy", "occupancy", True, "6.9rem"),
+    ("Proved", "proved", True, "4.3rem"),
+    ("Timed on", "timed", False, "minmax(4.6rem,.6fr)"),
+    ("Cubin", "cubin", True, "5.2rem"),
+    ("Signed by", "signed", False, "minmax(5.5rem,1.2fr)"),
 )
 
 

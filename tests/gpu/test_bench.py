@@ -48,6 +48,7 @@ def test_steady(bench):
     code, document = bench("quickstart", "--all", "--steady", "--peer", "torch")
     assert code == 0, document
     assert document["steady"]
+    assert 500 < document["clock_mhz"] < 5000
     for kernel in document["models"][0]["kernels"]:
         for line in kernel["lines"]:
             assert line["error"] is None, (kernel["name"], line)
