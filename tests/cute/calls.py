@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import cutlass
-import torch
+import numpy as np
 from cuda.bindings.driver import CUstream
 from cutlass import cute
 from cutlass.base_dsl.cache_helpers import JitCacheDict
@@ -28,8 +28,8 @@ def dynamic(tensor):
 
 def launched(driver, folder):
     """What programs do with compiled functions, and what it led to."""
-    x, y, long = torch.zeros(1000), torch.zeros(1000), torch.zeros(5000)
-    names = {x.data_ptr(): "x", y.data_ptr(): "y", long.data_ptr(): "long"}
+    x, y, long = (np.zeros(count, np.float32) for count in (1000, 1000, 5000))
+    names = {x.ctypes.data: "x", y.ctypes.data: "y", long.ctypes.data: "long"}
     seen = []
 
     def note(what):
@@ -45,7 +45,7 @@ def launched(driver, folder):
     function(x=dynamic(x), y=dynamic(y), a=cutlass.Float32(4.0), n=7, stream=CUstream(3))
     note("keywords")
     function(x, y, 5.0, -7, CUstream(3))
-    note("tensors of torch")
+    note("arrays")
     function.to(0)(dynamic(y), dynamic(x), 6.0, 7, CUstream(3))
     note("an executor")
     try:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,16 +22,13 @@ def program(*arguments):
     return (sys.executable, "-m", "tests.cute.program", *arguments)
 
 
-def test_a_program_is_what_it_is_without(run, tmp_path):
+def test_a_program_is_what_it_is_without(run):
     pytest.importorskip("cutlass", reason=NO_DSL)
     bare = run(*program("exit"), execute=())
     cold, warm = run(*program("exit")), run(*program("exit"))
     assert (cold.out, cold.err, cold.code) == (warm.out, warm.err, warm.code) == (bare.out, bare.err, bare.code)
     assert (cold.counts, warm.counts) == ((0, 1), (1, 0))
     assert bare.code == 7
-    refused = run(*program("exit"), FUSEKIT_MISS="error", FUSEKIT_STORE=str(tmp_path / "other"))
-    assert refused.code == 1
-    assert "NotBuiltError: __call__ would be compiled (it is not in the store)" in refused.err
 
 
 def test_every_process_of_a_program_is_served(run):
@@ -81,10 +77,13 @@ def test_a_process_without_the_dsl_starts_as_fast(tmp_path):
     variables = exec_environment(CuteConfig(Config(store=tmp_path)), STARTUP, None)
 
     def seconds(env):
+        """CPU time, at least: other processes delay this one."""
+
         def once():
-            begin = time.perf_counter()
-            subprocess.run([sys.executable, "-c", "pass"], env=env, check=True)
-            return time.perf_counter() - begin
+            child = os.posix_spawn(sys.executable, (sys.executable, "-c", "pass"), env)
+            _, status, used = os.wait4(child, 0)
+            assert status == 0
+            return used.ru_utime + used.ru_stime
 
         return min(once() for _ in range(7))
 
