@@ -133,15 +133,20 @@ class Lock:
 
     def check_entry(self, entry: Entry) -> None:
         """Raises IntegrityError unless some name may mean this very build."""
-        listed = [build for builds in self.kernels.values() for build in builds if build.key == entry.key]
-        differing = [build.differs(Build.of(build.toolchain, entry)) for build in listed]
-        if None not in differing:
-            what = f"has another {differing[0]} than it lists" if listed else "is not listed there"
-            raise IntegrityError(
-                f"entry {entry.key} {what}, in {self.path}; get the lock or the kernel again, the latter with `fusekit "
-                "sync`",
-                key=entry.key,
+        listed = [(name, build) for (name, _), builds in self.kernels.items() for build in builds
+                  if build.key == entry.key]  # fmt: skip
+        differing = [build.differs(Build.of(build.toolchain, entry)) for _, build in listed]
+        if None in differing:
+            return
+        if listed:
+            again = " ".join(sorted({name for name, _ in listed}))
+            why = (
+                f"has another {differing[0]} than {self.path} lists; get the lock again, or the kernel: `fusekit rm "
+                f"{again}`, then `fusekit sync`"
             )
+        else:
+            why = f"is not listed in {self.path}; get the lock again, or the kernel, with `fusekit sync`"
+        raise IntegrityError(f"entry {entry.key} {why}", key=entry.key)
 
     def keys(self, name: str, arch: str) -> list[str]:
         """The keys that a name may point to, those of the newest toolchain first."""

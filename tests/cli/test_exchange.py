@@ -305,7 +305,7 @@ def test_a_lock_protects_against_what_is_older(fusekit, store, other, tmp_path):
         assert [row["name"] for row in refused.json["failed"]] == [NAMES[0]]
         assert f"the build {entry.key[:12]} that the lock lists" in refused.err
         older = run("import", "yesterday.tar", code=1, **locked)
-        assert "is not listed there" in older.err
+        assert "is not listed in" in older.err
         assert run("pull", "remote", "--json", **locked).json["failed"] == []
         assert run("import", "today.tar", "--json", **locked).json["names"] == 3
         assert run("verify", "--json", **locked).json["bad"] == []

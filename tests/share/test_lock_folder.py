@@ -131,7 +131,7 @@ def test_a_launch_record_is_pinned(store):
     with pytest.raises(IntegrityError, match=f"points to {'0' * 12}, and .* lists {record.key[:12]} for it"):
         lock.check_name(moved)
     other = replace(entry, launch=entry.launch | {"grid": [7, 1, 1]})
-    with pytest.raises(IntegrityError, match="has another launch record than it lists"):
+    with pytest.raises(IntegrityError, match=r"has another launch record than .* lists"):
         lock.check_entry(other)
 
     def seen(name, entry):

@@ -12,8 +12,10 @@ from fusekit.share.remote import Remote
 from fusekit.share.selection import select
 from fusekit.share.sync import sync
 from fusekit.store import Store
+from fusekit.store.keys import sha256
 from fusekit.store.lockfile import Build, Lock, read_lock
 from fusekit.store.signature import Trust, generate
+from tests.store.collecting import DAY, use
 from tests.store.samples import files
 from tests.store.test_candidates import CU12, CU13, NAME, publish
 
@@ -136,10 +138,18 @@ def test_other_bytes_in_a_remote_or_the_store(cluster, tmp_path):
     node = Store(tmp_path / "node")
     report = sync(node, lock, cluster.remotes, WELLFORMED)
     assert len(report.missing) == 1
-    assert "another cubin than it lists" in report.problems[0]
+    assert f"another cubin than {lock.path} lists" in report.problems[0]
     assert node.find_entry(cluster.first.key) is None
-    with pytest.raises(IntegrityError, match="another cubin"):
-        sync(cluster.store, lock, {}, WELLFORMED)
+    spoiled = Store(tmp_path / "spoiled")
+    cubin = b"another" + cluster.store.load(cluster.first.key)[1]
+    other = dataclasses.replace(cluster.first, cubin_sha256=sha256(cubin), cubin_bytes=len(cubin))
+    spoiled.publish(other, cubin)
+    spoiled.publish_name(dataclasses.replace(cluster.store.find_name(NAME, "sm_90a"), key=cluster.first.key))
+    with pytest.raises(IntegrityError, match=f"another cubin .*: `fusekit rm {NAME}`, then `fusekit sync`"):
+        sync(spoiled, cluster.lock, cluster.remotes, WELLFORMED)
+    use(spoiled, other, DAY)
+    spoiled.discard({(NAME, "sm_90a")})
+    assert sync(spoiled, cluster.lock, cluster.remotes, WELLFORMED).missing == []
 
 
 def test_an_older_lock_is_refused(cluster, tmp_path):
