@@ -79,7 +79,7 @@ class Experts:
 def random_tensor(name: str, shape: tuple[int, ...], dtype: str, options: Options, seed: int) -> BlockTensor:
     """The tensor `name` of a layer. Projections are scaled so that what they give has a spread of about 1."""
     count, seed = min(BLOCK, max(int(np.prod(shape)), 1)), seed + sum(name.encode())
-    depth = {"w1": options.hidden, "shared_w1": options.hidden, "router": options.hidden,
+    depth = {"w1": options.hidden, "shared_w1": options.hidden, "router": options.hidden, "shared_gate": options.hidden,
              "w2": options.intermediate, "shared_w2": options.shared}.get(name)  # fmt: skip
     if dtype == "f32" and (name == "router" or not depth):
         spread = {"expert_bias": 0.25, "router": (3.0 / options.hidden) ** 0.5 / RMS}.get(name, 1.0)

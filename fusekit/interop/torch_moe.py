@@ -279,6 +279,7 @@ def default_names(layer: Layer) -> dict[str, str]:
     known |= {"router": f"{router}.weight", "router_bias": f"{router}.bias"}
     known |= {"expert_bias": "gate.e_score_correction_bias"}
     known |= {"shared_w1": f"shared_experts.{first}.weight", "shared_w2": "shared_experts.down_proj.weight"}
+    known |= {"shared_gate": "shared_expert_gate.weight"}
     there = {*operator.parameters, *({"expert_bias"} & set(operator.inputs))}
     return {name: path for name, path in known.items() if name in there}
 

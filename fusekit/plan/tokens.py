@@ -288,6 +288,31 @@ _ROWS = (
         ),
     ),
     TokenOperation(
+        "moe-gate",
+        PERMUTATION,
+        "fusekit.kernels.permutation.gate:MoeGate",
+        (
+            TokenOperand("x", INPUT, "dtype", "T H", "The tokens."),
+            TokenOperand("w", INPUT, "dtype", "1 H", "The gate's weights."),
+            TokenOperand("y", OUTPUT, "f32", "T", "The factor of each token, sigmoid(x . w)."),
+        ),
+    ),
+    TokenOperation(
+        "moe-gate-bwd",
+        PERMUTATION,
+        "fusekit.kernels.permutation.gate:MoeGateBackward",
+        (
+            TokenOperand("grad_y", INPUT, "f32", "T", "The gradient of the factors."),
+            TokenOperand("scale", INPUT, "f32", "T", "The factors, as moe-gate gave them."),
+            TokenOperand("w", INPUT, "dtype", "1 H", "The gate's weights."),
+            TokenOperand("addend", INPUT, "dtype", "T H", "Added to the gradient of x, before it is rounded."),
+            TokenOperand("grad_logits", OUTPUT, "f32", "T", "The gradient of x . w, for moe-bias-bwd as row_scale."),
+            TokenOperand("token", OUTPUT, "i32", "T", "0, 1, 2, ..., for moe-bias-bwd."),
+            TokenOperand("offsets", OUTPUT, "i32", "1", "T, for moe-bias-bwd."),
+            TokenOperand("dx", OUTPUT, "dtype", "T H", "The gradient of x, and the addend."),
+        ),
+    ),
+    TokenOperation(
         "moe-zero",
         PERMUTATION,
         "fusekit.kernels.permutation.zero:MoeZero",

@@ -6,7 +6,8 @@
     a[m] = activation(z[m])
     o[m] = a[m] . w2[e]^T + b2[e]
     y[t] = sum over the choices of t of r[m] o[m]             r: the choice's weight with `scale = "output"`, else 1
-           + activation(x[t] . shared_w1^T) . shared_w2^T     the shared expert, which sees every token
+           + g[t] activation(x[t] . shared_w1^T) . shared_w2^T     the shared expert, which sees every token
+    g[t] = sigmoid(x[t] . shared_gate), or 1 without it
 
 No row is dropped. The choice itself has no gradient; the weights have one, through the logits. With `aux`, the logits
 have a second: that of the load-balancing loss, coefficient X / (K T^2) sum over t and e of counts[e] scores[t, e], in
@@ -134,8 +135,8 @@ def forward(
     """y [T, H], the load-balancing loss (0 without `aux`), and what `backward` takes.
 
     x [T, H]. tensors, by name: router [X, H]; w1 [X, N, H], N = 2I for a gated activation; w2 [X, H, I]; and, each
-    optional: router_bias [X], expert_bias [X] (of the choice alone), b1 [X, N], b2 [X, H], shared_w1 [S, H] and
-    shared_w2 [H, J]. choices: indices and weights [T, K] instead of the router's.
+    optional: router_bias [X], expert_bias [X] (of the choice alone), b1 [X, N], b2 [X, H], shared_w1 [S, H],
+    shared_w2 [H, J] and shared_gate [1, H]. choices: indices and weights [T, K] instead of the router's.
     """
     logits = x @ tensors["router"].T + tensors.get("router_bias", 0.0)
     given = {"logits": logits, "expert_bias": tensors.get("expert_bias")}
@@ -154,7 +155,7 @@ def forward(
     y = _by_token(out_of * o, kept)
     if "shared_w1" in tensors:
         w1, w2 = (f.weights(tensors[name]) for name in ("shared_w1", "shared_w2"))
-        y += f.rows(_activated(layer, f.rows(x) @ w1.T)) @ w2.T
+        y += _gate(tensors, x) * (f.rows(_activated(layer, f.rows(x) @ w1.T)) @ w2.T)
     return y, _aux_loss(layer, kept), Kept(x, logits, indices, weights, kept.offsets, token, kept.inverse, z)
 
 
@@ -259,13 +260,25 @@ def _shared_gradient(layer: Layer, tensors: Tensors, x: Array, grad_y: Array, gr
     f, every = layer.factors, [slice(0, len(x))]
     w1, w2 = (f.weights(tensors[name]) for name in ("shared_w1", "shared_w2"))
     a, slopes = activations.derivative(layer.activation, layer.glu_layout, f.rows(x) @ w1.T)
-    grad_z = _by_slopes(layer, f.rows(grad_y) @ w2, slopes)
+    grad_a, gate = f.rows(grad_y) @ w2, _gate(tensors, x)
+    grad_z = _by_slopes(layer, gate * grad_a, slopes)
     gradients |= {
         "shared_w1": f.tokens(grad_z, every).T @ f.tokens(x, every, bool(layer.squares)),
-        "shared_w2": f.tokens(grad_y, every).T @ f.tokens(a, every, bool(layer.squares)),
+        "shared_w2": f.tokens(grad_y, every).T @ f.tokens(gate * a, every, bool(layer.squares)),
     }
     result: Array = f.rows(grad_z) @ w1
+    if "shared_gate" in tensors:
+        grad_logit = (grad_a * a).sum(axis=1, keepdims=True) * gate * (1 - gate)
+        gradients["shared_gate"] = grad_logit.T @ x
+        result += grad_logit * tensors["shared_gate"]
     return result
+
+
+def _gate(tensors: Tensors, x: Array) -> Any:
+    """[T, 1]: the factor of the shared expert's rows, 1 without a gate."""
+    if "shared_gate" not in tensors:
+        return 1.0
+    return permutation.gate(x, tensors["shared_gate"])[:, None]
 
 
 def _loss_factor(layer: Layer, kept: Kept) -> Array:

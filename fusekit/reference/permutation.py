@@ -112,6 +112,13 @@ def bias_gradient(grad_y: Array, token: Array, row_scale: Array, offsets: Array)
     return total, size
 
 
+def gate(x: Array, w: Array) -> Array:
+    """[T]: sigmoid(x . w) of each token of x [T, H]; w [1, H]."""
+    with np.errstate(over="ignore"):
+        factors: Array = 1 / (1 + np.exp(-(x @ w[0])))
+    return factors
+
+
 def split(w: Array, terms: int) -> Array:
     """uint16[terms * T, H]: bf16 terms of float32 numbers [T, H], each of what the ones before have left."""
     parts, rest = [], np.asarray(w, np.float32)
@@ -147,6 +154,8 @@ def permutation_inputs(
     if keys["op"] == "router-sum":
         inputs = {"x": rng.standard_normal((T, keys["terms"] * keys["experts"]), np.float32)}
         return inputs | ({"bias": rng.standard_normal(experts, np.float32)} if keys["bias"] else {})
+    if keys["op"] in ("moe-gate", "moe-gate-bwd"):
+        return _gate_inputs(keys, T, H, seed)
     if keys["op"] == "moe-zero":
         ends = np.sort(rng.integers(0, T - T // 4 + 1, GROUPS))
         return {"offsets": ends.astype(np.int32)}
@@ -205,6 +214,8 @@ def permutation_check(
         longest = np.diff(inputs["offsets"], prepend=0).max()
         # Of n terms of either sign, one after the other, rounding leaves 2**-24 sqrt(n) of the sum.
         return [_measure("grad_bias", outputs["grad_bias"], "f32", *sums, 2.0**-24 * float(np.sqrt(longest)))], []
+    if keys["op"] in ("moe-gate", "moe-gate-bwd"):
+        return _check_gate(keys, inputs, outputs)
     if keys["op"] == "moe-zero":
         return [], _check_zero(inputs["offsets"], outputs["y"])
     if keys["op"] == "router-split":
@@ -239,6 +250,46 @@ def _wide(keys: Mapping[str, Any], array: Array) -> Array:
 def _measure(name: str, got: Array, dtype: str, want: Array, size: Array, least: float = 0.0) -> Measurement:
     limit = 2.0**-8 if dtype == "bf16" else max(ARITHMETIC, least)
     return measure(name, got, Expected(dtype, np.arange(len(got)), want, size * ARITHMETIC, limit=limit))
+
+
+def _gate_inputs(keys: Mapping[str, Any], tokens: int, hidden: int, seed: int) -> dict[str, Array]:
+    """Products have a spread of about 1."""
+    rng = np.random.default_rng(seed)
+
+    def numbers(rows: int, spread: float = 1.0) -> Array:
+        array = (spread * rng.standard_normal((rows, hidden))).astype(np.float32)
+        return encode(array, "bf16") if keys["dtype"] == "bf16" else array
+
+    w = numbers(1, hidden**-0.5)
+    if keys["op"] == "moe-gate":
+        return {"x": numbers(tokens), "w": w}
+    factors = {"grad_y": rng.standard_normal(tokens, np.float32), "scale": rng.random(tokens, np.float32)}
+    return {**factors, "w": w, "addend": numbers(tokens)}
+
+
+def _check_gate(
+    keys: Mapping[str, Any], inputs: Mapping[str, Any], outputs: Mapping[str, Array]
+) -> tuple[list[Measurement], list[str]]:
+    w = _wide(keys, inputs["w"])
+    if keys["op"] == "moe-gate":
+        x = _wide(keys, inputs["x"])
+        with np.errstate(invalid="ignore"):
+            size = (np.abs(x) @ np.abs(w[0]) + 1)[:, None]  # of what rounding moves the factor by, at most
+            return [_measure("y", outputs["y"][:, None], "f32", gate(x, w)[:, None], size)], []
+    scale = inputs["scale"].astype(np.float64)
+    gradient = inputs["grad_y"] * scale * (1 - scale)
+    addend = _wide(keys, inputs["addend"])
+    dx = addend + gradient[:, None] * w
+    size = np.abs(addend) + np.abs(gradient[:, None] * w)
+    measured = [
+        _measure(
+            "grad_logits", outputs["grad_logits"][:, None], "f32", gradient[:, None], np.abs(inputs["grad_y"])[:, None]
+        ),
+        _measure("dx", outputs["dx"], keys["dtype"], dx, size),
+    ]  # fmt: skip
+    rows = np.arange(len(scale), dtype=np.int32)
+    problems = [] if np.array_equal(outputs["token"], rows) else ["token: it does not count the rows"]
+    return measured, problems + ([] if outputs["offsets"].tolist() == [len(rows)] else ["offsets: it is not T"])
 
 
 def _check_zero(offsets: Array, y: Array) -> list[str]:

@@ -131,14 +131,14 @@ def product(keys: Keys, given: Given) -> Results:
                 z[own] += bias if dense else bias[group]
     kind = keys.get("activation", {"kind": "identity"})["kind"]
     layout = keys.get("glu_layout", "none")
+    scale = given["row_scale"][:, None] if keys.get("row_scale") else np.ones((len(z), 1))
     if kind == "identity":
-        return {"y": z}
+        return {"y": z * scale}
     if not kind.startswith("d"):
-        return {"y": activations.activate(Activation(**keys["activation"]), layout, z), "preactivation": z}
+        return {"y": activations.activate(Activation(**keys["activation"]), layout, z) * scale, "preactivation": z}
     da, saved = z, given["preactivation"]
     act = Activation(**{**keys["activation"], "kind": kind[1:]})
     a, slopes = activations.derivative(act, layout, saved)
-    scale = given["row_scale"][:, None] if keys.get("row_scale") else np.ones((len(da), 1))
     back = da * scale
     dz = back * slopes[0] if len(slopes) == 1 else layouts.join(back * slopes[0], back * slopes[1], layout)
     result = {"dz": dz, "y": a * scale, "dprob": (da * a).sum(axis=1)}
@@ -310,6 +310,16 @@ def bias_bwd(keys: Keys, given: Given, dims: Dims) -> Results:
     return {"grad_bias": permutation.bias_gradient(*(given[name] for name in GRAD_BIAS))[0]}
 
 
+def gate(keys: Keys, given: Given, dims: Dims) -> Results:
+    return {"y": permutation.gate(given["x"], given["w"])}
+
+
+def gate_bwd(keys: Keys, given: Given, dims: Dims) -> Results:
+    gradient = given["grad_y"] * given["scale"] * (1 - given["scale"])
+    rows = {"token": np.arange(dims["T"]), "offsets": np.array([dims["T"]])}
+    return {"grad_logits": gradient, "dx": given["addend"] + gradient[:, None] * given["w"], **rows}
+
+
 def split(keys: Keys, given: Given, dims: Dims) -> Results:
     """The last term is all that is left, so that their sum is exact in float64, too."""
     result, rest = [], given["w"]
@@ -355,7 +365,8 @@ def loss_factor(keys: Keys, given: Given) -> float:
 OPERATIONS = {
     "dense-gemm": gemm, "grouped-gemm": gemm, "dense-wgrad": wgrad, "grouped-wgrad": wgrad, "router-topk": topk,
     "router-topk-bwd": topk_bwd, "moe-index": index, "moe-permute": permute, "moe-permute-bwd": permute_bwd,
-    "moe-unpermute": unpermute, "moe-weights-bwd": weights_bwd, "moe-bias-bwd": bias_bwd, "router-aux-score": aux_score,
+    "moe-unpermute": unpermute, "moe-weights-bwd": weights_bwd, "moe-bias-bwd": bias_bwd, "moe-gate": gate,
+    "moe-gate-bwd": gate_bwd, "router-aux-score": aux_score,
     "router-aux-score-bwd": aux_score_bwd, "moe-aux-loss": aux_loss, "moe-aux-loss-bwd": aux_loss_bwd,
     "router-split": split, "router-sum": summed, "quantise": quantise,
 }  # fmt: skip

@@ -60,10 +60,7 @@ def _qwen_moe(fields: Fields, *, expert_size: str, normalised: bool = False, sha
     sparse = [layer for layer in range(total) if layer not in alone and (layer + 1) % step == 0]
     mlps = [mlp_of(fields, "experts", size, weights=STACKED, layers=layer_count(len(sparse), total))]
     if shared and (width := fields.size("shared_expert_intermediate_size", minimum=0)):
-        mlps.append(mlp_of(fields, "shared", width, layers=layer_count(len(sparse), total), apart=True))
-        fields.notes.append(
-            "the shared expert's output is multiplied by sigmoid(x . shared_expert_gate), which is not covered"
-        )
+        mlps.append(mlp_of(fields, "shared", width, layers=layer_count(len(sparse), total), scaled=True))
     if len(sparse) < total:
         width = fields.size("intermediate_size")
         mlps.append(mlp_of(fields, "dense", width, layers=layer_count(total - len(sparse), total)))

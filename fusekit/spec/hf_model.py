@@ -46,8 +46,7 @@ class Mlp:
 
     role: "experts", "shared" (experts that every token goes through) or "dense". activation: a spec's table; None
     where fusekit has no such activation, and `why` then says so. weights: where w1 and w2 are in the checkpoint.
-    layers: which layers have it. apart: whether something is done to its output before it is added to that of the
-    routed experts.
+    layers: which layers have it. scaled: whether sigmoid(x . gate) multiplies its output.
     """
 
     role: str
@@ -59,7 +58,7 @@ class Mlp:
     weights: str = SEPARATE
     layers: str = "every layer"
     why: str = ""
-    apart: bool = False
+    scaled: bool = False
 
     @property
     def b_major(self) -> str:

@@ -41,7 +41,7 @@ def _joins(model: Model, shared: Mlp, request: Request) -> bool:
     """Whether the shared experts are a part of the layer of the routed ones."""
     routed = next(mlp for mlp in model.mlps if mlp.role == "experts")
     alike = (shared.activation, shared.glu_layout) == (routed.activation, routed.glu_layout)
-    return alike and not shared.apart and not shared.bias and request.ranks == 1
+    return alike and not shared.bias and request.ranks == 1
 
 
 def _title(model: Model, mlp: Mlp) -> str:
@@ -81,6 +81,7 @@ def _experts(
     keys |= {"experts": sizes.groups, "topk": topk, "router": routing}
     if shared is not None:
         keys["shared"] = shared.intermediate
+        keys |= {"shared_gate": True} if shared.scaled else {}
     text = "y[T, H] from x[T, H]"
     if given:
         text += ", indices[T, K] and weights[T, K]"
@@ -95,6 +96,7 @@ def _experts(
         text += f". The load-balancing loss takes its coefficient, here {router.aux_loss:g}, at launch"
     if shared is not None:
         text += f". Of the shared experts, {shared.weights}"
+        text += "; shared_gate[1, H] is shared_expert_gate.weight" if shared.scaled else ""
     what = "experts" if given else "router and experts"
     summary = f"One layer, {_passes(request)}: {what}{', and the shared experts' if shared is not None else ''}"
     why = mlp.why or ("" if shared is None else shared.why)

@@ -131,6 +131,8 @@ class _SpecWriter:
         if router is None:
             return
         apart = request.ranks > 1
+        if apart and any(mlp.scaled for mlp in model.mlps):
+            yield "the shared expert's output is multiplied by sigmoid(x . shared_expert_gate): not covered over ranks"
         if router.bias and apart:
             yield "the router's linear layer has a bias; its logits x . Wr^T + b are not covered"
         if router.aux_loss and router.aux_note and not router.why and request.training:

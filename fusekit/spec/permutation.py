@@ -15,6 +15,7 @@ PERMUTE_BACKWARD, UNPERMUTE_BACKWARD = "moe-permute-bwd", "moe-unpermute-bwd"
 BACKWARDS = (PERMUTE_BACKWARD, UNPERMUTE_BACKWARD)
 WEIGHTS_BACKWARD, BIAS_BACKWARD = "moe-weights-bwd", "moe-bias-bwd"
 SPLIT, SUM, ZERO = "router-split", "router-sum", "moe-zero"
+GATE, GATE_BACKWARD = "moe-gate", "moe-gate-bwd"
 INDEX_WARPS = 32
 VECTOR_BYTES = 16
 MOST_ADDENDS = 2
@@ -61,6 +62,7 @@ PERMUTATION_FIELDS = {
     **dict.fromkeys(BACKWARDS, _ROWS),
     WEIGHTS_BACKWARD: (*_HEAD, TOPK, _EXPERTS, _ADDEND, _WARPS, PROBLEM),
     BIAS_BACKWARD: (*_HEAD, TOPK, _EXPERTS, DTYPE, _WARPS, _MOVED),
+    **dict.fromkeys((GATE, GATE_BACKWARD), (*_HEAD, DTYPE, _WARPS, _MOVED)),
     ZERO: (*_HEAD, ZERO_DTYPE, _WARPS, _MOVED),
     SPLIT: (*_HEAD, _TERMS, _WARPS, _MOVED),
     SUM: (*_HEAD, _EXPERTS, _TERMS, _BIAS, _WARPS, PROBLEM),

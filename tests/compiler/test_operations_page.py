@@ -73,6 +73,8 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
         'out = "mxfp8"\ntranspose = true\n',
         'out = "amax"\nrht_amax = true\n',
     ],
+    "moe-gate": [""],
+    "moe-gate-bwd": [""],
     "moe-zero": [""],
     "router-split": [""],
     "router-sum": ["experts = 16\nbias = true\n"],

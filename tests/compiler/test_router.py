@@ -105,6 +105,9 @@ KERNELS = {
         GRAD_BIAS,
         2 * 32 * 4,
     ),
+    "gate": ('op = "moe-gate"', "x w y", 0),
+    "gate-f32": ('op = "moe-gate"\ndtype = "f32"\nwarps = 1', "x w y", 0),
+    "gate-bwd": ('op = "moe-gate-bwd"', "grad_y scale w addend grad_logits token offsets dx", 0),
     "zero": ('op = "moe-zero"', "offsets y", 0),
     "split": ('op = "router-split"', "w terms", 0),
     "split-one-warp": ('op = "router-split"\nterms = 1\nwarps = 1', "w terms", 0),
@@ -157,7 +160,9 @@ def test_the_record(built):
     cluster = spec.op in ("moe-aux-loss", "moe-index")  # work of a fixed number of blocks, which write without tokens
     assert launch["block"] == [1024 if cluster else 32 * spec.warps, 1, 1]
     assert launch["cluster"] == [8 if cluster else 1, 1, 1]
-    assert launch["skip_if_zero"] == ([] if cluster or spec.op in ("moe-check", "moe-bias-bwd") else ["T"])
+    assert launch["skip_if_zero"] == (
+        [] if cluster or spec.op in ("moe-check", "moe-bias-bwd", "moe-gate-bwd") else ["T"]
+    )
     assert compiled.proof["launches"] >= 64
     largest = "largest E" if spec.op == "moe-check" else "largest T"
     assert {"smallest", "next to smallest", largest} <= set(compiled.proof["edges"])

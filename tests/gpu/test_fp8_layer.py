@@ -24,6 +24,7 @@ NAMES = (
     "gpt-oss",
     "interleaved",
     "deepseek",
+    "qwen3-next",
     "llama4",
     "choices",
     "mlp",

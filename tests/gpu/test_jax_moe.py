@@ -31,7 +31,7 @@ def usable():
 
 
 @pytest.mark.parametrize("flags", FLAGS)
-@pytest.mark.parametrize("layer", ["qwen3", "gpt-oss", "deepseek", "choices", "router-f32"])
+@pytest.mark.parametrize("layer", ["qwen3", "gpt-oss", "deepseek", "qwen3-next", "choices", "router-f32"])
 def test_layer(opened, usable, layer, flags):
     name = f"layers/{layer}"
     try:

@@ -19,8 +19,8 @@ from fusekit.library import Library  # noqa: E402
 from tests.interop import plain_torch  # noqa: E402
 
 NAMES = (
-    "qwen3", "gpt-oss", "mixtral", "deepseek", "llama4", "logits", "choices", "recompute", "gradients-f32", "plain",
-    "router-f32", "mlp",
+    "qwen3", "gpt-oss", "mixtral", "deepseek", "qwen3-next", "llama4", "logits", "choices", "recompute",
+    "gradients-f32", "plain", "router-f32", "mlp",
 )  # fmt: skip
 COEFFICIENT = 0.02
 # Relative Frobenius error against float64: bf16 rounds z, a, o and y, and in the gradients also dz; one rounding is

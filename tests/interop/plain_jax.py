@@ -44,7 +44,8 @@ def experts(options, x, p, more):
     o = jnp.einsum("tei,ehi->teh", activate(options, z), p["w2"]) + p.get("b2", 0)
     y = jnp.einsum("teh,te->th", o, out_of)
     if options.shared:
-        y += mlp(options, x, p["shared_w1"], p["shared_w2"])
+        gate = jax.nn.sigmoid(x @ p["shared_gate"].T) if options.shared_gate else 1
+        y += gate * mlp(options, x, p["shared_w1"], p["shared_w2"])
     if not r["aux_loss"]:
         return y
     scores = jax.nn.softmax(logits) if r["score_function"] == "softmax" else normalised(score(r, logits))

@@ -30,7 +30,8 @@ def forward(o, t, x, *, indices=None, weights=None, logits=None, coefficient=0.0
             y = y.index_add(0, token, weight * _expert(o, t, rows, expert))
     if o.shared:
         shared = {"w1": t["shared_w1"][None], "w2": t["shared_w2"][None]}
-        y = y + _expert(o, shared, x, 0, major="k")
+        rows = _expert(o, shared, x, 0, major="k")
+        y = y + (rows * torch.sigmoid(functional.linear(x, t["shared_gate"])) if o.shared_gate else rows)
     return y, loss
 
 

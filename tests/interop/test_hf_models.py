@@ -23,6 +23,8 @@ SIZES = {
     "dtype": "bfloat16",
 }
 DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "norm_topk_prob": True}
+QWEN = {"num_experts": 8, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64, "norm_topk_prob": True}
+ONE_SHARED = {"shared_expert.": "shared_experts."}
 # model type: the block's class, the config's other fields, names of the checkpoint that are others in the module
 BLOCKS = {
     "deepseek_v3": ("DeepseekV3MoE", DEEPSEEK | {"n_group": 4, "topk_group": 1, "routed_scaling_factor": 2.5}, {}),
@@ -44,6 +46,9 @@ BLOCKS = {
     "lfm2_moe": ("Lfm2MoeSparseMoeBlock", {
         "num_experts": 8, "num_experts_per_tok": 2, "use_expert_bias": True, "norm_topk_prob": True,
     }, {"expert_bias": "gate.e_score_correction_bias"}),
+    "qwen2_moe": ("Qwen2MoeSparseMoeBlock", QWEN | {"norm_topk_prob": False}, ONE_SHARED),
+    "qwen3_next": ("Qwen3NextSparseMoeBlock", QWEN, ONE_SHARED),
+    "qwen3_5_moe_text": ("Qwen3_5MoeSparseMoeBlock", QWEN, ONE_SHARED),
     "qwen3_moe": ("Qwen3MoeSparseMoeBlock", {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False}, {}),
 }  # fmt: skip
 
@@ -53,8 +58,9 @@ BLOCKS = {
 def test_the_layer_computes_the_models_block(model_type):
     name, more, renamed = BLOCKS[model_type]
     values = {key: value for key, value in (SIZES | more).items() if value is not None}
-    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    configs = importlib.import_module(f"transformers.models.{model_type}.configuration_{model_type}")
+    folder = model_type.removesuffix("_text")
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    configs = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
     config_class = next(each for each in vars(configs).values() if getattr(each, "model_type", None) == model_type)
     config = config_class(**values)
     config._experts_implementation = "eager"

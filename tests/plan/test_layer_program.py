@@ -25,6 +25,8 @@ CASES = {
     "deepseek": {"shared": J, "router": {"score_function": "sigmoid", "expert_bias": True, "num_groups": 4,
                                          "group_topk": 3, "scaling_factor": 2.5, "aux_loss": True}},
     "router-f32": {"router": {"bias": True, "weight_dtype": "f32"}},
+    "qwen2-moe": {"shared": J, "shared_gate": True, "router": {"pre_softmax": True}},
+    "recompute-gate": {"keep": "x", "shared": J, "shared_gate": True, "activation": {"kind": "silu"}},
     "llama4": {"shared": J, "router": {"score_function": "sigmoid", "scale": "input"}},
     "llama4-choices": {"router": {"scale": "input", "input": "choices"}},
     "recompute": {"keep": "x", "bias": True, "shared": J},
@@ -47,6 +49,7 @@ CASES = {
     "fp8-llama4-squares": {"recipe": "fp8-block", **WIDE, "x_blocks": "128x128", "keep": "x",
                            "router": {"scale": "input"}},
     "fp8-mlp-squares": {"recipe": "fp8-block", **WIDE, "kind": "mlp", "x_blocks": "128x128"},
+    "fp8-gate": {"recipe": "fp8-block", **WIDE, "shared": 64, "shared_gate": True},
     "fp8-masters": {"recipe": "fp8-block", **WIDE, "shared": 64, "weight_dtype": "f32"},
     "fp8-interleaved": {"recipe": "fp8-block", **WIDE, "glu_layout": "interleaved"},
     "fp8-mlp": {"recipe": "fp8-block", **WIDE, "kind": "mlp"},
@@ -258,8 +261,9 @@ def test_every_key_of_a_gemm_is_known_to_keep_a_rows_bits_or_pins_its_variant(na
     gemms = {part: keys for part, keys in parts.items() if OPERATIONS[keys["op"]].gemm}
     for part, keys in gemms.items():
         assert set(keys) - SAME_BITS == ({"dprob"} if pinned(keys) else set()), part
-    by_output = options(**CASES[name]).router.get("scale") == "output"
-    assert [part for part, keys in gemms.items() if pinned(keys)] == (["fc2-dgrad"] if by_output else [])
+    o = options(**CASES[name])
+    wanted = ["shared-fc2-dgrad"] * o.shared_gate + ["fc2-dgrad"] * (o.router.get("scale") == "output")
+    assert [part for part, keys in gemms.items() if pinned(keys)] == wanted
     # What works token by token has one variant, whatever the tokens.
     assert not any("warps" in keys or "tile" in keys for keys in parts.values())
 

@@ -17,7 +17,7 @@ TYPES = {"f32": np.float32, "i32": np.int32, "bf16": np.uint16}
 
 
 def spec_of(op, **keys):
-    keys = ({} if op.startswith("router-") or op == "moe-zero" else {"topk": 2}) | keys
+    keys = ({} if op.startswith("router-") or op in ("moe-zero", "moe-gate", "moe-gate-bwd") else {"topk": 2}) | keys
     lines = "\n".join(f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}".replace("'", '"')
                       for key, value in keys.items())  # fmt: skip
     (spec,) = parse_text(f'schema = 1\n[[kernel]]\nname = "k"\narch = "sm_90a"\nop = "{op}"\n{lines}\n', "s")
@@ -81,7 +81,8 @@ def test_the_backward_of_unpermute_is_the_derivative():
         ("moe-unpermute", {}), ("moe-unpermute", {"addends": 1}), ("moe-unpermute-bwd", {}),
         ("moe-weights-bwd", {"experts": 5}),
         ("moe-weights-bwd", {"experts": 5, "addend": True}), ("moe-bias-bwd", {"experts": 5}),
-        ("moe-zero", {}), ("router-split", {}), ("router-sum", {"experts": 5, "bias": True}),
+        ("moe-zero", {}), ("moe-gate", {}), ("moe-gate-bwd", {}), ("router-split", {}),
+        ("router-sum", {"experts": 5, "bias": True}),
         ("moe-index", {"experts": 5, "tokens": True, "bounded": True}),
     ],
 )  # fmt: skip

@@ -55,6 +55,7 @@ def test_the_memory_is_what_the_page_says(name):
         want = 2 * rows * width * stays + 4 * tokens * o.experts * (given == "x") + 4 * tokens * o.topk + 4 * o.experts
         want += 8 * tokens * o.topk * (given != "choices") + 4 * rows + 4 * rows * (o.router["scale"] != "input")
         want += 2 * tokens * o.sides * o.shared * stays + 4 * o.experts * o.router["aux_loss"]
+        want += 4 * tokens * o.shared_gate
     kept = [buffer for buffer in layer_program.buffers.values() if buffer.place == "kept"]
     assert sum(buffer.bytes(layer_program.dims(tokens)) for buffer in kept) == want
 
@@ -67,7 +68,7 @@ def test_the_memory_of_a_rank_is_what_the_page_says(name):
     want = 2 * rows * o.sides * o.intermediate * (o.keep == "z") + 4 * rows + 4 * rows * (o.router["scale"] != "input")
     want += 4 * slots * o.topk + 4 * o.local + 4 * tokens * o.experts * (given == "x")
     want += 8 * tokens * o.topk * (given != "choices") + 4 * o.experts * o.router["aux_loss"]
-    want += 2 * tokens * o.sides * o.shared * (o.keep == "z")
+    want += 2 * tokens * o.sides * o.shared * (o.keep == "z") + 4 * tokens * o.shared_gate
     kept = [buffer for buffer in layer_program.buffers.values() if buffer.place == "kept"]
     assert sum(buffer.bytes(layer_program.dims(tokens)) for buffer in kept) == want
     sizes, row, choices = window_sizes(layer_program, o), 2 * slots * o.hidden, 4 * slots * o.topk

@@ -166,7 +166,8 @@ def test_hostile_words_stay_in_comments():
 SHARED = {"deepseek-v3": 2048, "deepseek-v2": 3072, "glm-4.5": 1536, "kimi-k2": 2048, "llama-4-maverick": 8192,
           "granite-4.0-h-tiny": 1024, "ernie-4.5-21b": 3072, "nemotron-3-nano-30b": 3712, "glm-4.7-flash": 1536,
           "glm-5": 2048, "deepseek-v4-flash": 2048, "mistral-small-4": 2048, "ling-mini-2.0": 512, "hunyuan-a13b": 3072,
-          "dots.llm1": 2816, "kimi-linear-48b-a3b": 1024}  # fmt: skip
+          "dots.llm1": 2816, "kimi-linear-48b-a3b": 1024, "qwen2-57b-a14b": 20480, "qwen1.5-moe-a2.7b": 5632,
+          "qwen3.5-35b-a3b": 512}  # fmt: skip
 LAYERS = {
     "nemotron-3-nano-30b": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.5},
     "gpt-oss-20b": {"bias": True, "aux_loss": True},

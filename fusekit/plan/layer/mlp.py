@@ -12,8 +12,11 @@ if TYPE_CHECKING:
     from fusekit.plan.layer.passes import Passes
 
 
-def mlp(p: Passes, prefix: str, width: int, y: str, dx: str) -> None:
-    """y of x, and dx of dy; both are arguments where the MLP is the layer, whose prefix is ""."""
+def mlp(p: Passes, prefix: str, width: int, y: str, dx: str, *, scale: str = "", grad_scale: str = "") -> None:
+    """y of x, and dx of dy; both are arguments where the MLP is the layer, whose prefix is "".
+
+    scale: a buffer with a factor of each row of y; grad_scale: one for its gradient.
+    """
     o, place = p.options, SCRATCH if prefix else ARGUMENT
     major = "k" if prefix else o.b_major
     bias = o.bias and not prefix
@@ -34,12 +37,17 @@ def mlp(p: Passes, prefix: str, width: int, y: str, dx: str) -> None:
     p.first(f"{part}fc1", first, {**given.reads, **b1}, between, z)
     given = p.factors.product(BOTH, between, w2, major)
     second = {**p.gemm("dense-gemm", h, width, bias=bias), **given.keys}
-    p.step(BOTH, f"{part}fc2", second, {**given.reads, **b2}, {"y": y})
+    scaled = {"row_scale": scale} if scale else {}
+    if scale:
+        second["row_scale"] = True
+        p.buffer(grad_scale, "T", dtype="f32")
+    p.step(BOTH, f"{part}fc2", second, {**given.reads, **b2, **scaled}, {"y": y})
     given = p.factors.product(DGRAD, dy, w2, major, backward=True) | p.factors.gradient(back, between)
     keys = p.gemm("dense-gemm", width, h, recompute=True, dbias=bias)
-    writes = {**given.writes, **({"dbias": "db1"} if bias else {})}
+    keys |= {"row_scale": True, "dprob": True} if scale else {}
+    writes = {**given.writes, **({"dbias": "db1"} if bias else {}), **({"dprob": grad_scale} if scale else {})}
     p.step(DGRAD, f"{part}fc2-dgrad", {**keys, **p.activation("d"), **given.keys},
-              {**given.reads, "preactivation": z}, writes)  # fmt: skip
+              {**given.reads, "preactivation": z, **scaled}, writes)  # fmt: skip
     given = p.factors.product(DGRAD, back, w1, major, backward=True)
     keys = {**p.gemm("dense-gemm", h, n), **given.keys}
     p.step(DGRAD, f"{part}fc1-dgrad", keys, given.reads, {"y": dx})

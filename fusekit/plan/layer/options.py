@@ -72,6 +72,7 @@ class Options:
     x_blocks: str = ROWS
     weight_dtype: str = ""
     overlap: bool = False
+    shared_gate: bool = False
 
     @property
     def weights(self) -> str:
@@ -135,6 +136,8 @@ def layer_fields(activation: tuple[Field, ...], dtypes: tuple[str, ...]) -> tupl
             choices=("k", "n"), default="k"),
         Field("shared", "int",
             "J, the columns of a shared expert, which sees every token; 0: there is none.", default=0),
+        Field("shared_gate", "bool", "The shared expert's rows are multiplied by sigmoid(x . shared_gate), "
+            "shared_gate [1, H].", default=False),
         Field("keep", "choice", 'What stays for the backward pass besides x and the choices: "z", the first '
             'projection\'s result; "x", nothing: z is computed once more; or "none", for inference alone: there is no '
             "backward pass, and none of its kernels.", choices=("z", "x", NOTHING), default="z"),
@@ -174,7 +177,7 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
     router["weight_dtype"] = router["weight_dtype"] or values["dtype"]
     weights = values["weight_dtype"] or values["dtype"]
     plain = ("name", "kind", "dtype", "hidden", "intermediate", "bias", "b_major", "shared", "keep", "accumulate",
-             "ranks", "recipe", "x_blocks", "overlap")  # fmt: skip
+             "ranks", "recipe", "x_blocks", "overlap", "shared_gate")  # fmt: skip
     return Options(
         file=file,
         **{field: values[field] for field in plain},
@@ -229,6 +232,8 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
         for field, unsaid in {"experts": 0, "topk": 0, "shared": 0, "router": {}, "ranks": 1}.items():
             if getattr(options, field) != unsaid:
                 yield field, getattr(options, field), 'of kind = "moe" alone; leave it out'
+    if options.shared_gate and not options.shared:
+        yield "shared_gate", True, "there is no shared expert; say shared, its columns, or leave it out"
     if options.overlap and options.recipe != NONE:
         yield "overlap", True, "FP8 operands are quantised from rows that are all there; leave recipe or overlap out"
     if options.overlap and options.ranks == 1:

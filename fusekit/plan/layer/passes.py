@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from fusekit.plan.layer.factors import Plain, Rows, factors
+from fusekit.plan.layer.gate import GRAD_SCALE, SCALE, gate, gate_backward
 from fusekit.plan.layer.logits import logits, rounded
 from fusekit.plan.layer.memory import SCRATCH
 from fusekit.plan.layer.mlp import mlp
@@ -189,7 +190,12 @@ class Experts:
         if self.router["aux_loss"]:
             self.loss()
         if o.shared:
-            mlp(p, "shared_", o.shared, "shared_y", "shared_dx")
+            if o.shared_gate:
+                gate(p)
+                mlp(p, "shared_", o.shared, "shared_y", "shared_rows_dx", scale=SCALE, grad_scale=GRAD_SCALE)
+                gate_backward(p, "shared_rows_dx", "shared_dx")
+            else:
+                mlp(p, "shared_", o.shared, "shared_y", "shared_dx")
         self.parameters()
         self.forward()
         if not o.trained:
