@@ -112,7 +112,7 @@ FRAMEWORKS = {
         "fusekit/bench/torch_router.py",
     },
     "transformers": {"fusekit/interop/transformers.py"},
-    "jax": {"fusekit/interop/jax.py", "fusekit/interop/jax_ranks.py"},
+    "jax": {f"fusekit/interop/{name}.py" for name in ("jax", "jax_calls", "jax_ragged", "jax_ranks")},
 }
 
 # Imported inside functions only: loading them costs more than all the rest, or they may be absent.
