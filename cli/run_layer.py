@@ -83,7 +83,7 @@ def _time(library: Library, layer: Layer, tokens: int, seed: int, device: int | 
 
 
 def _memory(trial: Any) -> dict[str, int]:
-    sizes = ("kept", "scratch", "forward", "inference", "backward", "codes")
+    sizes = ("kept", "scratch", "forward", "inference", "backward", "fp8_weights")
     return {name: getattr(trial.sizes, name) for name in sizes}
 
 
@@ -99,5 +99,5 @@ def _print(document: dict[str, Any]) -> None:
         what = "both, one graph" if which == "both" else which
         click.echo(f"  {what}: {rates(timing)}, host {timing['host_us']:.2f} us")
     memory = document["memory"]
-    weights = f", FP8 weights {output.size(memory['codes'])}" if memory["codes"] else ""
+    weights = f", FP8 weights {output.size(memory['fp8_weights'])}" if memory["fp8_weights"] else ""
     click.echo(f"  kept {output.size(memory['kept'])}, scratch {output.size(memory['scratch'])}{weights}")

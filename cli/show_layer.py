@@ -75,10 +75,10 @@ def _memory(options: Options, plan: Program) -> dict[str, Any]:
 
     dims = plan.dims(options.tokens)
     scratch = {which: plan.most_scratch(which, options.tokens) for which in plan.steps if which != QUANTISE}
-    codes = sum(buffer.bytes(dims) for buffer in plan.arguments(QUANTISE)[1].values())
+    fp8 = sum(buffer.bytes(dims) for buffer in plan.arguments(QUANTISE)[1].values())
     places, kept = plan.kept(dims)
     parts = {name: plan.buffers[name].bytes(dims) for name in places}
-    return {"tokens": options.tokens, "kept": kept, "kept_buffers": parts, "scratch": scratch, "codes": codes}
+    return {"tokens": options.tokens, "kept": kept, "kept_buffers": parts, "scratch": scratch, "fp8_weights": fp8}
 
 
 def text(session: Session, document: Mapping[str, Any]) -> None:
@@ -124,8 +124,8 @@ def text(session: Session, document: Mapping[str, Any]) -> None:
             click.echo(f"  scratch, {which:<18} {output.size(size)}")
     for name, size in memory["windows"].items():
         click.echo(f"  window {name:<20} {output.size(size)}, shared by layers of the same size")
-    if memory["codes"]:
-        click.echo(f"  FP8 weights                 {output.size(memory['codes'])}")
+    if memory["fp8_weights"]:
+        click.echo(f"  FP8 weights                 {output.size(memory['fp8_weights'])}")
     click.echo()
     kernels = [(row["name"], row["arch"], row["op"], row["registers"], row["key"][:12]) for row in document["kernels"]]
     output.table(

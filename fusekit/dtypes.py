@@ -111,7 +111,7 @@ ROWS = (
           tensor_map="UINT64", map_code=4, number=4, argument=1, integer=2, map=1),
     DType("bool", 8, BOOL, "bool", typestr="b1", dlpack=(6, 8, 1), xla=1, cutlass="Boolean", c="uint8_t",
           tensor_map="UINT8"),
-    # 8-bit codes and scales, and two 4-bit codes in a byte. Tensor maps copy them as bytes.
+    # FP8 values and scales, and two 4-bit values in a byte. Tensor maps copy them as bytes.
     DType("e4m3", 8, FLOAT, "float8_e4m3fn", dlpack=(10, 8, 1), xla=20, cutlass="Float8E4M3FN", c="uint8_t",
           tensor_map="UINT8", number=16, significand=4, lowest=-6, max=448.0, argument=2),
     DType("e5m2", 8, FLOAT, "float8_e5m2", dlpack=(12, 8, 1), xla=19, cutlass="Float8E5M2", c="uint8_t",
@@ -120,7 +120,7 @@ ROWS = (
           tensor_map="UINT8", number=18, significand=1, lowest=-127, max=2.0**127, argument=2),
     DType("e2m1x2", 8, FLOAT, "float4_e2m1fn_x2", packed=2, dlpack=(17, 4, 2), cutlass="Float4E2M1FN", c="uint8_t",
           tensor_map="UINT8", number=19, significand=2, lowest=0, max=6.0, argument=2),
-    # What a tensor map alone knows: float32 read as TF32, and 4- and 6-bit codes that it unpacks.
+    # What a tensor map alone knows: float32 read as TF32, and 4- and 6-bit values that it unpacks.
     DType("tf32", 32, FLOAT, cutlass="TFloat32", tensor_map="TFLOAT32", map_code=7 | 1 << 9, number=11, map=2),
     DType("u4_align8", 4, UNSIGNED, tensor_map="16U4_ALIGN8B", map_code=11, number=13, map=2),
     DType("u4_align16", 4, UNSIGNED, tensor_map="16U4_ALIGN16B", map_code=12, number=14, map=2),

@@ -18,6 +18,7 @@ PHRASES = {
     r"(?-i:\bVerbs:)": "Commands:",
     r"\bmade[- ]up\b": "random (inputs), forged (files), or made for the test",
     r"\b8-bit factors?\b": "FP8 operands",
+    r"\b([48]-bit|fp8|mx) codes\b|\bas codes\b|\b(mx|y|dz|dispatch|permute)[-_]codes\b": "FP8 values, FP8 output",
     r"\bis no JSON\b": "is not valid JSON",
     r"\bmoved on\b": "now point to new builds",
     r"\bleft to you\b": "not covered",

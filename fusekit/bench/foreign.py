@@ -245,10 +245,10 @@ def numbers(dtype: str, nbytes: int, seed: int) -> NDArray[Any]:
         return bits((count,), dtype, seed)
     if row.bits > 16:
         return rng.uniform(0.25, 1.0, count).astype(row.array)
-    codes = rng.integers(0, 256, count, np.uint8)
+    fp8 = rng.integers(0, 256, count, np.uint8)
     if row.packed > 1:  # every code is a number
-        return codes
+        return fp8
     # A sign, an exponent a little below 1, any mantissa; scales have neither sign nor mantissa, and are 1.
     fraction = row.significand - 1
     kept = 0x80 | (1 << fraction) - 1 if fraction else 0
-    return (codes & np.uint8(kept)) | np.uint8(-row.lowest << fraction)
+    return (fp8 & np.uint8(kept)) | np.uint8(-row.lowest << fraction)

@@ -99,16 +99,16 @@ class LayerTrial:
         self.sizes = layer.sizes(tokens)
         dims = layer.program.dims(tokens)
         self._dims = dims
-        self.codes = layer.outputs(QUANTISE)
+        self.fp8 = layer.outputs(QUANTISE)
         inputs = layer.inputs(QUANTISE) | layer.inputs(FORWARD) | layer.inputs(BACKWARD)
-        inputs = {name: buffer for name, buffer in inputs.items() if name not in self.codes}
+        inputs = {name: buffer for name, buffer in inputs.items() if name not in self.fp8}
         added = _added(layer)
         try:
             self._make(inputs, seed)
             for name, buffer in inputs.items():
                 self._place(name, buffer.extents(dims), buffer.dtype, guard=0)
                 self.tensors[name].place(self.arrays[name])
-            for name, buffer in (self.codes | self.outputs).items():
+            for name, buffer in (self.fp8 | self.outputs).items():
                 self._place(name, buffer.extents(dims), buffer.dtype)
                 if name in added:
                     self.tensors[name] = random_tensor(name, buffer.extents(dims), buffer.dtype, self.options, seed)
@@ -192,7 +192,7 @@ class LayerTrial:
 
     def quantise(self) -> None:
         """Quantises the weights if the layer has a recipe, and waits."""
-        if self.codes:
+        if self.fp8:
             with own_stream(self.devices, self.device) as stream:
                 self.bind(QUANTISE)(stream)
                 self._wait(stream)
@@ -203,9 +203,9 @@ class LayerTrial:
         self.quantise()
         bound: dict[str, Run] = {which: self.bind(which) for which in self.passes}
         graph = Replay(self.devices, [*bound.values()], len(bound), stream)
-        codes: dict[str, Run] = {QUANTISE: self.bind(QUANTISE)} if self.codes else {}
+        fp8: dict[str, Run] = {QUANTISE: self.bind(QUANTISE)} if self.fp8 else {}
         try:
-            yield {**bound, BOTH: graph, **codes}
+            yield {**bound, BOTH: graph, **fp8}
         finally:
             graph.close()
 
@@ -234,7 +234,7 @@ class LayerTrial:
                 errors[name] = self._sums(name, expected, problems)
             else:
                 errors[name] = self._compare(name, self._download(name), expected, problems)
-        for name in ("kept", "scratch", *self.codes):
+        for name in ("kept", "scratch", *self.fp8):
             problems += written_around(name, self.arrays[name])
         worst = max((errors[name] / _limit(name, self.options) for name in errors), default=0.0)
         figures = {"fro": max(errors.values(), default=0.0), "max_scaled": worst}

@@ -12,7 +12,7 @@ from fusekit.plan.quantise import SQUARE
 from fusekit.reference import quantise_check, quantise_inputs, quantise_output_shapes
 from fusekit.runtime import Kernel
 
-CODES = "e4m3"
+E4M3 = "e4m3"
 DEFAULT = {"E": 4, "M": 4096, "K": 2880}  # where a spec has no problem
 
 
@@ -33,9 +33,9 @@ class QuantiseTrial(Trial):
         self.outputs = quantise_output_shapes(spec, M=count, K=columns, E=groups)
         elements = (groups if spec["blocks"] == SQUARE else 1) * count * columns
         read = sum(value.nbytes for value in self.inputs.values())
-        codes = elements * sum(dtype == CODES for _, dtype in self.outputs.values())
-        more = ((int(np.prod(shape)), dtype) for shape, dtype in self.outputs.values() if dtype != CODES)
-        self.work = Work(flops=0, bytes=read + codes + sum(size * DTYPES[dtype].bytes for size, dtype in more))
+        fp8 = elements * sum(dtype == E4M3 for _, dtype in self.outputs.values())
+        more = ((int(np.prod(shape)), dtype) for shape, dtype in self.outputs.values() if dtype != E4M3)
+        self.work = Work(flops=0, bytes=read + fp8 + sum(size * DTYPES[dtype].bytes for size, dtype in more))
         self._place_all()
 
     def check(self) -> Verdict:

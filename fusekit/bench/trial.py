@@ -25,7 +25,7 @@ from fusekit.reference import (
     output_shapes,
     poisoned,
 )
-from fusekit.reference.codes import coded, largest_shapes
+from fusekit.reference.fp8 import coded, largest_shapes
 from fusekit.reference.meaning import meaning
 from fusekit.runtime import DeviceArray, Kernel
 
@@ -143,11 +143,11 @@ class Trial:
         problems: list[str] = []
         assert isinstance(self.inputs, Inputs)
         means = meaning(self.kernel.spec)
-        codes = {name for result in coded(means) for name in result.outputs} | largest_shapes(means, 1).keys()
-        outputs, around = self.fetch(codes)
-        outputs |= {name: self._fetch(name, problems) for name in self.outputs.keys() - codes}
+        fp8 = {name for result in coded(means) for name in result.outputs} | largest_shapes(means, 1).keys()
+        outputs, around = self.fetch(fp8)
+        outputs |= {name: self._fetch(name, problems) for name in self.outputs.keys() - fp8}
         problems += around
-        problems += coded_check(self.kernel.spec, self.inputs, outputs, BLOCKS) if codes else []
+        problems += coded_check(self.kernel.spec, self.inputs, outputs, BLOCKS) if fp8 else []
         return Verdict.of(compare(self.kernel.spec, self.problem, self.inputs, outputs), problems)
 
     def fetch(self, names: Iterable[str] | None = None) -> tuple[dict[str, np.ndarray[Any, Any]], list[str]]:

@@ -45,7 +45,7 @@ from fusekit.plan.operations import OPERATIONS, Operation
 SIZES = 16  # group sizes that represent all
 FETCH = 5.0  # products, for each element that a tile fetches into shared memory, and again for each that it has from L2
 EPILOGUE = 90.0  # elements of the reduction that take as long as a cooperative main loop's epilogue
-CODES_EPILOGUE = 500.0  # the same with FP8 operands
+FP8_EPILOGUE = 500.0  # the same with FP8 operands
 SAVED = 90.0  # as many more where it stores the pre-activation, with 16-bit operands
 BACKWARD = 300.0  # as many more where it takes a gradient through an activation
 DEPTH = 4096  # the reduction of a problem that does not give it
@@ -129,7 +129,7 @@ def _epilogue(spec: Mapping[str, Any]) -> float:
     """What the epilogue adds to a tile's time, in elements of the reduction."""
     if spec.get("mainloop") != "cooperative":
         return 0.0
-    cost = CODES_EPILOGUE
+    cost = FP8_EPILOGUE
     if spec.get("quant", "none") == "none":
         cost = EPILOGUE + (SAVED if spec.get("save_preactivation") else 0.0)
     return cost + (BACKWARD if is_backward(spec.get("activation", {}).get("kind")) else 0.0)

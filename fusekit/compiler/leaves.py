@@ -46,7 +46,7 @@ class Leaf:
     @property
     def packed(self) -> int:
         """Elements in one of the record's."""
-        return codes_in_one(self.fake)
+        return values_in_one(self.fake)
 
     @property
     def contiguous(self) -> int:
@@ -195,14 +195,14 @@ def member(value: Any, part: str | int) -> Any:
     return value[part] if isinstance(part, int) else getattr(value, part)
 
 
-def codes_in_one(tensor: Any) -> int:
+def values_in_one(tensor: Any) -> int:
     """How many elements of a traced tensor one of the record's holds: a byte has two 4-bit values."""
     return 2 if tensor.element_type.width == 4 else 1
 
 
 def bytes_of(tensor: Any) -> int:
     """Bytes of one of the record's elements, of a traced tensor: a truth value has one bit, and lies in a byte."""
-    return max(codes_in_one(tensor) * int(tensor.element_type.width) // 8, 1)
+    return max(values_in_one(tensor) * int(tensor.element_type.width) // 8, 1)
 
 
 def _dtype(name: str, element: Any) -> str:

@@ -136,13 +136,13 @@ def _calls(
 ) -> Callable[..., Any]:
     """The function that `moe` returns. run: the passes on every input by name, with a derivative."""
     layer = placed.layer
-    weights, codes = layer.inputs(_QUANTISE), layer.outputs(_QUANTISE)
-    inputs = {arg_name: buffer for arg_name, buffer in _inputs(layer).items() if arg_name not in codes}
+    weights, fp8 = layer.inputs(_QUANTISE), layer.outputs(_QUANTISE)
+    inputs = {arg_name: buffer for arg_name, buffer in _inputs(layer).items() if arg_name not in fp8}
 
     def coded(params: Mapping[str, Any]) -> Arrays:
-        if not codes:
+        if not fp8:
             return {}
-        return passes[_QUANTISE]({each: jax.lax.stop_gradient(params[each]) for each in weights}, codes)
+        return passes[_QUANTISE]({each: jax.lax.stop_gradient(params[each]) for each in weights}, fp8)
 
     def quantise(params: Mapping[str, Any]) -> Arrays:
         """The weights among `params`, quantised, by name."""
@@ -150,7 +150,7 @@ def _calls(
         return coded(params)
 
     def call(x: Any, params: Mapping[str, Any], **more: Any) -> Any:
-        held = {arg_name: params[arg_name] for arg_name in codes if arg_name in params}
+        held = {arg_name: params[arg_name] for arg_name in fp8 if arg_name in params}
         given = {arg_name: array for arg_name, array in params.items() if arg_name not in held}
         given = _arguments(layer, name, inputs, {"x": x, **given, **more})
         placed.load(given["x"].shape[0])  # not in a handler: XLA may be capturing then

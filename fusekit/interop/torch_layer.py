@@ -44,7 +44,7 @@ class Operator:
     """The passes of `layer` in PyTorch. Make one with `operator_of`.
 
     inputs: of the forward pass, x first; with a recipe also the quantised weights of both passes.
-    parameters: the weights and biases among them. weights, codes: inputs and outputs of the operator NAME_quantise.
+    parameters: the weights and biases among them. weights, fp8: inputs and outputs of the operator NAME_quantise.
     summed: parameters whose gradients are added to a float32 tensor of the caller's. loss: whether there is a
     load-balancing loss. cluster_margin: of forward and backward passes. in_place: of backward passes.
     """
@@ -52,8 +52,8 @@ class Operator:
     def __init__(self, layer: Layer, name: str, cluster_margin: int | None = None, in_place: bool = False) -> None:
         program, self.cluster_margin, self.in_place = layer.program, cluster_margin, in_place
         self.layer, self.dtype = layer, DTYPES[layer.options.dtype]
-        self.weights, self.codes = tuple(layer.inputs("quantise")), tuple(layer.outputs("quantise"))
-        self.inputs = tuple(dict.fromkeys(("x", *layer.inputs("forward"), *self.weights, *self.codes)))
+        self.weights, self.fp8 = tuple(layer.inputs("quantise")), tuple(layer.outputs("quantise"))
+        self.inputs = tuple(dict.fromkeys(("x", *layer.inputs("forward"), *self.weights, *self.fp8)))
         self.gradients = {name: f"d{name}" for name in self.inputs if f"d{name}" in layer.outputs("backward")}
         others = ("x", "logits", "weights")
         self.parameters = tuple(name for name in self.inputs if f"d{name}" in program.buffers and name not in others)
@@ -84,9 +84,9 @@ class Operator:
             lambda *given: self._results(self._checked(self.inputs, given), given[-1]),
             (self._gradients, self._set_up),
         )  # fmt: skip
-        if self.codes:
+        if self.fp8:
             quantise = f"{NAMESPACE}::{name}{_QUANTISE}"
-            fake = lambda *weights: self._new_codes(self._checked(self.weights, weights))  # noqa: E731
+            fake = lambda *weights: self._new_fp8(self._checked(self.weights, weights))  # noqa: E731
             define(quantise, self._quantise_schema(), self._run_quantise, fake)
 
     def __deepcopy__(self, memo: Any) -> Operator:
@@ -98,8 +98,8 @@ class Operator:
 
         Nothing is kept where no gradient can be asked for.
         """
-        if self.codes and self.codes[0] not in tensors:
-            tensors = {**tensors, **quantised(self.name, self.weights, self.codes, tensors)}
+        if self.fp8 and self.fp8[0] not in tensors:
+            tensors = {**tensors, **quantised(self.name, self.weights, self.fp8, tensors)}
         results = launch(self.name, [tensors[name] for name in self.inputs], sums)
         return (results[0], results[1].reshape(())) if self.loss else results[0]
 
@@ -170,20 +170,20 @@ class Operator:
 
     def _quantise_schema(self) -> str:
         given = ", ".join(f"Tensor {name}" for name in self.weights)
-        return f"({given}) -> ({', '.join(['Tensor'] * len(self.codes))})"
+        return f"({given}) -> ({', '.join(['Tensor'] * len(self.fp8))})"
 
-    def _new_codes(self, like: Any) -> tuple[Any, ...]:
+    def _new_fp8(self, like: Any) -> tuple[Any, ...]:
         buffers, device = self.layer.program.buffers, like.device
         return tuple(
             torch.empty(buffers[name].extents({}), dtype=DTYPES[buffers[name].dtype], device=device)
-            for name in self.codes
+            for name in self.fp8
         )
 
     def _run_quantise(self, *weights: Any) -> tuple[Any, ...]:
         given = dict(zip(self.weights, map(_dense, weights), strict=True))
-        codes = self._new_codes(weights[0])
-        self.layer.quantise(**given, **dict(zip(self.codes, codes, strict=True)), stream=_stream(weights[0]))
-        return codes
+        fp8 = self._new_fp8(weights[0])
+        self.layer.quantise(**given, **dict(zip(self.fp8, fp8, strict=True)), stream=_stream(weights[0]))
+        return fp8
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -403,10 +403,10 @@ def _is_plain(tensors: Sequence[Any]) -> bool:
     ) and all(type(tensor) in _PLAIN for tensor in tensors)
 
 
-def quantised(name: str, weights: Sequence[str], codes: Sequence[str], tensors: Mapping[str, Any]) -> dict[str, Any]:
+def quantised(name: str, weights: Sequence[str], names: Sequence[str], tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The quantised weights by name, for the forward operator of that name. torch.compile follows this."""
     fp8 = op_of(f"{name}{_QUANTISE}")(*(tensors[weight].detach() for weight in weights))
-    return dict(zip(codes, fp8, strict=True))
+    return dict(zip(names, fp8, strict=True))
 
 
 def operator_of(layer: Layer, cluster_margin: int | None = None, in_place: bool = False) -> Operator:

@@ -103,7 +103,7 @@ class MoE(nn.Module):  # type: ignore[misc]
             _place(self, path, nn.Parameter(tensor, requires_grad=layer.options.trained) if trained else tensor)
         for _, parameter in expert_parameters(self):
             parameter.allreduce = False  # as Megatron marks them
-        self._codes: dict[str, Any] = {}
+        self._fp8: dict[str, Any] = {}
         self._coded: list[tuple[int, int]] = []  # what they are of
         self._sources: list[Any] = []  # weak references to those tensors: another may come to the same address
         self.reset_parameters()
@@ -180,7 +180,7 @@ class MoE(nn.Module):  # type: ignore[misc]
             If the layer has no recipe.
         """
         operator = self.operator
-        if not operator.codes:
+        if not operator.fp8:
             raise ArgumentError(f"{self.layer.name} has no recipe, so there is nothing to quantise")
         tensors = {name: _at(self, self.names[name]) for name in operator.weights}
         self._coded = _versions(tensors.values()) if hold else []
@@ -189,11 +189,11 @@ class MoE(nn.Module):  # type: ignore[misc]
             _watch()
             _HOLDERS.add(self)
         tensors = operator.cast(tensors, everything=True)
-        self._codes = quantised(operator.name, operator.weights, operator.codes, tensors) if hold else {}
+        self._fp8 = quantised(operator.name, operator.weights, operator.fp8, tensors) if hold else {}
 
     def _held(self) -> dict[str, Any]:
         """The FP8 weights that `quantise` holds."""
-        if self._codes and not torch.compiler.is_compiling():
+        if self._fp8 and not torch.compiler.is_compiling():
             tensors = [_at(self, self.names[name]) for name in self.operator.weights]
             same = all(each() is tensor for each, tensor in zip(self._sources, tensors, strict=True))
             if not same or _versions(tensors) != self._coded:
@@ -201,7 +201,7 @@ class MoE(nn.Module):  # type: ignore[misc]
                     f"the weights of {self.layer.name} have changed since quantise(); call quantise() again, or"
                     " quantise(hold=False), with which each call quantises them"
                 )
-        return self._codes
+        return self._fp8
 
     def extra_repr(self) -> str:
         """The text in a print of the module."""

@@ -134,7 +134,7 @@ def backend(
             layer = opened[0].layer(layer_for(opened[0], layers, wanted, key[0].__name__))
             operator, buffers = operator_of(layer, in_place=in_place), layer.program.buffers
             types = tuple(buffers[name].dtype for name in operator.inputs)
-            known[key] = operator.name, operator.inputs, types, operator.summed, operator.weights, operator.codes
+            known[key] = operator.name, operator.inputs, types, operator.summed, operator.weights, operator.fp8
         return known[key]
 
     def experts(module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
@@ -152,7 +152,7 @@ def backend(
         numbers = [_text(getattr(module, attribute, None)) for attribute in _NUMBERS]
         flags = module.has_gate, module.has_bias, module.is_transposed
         kinds = type(module), type(getattr(module, "act_fn", None))
-        name, inputs, types, summed, weights, codes = look_up(*kinds, dtype, weight_dtype, *shape, *flags, *numbers)
+        name, inputs, types, summed, weights, fp8 = look_up(*kinds, dtype, weight_dtype, *shape, *flags, *numbers)
         tensors = {"x": hidden_states, "indices": top_k_index.to(torch.int32), "weights": top_k_weights.float()}
         for argument, (gated, plain) in NAMES.items():
             if argument in inputs:
@@ -161,8 +161,8 @@ def backend(
             for argument, kind in zip(inputs, types, strict=True):
                 if argument in ("x", *NAMES):
                     tensors[argument] = tensors[argument].to(DTYPES[kind])
-        if codes:
-            tensors |= quantised(name, weights, codes, tensors)
+        if fp8:
+            tensors |= quantised(name, weights, fp8, tensors)
         sums = [main_grad(getattr(module, NAMES[weight][not module.has_gate]), weight) for weight in summed]
         return launch(name, [tensors[argument] for argument in inputs], sums)[0]
 

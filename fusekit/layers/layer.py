@@ -120,8 +120,8 @@ class Layer(Launching):
         forward, inference = (self.program.most_scratch(which, count) for which in (FORWARD, INFERENCE))
         backward = self.program.most_scratch(BACKWARD, count, asked, in_place=in_place)
         dims = self.program.dims(count)
-        codes = sum(buffer.bytes(dims) for buffer in self.outputs(QUANTISE).values())
-        return Sizes(self.program.kept(dims)[1], forward, inference, backward, codes=codes)
+        fp8 = sum(buffer.bytes(dims) for buffer in self.outputs(QUANTISE).values())
+        return Sizes(self.program.kept(dims)[1], forward, inference, backward, fp8_weights=fp8)
 
     def bind_forward(
         self, *, kept: Any = None, scratch: Any = None, cluster_margin: int | None = None,

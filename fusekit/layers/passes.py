@@ -24,7 +24,7 @@ class Sizes:
     """Bytes of memory that a layer needs.
 
     kept: from the forward to the backward pass. forward, inference, backward: scratch memory of each pass.
-    windows: IPC buffers of a layer over ranks by name; layers of the same size share them. codes: the outputs of
+    windows: IPC buffers of a layer over ranks by name; layers of the same size share them. fp8_weights: the outputs of
     `Layer.quantise`.
     """
 
@@ -33,7 +33,7 @@ class Sizes:
     inference: int
     backward: int
     windows: Mapping[str, int] = field(default_factory=dict)
-    codes: int = 0
+    fp8_weights: int = 0
 
     @property
     def scratch(self) -> int:

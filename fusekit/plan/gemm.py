@@ -279,13 +279,13 @@ class GemmPlan(Product):
         boxes = self.output_boxes
         if self.backward:
             z, outputs = self.z_boxes * self.sides, OUTPUT_BOXES if self.outputs_staged else 0
-            rest = outputs * box * self.arch.warp_rows * 2 + self.codes_bytes
+            rest = outputs * box * self.arch.warp_rows * 2 + self.fp8_bytes
             if self.turning:  # FP8 values of rows, and then the transpose of y, in one place
-                rest = max(self.tile[1] * self.arch.warp_rows * 2 * self.spec.operands["recompute"], self.codes_bytes)
+                rest = max(self.tile[1] * self.arch.warp_rows * 2 * self.spec.operands["recompute"], self.fp8_bytes)
             return z * box * self.arch.warp_rows * 2 + rest
         if not self.quant.wide and not self.has("preactivation"):
             boxes = 0
-        return max(boxes * box * self.arch.warp_rows * 2, self.codes_bytes)
+        return max(boxes * box * self.arch.warp_rows * 2, self.fp8_bytes)
 
     @property
     def output_boxes(self) -> int:
@@ -293,7 +293,7 @@ class GemmPlan(Product):
         return WGRAD_BOXES if self.wgrad and self.quant.coded_inputs else OUTPUT_BOXES
 
     @property
-    def codes_bytes(self) -> int:
+    def fp8_bytes(self) -> int:
         """Bytes of the FP8 values of a warp's rows: they replace its boxes, or follow those of a backward epilogue."""
         columns = self.sides * self.tile[1] if self.backward else self.out_tile_n
         return columns * self.arch.warp_rows if self.quant.coded else 0

@@ -16,7 +16,7 @@ NONE, TENSOR, ROW, BLOCK = "none", "fp8-tensor", "fp8-row", "fp8-block"
 RECIPES = (TENSOR, ROW, BLOCK)
 OUTPUTS = (BLOCK, MXFP8, AMAX)
 X_FORMATS = ("e4m3", "e5m2")
-W_FORMAT = CODES = "e4m3"
+W_FORMAT = E4M3 = "e4m3"
 ACCUMULATIONS = ("promoted", "fast")
 
 

@@ -58,7 +58,7 @@ def grouped(
     modes = import_module(f"{_GROUPED}.moe_utils").MoEWeightMode
     import cutlass
 
-    codes_out = precision == "mxfp8"
+    fp8_out = precision == "mxfp8"
     options = {
         "sf_vec_size": _precision(precision)[3],
         "acc_dtype": cutlass.Float32,
@@ -66,8 +66,8 @@ def grouped(
         "mma_tiler_mn": tuple(tile),
         "cluster_shape_mn": tuple(cluster),
         "vectorized_f32": True,
-        "generate_sfd": codes_out,
-        "discrete_col_sfd": codes_out,
+        "generate_sfd": fp8_out,
+        "discrete_col_sfd": fp8_out,
         "generate_c": True,
         "enable_bias": False,
         "expert_cnt": experts,
@@ -92,7 +92,7 @@ def wgrad(
     module = "moe_blockscaled_grouped_gemm_wgrad" if scaled else "moe_grouped_gemm_wgrad"
     name = "BlockScaledMoEGroupedGemmWgradKernel" if scaled else "MoEGroupedGemmWgradBF16Kernel"
     kernel_class = getattr(import_module(f"{_GROUPED}.wgrad.{module}"), name)
-    codes, scales, step, block = _precision(precision)
+    values, scales, step, block = _precision(precision)
     options = {
         "sf_vec_size": block, "acc_dtype": cutlass.Float32, "use_2cta_instrs": tile[0] == 256,
         "mma_tiler_mn": tuple(tile), "cluster_shape_mn": tuple(cluster), "accumulate_on_output": accumulate,
@@ -103,9 +103,9 @@ def wgrad(
     (stride,) = _strides(step)
     nvfp4 = precision == "nvfp4"
     fakes = {
-        "mat_a": _matrix(codes, rows, tokens, step),
-        # 4-bit FP8 values lie along the tokens in both.
-        "mat_b": _tensor(codes, (tokens, columns), (1, stride) if nvfp4 else (stride, 1)),
+        "mat_a": _matrix(values, rows, tokens, step),
+        # 4-bit values lie along the tokens in both.
+        "mat_b": _tensor(values, (tokens, columns), (1, stride) if nvfp4 else (stride, 1)),
         "scale_a": _flat(scales),
         "scale_b": _flat(scales),
         "global_scale_a": _vector("Float32", experts) if nvfp4 else None,
@@ -120,13 +120,13 @@ def wgrad(
 
 
 def nvfp4_quantise(k: int) -> Traced:
-    """FP8 values and scales of 16 of a bf16 matrix of k columns."""
+    """4-bit values and scales of 16 of a bf16 matrix of k columns."""
     module = import_module("cudnn.ops._nvfp4_block_scale_kernels")
     return traced(module.compile_nvfp4_block_scale_quantize, k=k)
 
 
 def nvfp4_dequantise(k: int) -> Traced:
-    """The matrix back from FP8 values and scales."""
+    """The matrix back from 4-bit values and scales."""
     module = import_module("cudnn.ops._nvfp4_block_scale_kernels")
     return traced(module.compile_nvfp4_block_scale_dequantize, k=k)
 
@@ -178,12 +178,12 @@ def dense_swiglu(
 def dense_amax(
     precision: str, tile: Sequence[int] = (256, 256), cluster: Sequence[int] = (2, 1), max_active_clusters: int = 74
 ) -> Traced:
-    """C = A B^T of block-scaled FP8 values, bf16, and the largest magnitude in C."""
+    """C = A B^T of block-scaled values, bf16, and the largest magnitude in C."""
     module = import_module(f"{_DENSE}.amax.dense_blockscaled_gemm_persistent_amax")
-    codes, scales, step, block = _precision(precision)
+    values, scales, step, block = _precision(precision)
     kernel = module.Sm100BlockScaledPersistentDenseGemmKernel(block, tuple(tile), tuple(cluster))
     m, n, k, batch = _extents(1, 8, 128, 1)
-    a, b = (_matrix(codes, rows, k, step, batch) for rows in (m, n))
+    a, b = (_matrix(values, rows, k, step, batch) for rows in (m, n))
     c, amax = _matrix("BFloat16", m, n, 8, batch), _tensor("Float32", (1, 1, 1), (1, 1, 1))
     return kernel, (a, b, _flat(scales), _flat(scales), c, amax, max_active_clusters, _stream()), {}
 
@@ -194,10 +194,10 @@ def _grouped_fakes(kind: str, precision: str, experts: int, weights: str, cluste
     from cutlass.cute.nvgpu import OperandMajorMode
     from cutlass.cute.runtime import make_ptr, nullptr
 
-    codes, scales, step, _ = _precision(precision)
+    values, scales, step, _ = _precision(precision)
     m, n, n2, k = _extents(256, 64, 32, 128)
     coded = precision == "mxfp8"
-    out = codes if coded else "BFloat16"
+    out = values if coded else "BFloat16"
     d_columns = n if kind in ("quant", "gemm", *_RANK_3) else n2
     c_columns = n2 if kind == "dglu" else n
 
@@ -208,8 +208,8 @@ def _grouped_fakes(kind: str, precision: str, experts: int, weights: str, cluste
     b_strides = _strides(step, step)
     amax = _tensor("Float32", (experts, 1), (1, 1))
     fakes = {
-        "a": _matrix(codes, m, k, step),
-        "b": per_expert() if discrete else _tensor(codes, (experts, n, k), (*b_strides, 1)),
+        "a": _matrix(values, m, k, step),
+        "b": per_expert() if discrete else _tensor(values, (experts, n, k), (*b_strides, 1)),
         "sfa": _flat(scales), "sfb": per_expert() if discrete else _flat(scales),
         "n": cutlass.Int32(0), "k": cutlass.Int32(0), "b_stride_size": cutlass.Int64(0),
         "b_major_mode": OperandMajorMode.K,
@@ -235,10 +235,10 @@ def _grouped_fakes(kind: str, precision: str, experts: int, weights: str, cluste
             "workspace_ptr": nullptr(dtype=cutlass.Uint8, assumed_align=128),
         }
     if kind in _RANK_3:
-        for name, element in (("a", codes), ("c", "BFloat16"), ("d", out), ("d_col", out)):
+        for name, element in (("a", values), ("c", "BFloat16"), ("d", out), ("d_col", out)):
             fakes[name] = _tensor(element, (*fakes[name].shape, 1), (*fakes[name].stride, 1))
         fakes |= {name: _tensor("Float32", (m, 1, 1), (1, 1, 1)) for name in ("prob", "dprob")}
-        fakes["b"] = _tensor(codes, (n, k, experts), (b_strides[0], 1, b_strides[1]))
+        fakes["b"] = _tensor(values, (n, k, experts), (b_strides[0], 1, b_strides[1]))
     if kind == "dglu" and precision == "nvfp4":
         fakes["amax_tensor"] = _tensor("Float32", (experts, 2, 1), (2, 1, 1))
     if kind == "dglu" and precision != "bf16":
@@ -249,7 +249,7 @@ def _grouped_fakes(kind: str, precision: str, experts: int, weights: str, cluste
 
 
 def _precision(name: str) -> tuple[str, str, int, int]:
-    """(DSL type of the FP8 values, of their scales, what strides are multiples of, FP8 values in a scale's block)."""
+    """(DSL type of the values, of their scales, what strides are multiples of, values in a scale's block)."""
     return {
         "mxfp8": ("Float8E4M3FN", "Float8E8M0FNU", 16, 32),
         "nvfp4": ("Float4E2M1FN", "Float8E4M3FN", 32, 16),

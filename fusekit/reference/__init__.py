@@ -3,8 +3,8 @@
 Runs anywhere NumPy does; a GPU's result is compared with it by ``check``. 16-bit tensors are uint16 bit patterns.
 """
 
-from fusekit.reference.coded import coded_outputs
 from fusekit.reference.formats import POISON, decode, encode, held, poisoned
+from fusekit.reference.fp8_output import coded_outputs
 from fusekit.reference.gemm import check, coded_check, expected, gemm
 from fusekit.reference.inputs import BY_GROUP, group_sizes, make_inputs, offsets_of, output_shapes
 from fusekit.reference.measure import Expected, Measurement, measure

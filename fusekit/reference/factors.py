@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusekit.plan.quant import SIDE, TENSOR
-from fusekit.reference.codes import decode
 from fusekit.reference.formats import Array, values
+from fusekit.reference.fp8 import decode
 from fusekit.reference.meaning import Meaning, need
 
 # Sums of FP8 products keep about 13 bits in a wgmma accumulator. In relative Frobenius norm that is 1.3e-4 where

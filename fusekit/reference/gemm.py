@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from fusekit.plan.operands import WGRAD
 from fusekit.reference import activations, backward, layouts, wgrad
-from fusekit.reference.coded import coded_faults, token_blocks, written
-from fusekit.reference.codes import coded
 from fusekit.reference.factors import limit as limit_of
 from fusekit.reference.formats import Array, poisoned
+from fusekit.reference.fp8 import coded
+from fusekit.reference.fp8_output import coded_faults, token_blocks, written
 from fusekit.reference.largest import largest
 from fusekit.reference.meaning import Meaning, group_ends, indices, meaning, need, row_groups
 from fusekit.reference.measure import Expected, Measurement, measure
@@ -133,7 +133,7 @@ def expected(
 def _results(
     spec: KernelSpec | Mapping[str, Any], inputs: Mapping[str, Any], rows: Chosen, columns: Chosen
 ) -> dict[str, Expected]:
-    """``expected``, and what is stored as codes alone."""
+    """``expected``, and what is stored as FP8 values alone."""
     means = meaning(spec)
     for twin in twins(means):
         if hasattr(twin, "factors"):

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from fusekit.plan.operands import WGRAD
 from fusekit.plan.quant import SIDE
-from fusekit.reference.codes import coded_shapes, largest_shapes, padded_starts
 from fusekit.reference.formats import RMS, Array, bits
+from fusekit.reference.fp8 import coded_shapes, largest_shapes, padded_starts
 from fusekit.reference.meaning import Meaning, meaning
 from fusekit.reference.operands import twins
 from fusekit.reference.operands.gather import tokens_of
@@ -116,7 +116,7 @@ def _wgrad_inputs(means: Meaning, shape: tuple[int, int, int], rows: int, seed: 
 
 
 def _turned(means: Meaning, shape: tuple[int, int, int], rows: int, seed: int, sizes: Sizes) -> dict[str, Any]:
-    """Codes of both factors with a column for each token, and a scale for 128 of them."""
+    """FP8 values of both factors with a column for each token, and a scale for 128 of them."""
     starts, ends = padded_starts(offsets_of(sizes)), offsets_of(sizes)
     room = max(-(-(rows + (SIDE - 1) * shape[0] * means.grouped) // SIDE), 1) * SIDE
     owned = np.zeros(room, dtype=bool)
@@ -126,11 +126,11 @@ def _turned(means: Meaning, shape: tuple[int, int, int], rows: int, seed: int, s
     spread = 2.0 ** -round(0.5 * float(np.log2(max(rows / shape[0], 1) * RMS**4)))
     for number, (name, dtype) in enumerate(zip(("dy", "x"), means.factors, strict=True), start=1):
         columns = shape[number]
-        codes = bits((columns, room), dtype, seed + number)
-        codes[:, ~owned] = 0
+        fp8 = bits((columns, room), dtype, seed + number)
+        fp8[:, ~owned] = 0
         scaled = -(-columns // SIDE) if name == "x" and means.quant.square else columns
         scales = rng.uniform(0.5, 1.5, (room // SIDE, scaled)) * (spread if name == "dy" else 1)
-        inputs |= {f"{name}_t": codes, f"{name}_ts": scales.astype(np.float32)}
+        inputs |= {f"{name}_t": fp8, f"{name}_ts": scales.astype(np.float32)}
     return inputs
 
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from fusekit.plan.quantise import AMAX
 from fusekit.reference import layouts
-from fusekit.reference.codes import largest_shapes
 from fusekit.reference.formats import Array
+from fusekit.reference.fp8 import largest_shapes
 from fusekit.reference.meaning import Meaning
 from fusekit.reference.quantise import quantise
 

@@ -33,10 +33,10 @@ from numpy.typing import NDArray
 from fusekit.plan.quant import NONE, SIDE
 from fusekit.plan.quantise import POW2
 from fusekit.reference import activations, layouts, permutation, router
-from fusekit.reference.codes import decode
 from fusekit.reference.formats import Array
 from fusekit.reference.formats import decode as numbers
 from fusekit.reference.formats import encode as bits
+from fusekit.reference.fp8 import decode
 from fusekit.reference.quantise import blocks
 from fusekit.spec import Activation
 
@@ -81,9 +81,9 @@ class Blocks(Factors):
 
 def worth(v: Array, down: int, across: int) -> Array:
     """v [R, C] rounded to bf16, quantised and dequantised, with a scale for each block of `down` by `across`."""
-    codes, scale = blocks(numbers(bits(v, "bf16"), "bf16"), down, across, POW2)
+    fp8, scale = blocks(numbers(bits(v, "bf16"), "bf16"), down, across, POW2)
     each = np.repeat(np.repeat(scale.astype(np.float64), down, axis=0), across, axis=1)
-    value: Array = decode(codes, "e4m3") * each[: v.shape[0], : v.shape[1]]
+    value: Array = decode(fp8, "e4m3") * each[: v.shape[0], : v.shape[1]]
     return value
 
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from fusekit.plan.quant import SIDE, Quant
 from fusekit.plan.quantise import MX_SIDE, MXFP8
-from fusekit.reference.codes import mx_shapes
 from fusekit.reference.formats import Array
+from fusekit.reference.fp8 import mx_shapes
 from fusekit.reference.quantise import quantise, swizzled
 
 BLOCKS = SIDE // MX_SIDE

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fusekit.reference.factors import ACCUMULATION as OF_CODES
+from fusekit.reference.factors import ACCUMULATION as OF_FP8
 from fusekit.reference.factors import w_values, x_values
 from fusekit.reference.formats import Array
 from fusekit.reference.meaning import Meaning, need
@@ -59,5 +59,5 @@ def product(
     for twin in twins(means):
         if hasattr(twin, "product"):
             twin.product(means, inputs, value, error, owner, columns)
-    error *= OF_CODES if means.quant.coded_inputs else ACCUMULATION
+    error *= OF_FP8 if means.quant.coded_inputs else ACCUMULATION
     return value, error

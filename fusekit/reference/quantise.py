@@ -25,10 +25,10 @@ from fusekit.plan.quantise import (
     SWIZZLED,
     WIDE,
 )  # fmt: skip
-from fusekit.reference.codes import encode, padded_starts
 from fusekit.reference.formats import Array, bits, held, poisoned, values
 from fusekit.reference.formats import decode as decode_bf16
 from fusekit.reference.formats import encode as encode_bf16
+from fusekit.reference.fp8 import encode, padded_starts
 from fusekit.reference.inputs import group_sizes, offsets_of
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def scale_of(a: NDArray[np.float32], rule: str) -> tuple[NDArray[np.float32], ND
 
 
 def blocks(v: NDArray[np.float32], down: int, across: int, rule: str) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Codes [R, C] of ``v`` [R, C], and the scale of each block of ``down`` x ``across``."""
+    """FP8 values [R, C] of ``v`` [R, C], and the scale of each block of ``down`` x ``across``."""
     rows, columns = v.shape
     tall, wide = -(-rows // down), -(-columns // across)
     padded = np.zeros((tall * down, wide * across), np.float32)
@@ -85,8 +85,8 @@ def quantise(spec: QuantiseSpec | Mapping[str, Any], inputs: Mapping[str, Any]) 
         there = (index >= 0) & (index < len(x))
         x = np.where(there[:, None], x[np.where(there, index, 0)] if len(x) else np.float32(0), np.float32(0))
     if keys["out"] == ROW:
-        codes, scale = blocks(x, 1, max(x.shape[1], 1), rule)
-        return {"x_q": codes, "x_s": scale[:, 0]}
+        fp8, scale = blocks(x, 1, max(x.shape[1], 1), rule)
+        return {"x_q": fp8, "x_s": scale[:, 0]}
     if keys["out"] == MXFP8:
         return _mx(keys, x)
     if keys["out"] == AMAX:
@@ -99,8 +99,8 @@ def quantise(spec: QuantiseSpec | Mapping[str, Any], inputs: Mapping[str, Any]) 
     shapes = quantise_output_shapes(keys, E=ends.size, M=rows, K=columns)
     wanted = {name: _ones(shape, dtype) for name, (shape, dtype) in shapes.items()}
     if keys["rows"]:
-        codes, scale = blocks(x[:last], 1, SIDE, rule)
-        wanted["x_q"][:last], wanted["x_s"][:, :last] = codes, scale.T
+        fp8, scale = blocks(x[:last], 1, SIDE, rule)
+        wanted["x_q"][:last], wanted["x_s"][:, :last] = fp8, scale.T
     if not keys["transpose"]:
         return wanted
     for group, end in enumerate(ends):
@@ -109,20 +109,20 @@ def quantise(spec: QuantiseSpec | Mapping[str, Any], inputs: Mapping[str, Any]) 
             start, stop = starts[group], max(starts[group + 1], starts[group] + SIDE)
             turned = np.zeros((columns, stop - start), np.float32)
             turned[:, : end - begin] = x[begin:end].T
-            codes, scale = blocks(turned, SIDE if keys["transpose_blocks"] == SQUARE else 1, SIDE, rule)
-            wanted["x_t"][:, start:stop] = codes
+            fp8, scale = blocks(turned, SIDE if keys["transpose_blocks"] == SQUARE else 1, SIDE, rule)
+            wanted["x_t"][:, start:stop] = fp8
             wanted["x_ts"][start // SIDE : stop // SIDE] = scale.T
     return wanted
 
 
 def _copies(keys: Mapping[str, Any], x: NDArray[np.float32], inverse: Array) -> dict[str, Array]:
-    """Codes of the rows of x, each at the rows of x_q that ``inverse`` [T, topk] names; x_q has as many as that."""
+    """FP8 values of rows of x, each at the rows of x_q that ``inverse`` [T, topk] names; x_q has as many as that."""
     shapes = quantise_output_shapes(keys, M=inverse.size, K=x.shape[1])
     wanted = {name: _ones(shape, dtype) for name, (shape, dtype) in shapes.items()}
-    codes, scale = blocks(x, 1, SIDE, keys["scales"])
+    fp8, scale = blocks(x, 1, SIDE, keys["scales"])
     token, choice = np.nonzero((inverse >= 0) & (inverse < inverse.size))
     rows = inverse[token, choice]
-    wanted["x_q"][rows], wanted["x_s"][:, rows] = codes[token], scale[token].T
+    wanted["x_q"][rows], wanted["x_s"][:, rows] = fp8[token], scale[token].T
     return wanted
 
 
@@ -135,10 +135,10 @@ def _numbers(keys: Mapping[str, Any], given: Any) -> NDArray[np.float32]:
 
 def _squares(keys: Mapping[str, Any], w: NDArray[np.float32]) -> dict[str, Array]:
     experts = [blocks(each, SIDE, SIDE, keys["scales"]) for each in w]
-    codes, scale = (np.stack(arrays) for arrays in zip(*experts, strict=True))
-    wanted = {"w_q": codes, "w_s": scale}
+    fp8, scale = (np.stack(arrays) for arrays in zip(*experts, strict=True))
+    wanted = {"w_q": fp8, "w_s": scale}
     if keys["transpose"]:
-        turned = {"w_t": codes, "w_ts": scale}
+        turned = {"w_t": fp8, "w_ts": scale}
         wanted |= {name: np.ascontiguousarray(array.transpose(0, 2, 1)) for name, array in turned.items()}
     return wanted
 
@@ -169,15 +169,15 @@ def _mx(keys: Mapping[str, Any], x: NDArray[np.float32]) -> dict[str, Array]:
     padded = np.zeros((-(-rows // SIDE) * SIDE, x.shape[1]), np.float32)
     padded[:rows] = x
     layout = swizzled if keys["scale_layout"] == SWIZZLED else None
-    codes, scale = mx_blocks(padded)
+    fp8, scale = mx_blocks(padded)
     if layout is None:
         scale[rows:] = 0xFF  # not written
-    wanted = {"x_q": codes[:rows], "x_s": layout(scale) if layout else scale}
+    wanted = {"x_q": fp8[:rows], "x_s": layout(scale) if layout else scale}
     if keys["transpose"]:
         wide = np.zeros((-(-x.shape[1] // SIDE) * SIDE, padded.shape[0]), np.float32)
         wide[: x.shape[1]] = padded.T
-        codes, scale = mx_blocks(wide)
-        wanted["x_t"] = np.ascontiguousarray(codes.T[:rows, : x.shape[1]])
+        fp8, scale = mx_blocks(wide)
+        wanted["x_t"] = np.ascontiguousarray(fp8.T[:rows, : x.shape[1]])
         wanted["x_ts"] = layout(scale) if layout else np.ascontiguousarray(scale.T)
     return wanted
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fusekit.reference import activations, codes, layouts, permutation, router
+from fusekit.reference import activations, fp8, layouts, permutation, router
 from fusekit.reference.formats import Array, decode, encode, held
 from fusekit.reference.quantise import blocks
 from fusekit.spec import Activation
@@ -69,9 +69,9 @@ class Wide(Mapping[str, Any]):
 
 
 def wide(array: Array, dtype: str) -> Array:
-    """float64 or int64; of codes what they are worth without their scales."""
+    """float64 or int64; of FP8 values what they are worth without their scales."""
     if dtype == CODED:
-        return codes.decode(array, dtype).astype(np.float64)
+        return fp8.decode(array, dtype).astype(np.float64)
     values = decode(array, dtype) if dtype in ("bf16", "fp16") else array
     return values.astype(np.int64 if values.dtype.kind in "iu" else np.float64)
 
@@ -79,7 +79,7 @@ def wide(array: Array, dtype: str) -> Array:
 def rounded(values: Array, dtype: str) -> Array:
     """float64 or int64 as a tensor of `dtype` holds them."""
     if dtype == CODED:
-        return codes.encode(values, dtype)
+        return fp8.encode(values, dtype)
     return encode(values, dtype) if dtype in ("bf16", "fp16") else values.astype(held(dtype))
 
 
@@ -108,10 +108,10 @@ def gemm(keys: Keys, given: Given, dims: Dims) -> Results:
     asked = keys.get("quant", "none")
     if asked != "none" and "out" in asked:
         for name in results.keys() & {"y", "dz"}:
-            results |= rows_of_codes(name, results[name])
+            results |= fp8_rows(name, results[name])
             if asked.get("transpose"):
                 columns = 128 if asked.get(f"{name}_blocks") == "128x128" else 1
-                results |= turned_codes(name, results[name], dims, given.get("offsets"), columns)
+                results |= fp8_turned(name, results[name], dims, given.get("offsets"), columns)
     return results
 
 
@@ -165,7 +165,7 @@ def wgrad(keys: Keys, given: Given, dims: Dims) -> Results:
         dy, x = (given[f"{name}_t"].T * token_scales(keys, given, name) for name in ("dy", "x"))
         if keys["op"] == "dense-wgrad":
             return {"dw": dy.T @ x}
-        sizes, starts = np.diff(given["offsets"], prepend=0), codes.padded_starts(given["offsets"])
+        sizes, starts = np.diff(given["offsets"], prepend=0), fp8.padded_starts(given["offsets"])
         owned = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
         return {"dw": by_group(dy, x, owned)}
     dy, x = chosen(keys, given, "dy"), chosen(keys, given, "x")
@@ -199,23 +199,23 @@ def quantise(keys: Keys, given: Given, dims: Dims) -> Results:
         token, choice = np.nonzero(given["inverse"] >= 0)
         x, rows = rows, np.full((dims["M"], rows.shape[1]), np.nan)
         rows[given["inverse"][token, choice]] = x[token]
-    result = rows_of_codes("x", rows) if keys["rows"] else {}
+    result = fp8_rows("x", rows) if keys["rows"] else {}
     if keys["transpose"]:
         columns = 128 if keys.get("transpose_blocks") == "128x128" else 1
-        result |= turned_codes("x", rows, dims, given["offsets"] if keys["groups"] else None, columns)
+        result |= fp8_turned("x", rows, dims, given["offsets"] if keys["groups"] else None, columns)
     return result
 
 
-def rows_of_codes(name: str, rows: Array) -> Results:
+def fp8_rows(name: str, rows: Array) -> Results:
     q, s = coded(rows, 1, 128)
     return {f"{name}_q": q, f"{name}_s": s.T}
 
 
-def turned_codes(name: str, rows: Array, dims: Dims, offsets: Any, columns: int = 1) -> Results:
+def fp8_turned(name: str, rows: Array, dims: Dims, offsets: Any, columns: int = 1) -> Results:
     """Along the tokens, `columns` with one scale. offsets: of groups, or None."""
     grouped = offsets is not None
     ends = offsets if grouped else np.array([len(rows)])
-    starts, room = codes.padded_starts(ends), dims["M_padded" if grouped else "T_padded"]
+    starts, room = fp8.padded_starts(ends), dims["M_padded" if grouped else "T_padded"]
     unwritten = np.nan if grouped else 0.0  # without rows, one group has a block of zeros
     t = np.full((rows.shape[1], room), unwritten)
     ts = np.full((room // 128, -(-rows.shape[1] // columns)), unwritten)
@@ -231,7 +231,7 @@ def coded(values: Array, down: int, across: int) -> tuple[Array, Array]:
     """FP8 values and scales of what is left of the values in bf16."""
     with np.errstate(invalid="ignore"):
         encoded, scale = blocks(decode(encode(values, "bf16"), "bf16"), down, across, "pow2")
-    return codes.decode(encoded, CODED).astype(np.float64), scale.astype(np.float64)
+    return fp8.decode(encoded, CODED).astype(np.float64), scale.astype(np.float64)
 
 
 def spread(scales: Array, axis: int) -> Array:

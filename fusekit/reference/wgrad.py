@@ -26,10 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusekit.plan.quant import SIDE
-from fusekit.reference.codes import decode, padded_starts
-from fusekit.reference.factors import ACCUMULATION as OF_CODES
+from fusekit.reference.factors import ACCUMULATION as OF_FP8
 from fusekit.reference.factors import limit as limit_of
 from fusekit.reference.formats import Array, values
+from fusekit.reference.fp8 import decode, padded_starts
 from fusekit.reference.meaning import Meaning, group_ends, indices, need
 from fusekit.reference.measure import Expected
 
@@ -84,7 +84,7 @@ def expected(
                     bias[here] += left.sum(axis=1, keepdims=True, dtype=np.float64)
                     bias_magnitude[here] += np.abs(left).sum(axis=1, keepdims=True, dtype=np.float64)
         steps = steps[:, None]
-        unit = OF_CODES / 8 if means.quant.coded_inputs else UNIT
+        unit = OF_FP8 / 8 if means.quant.coded_inputs else UNIT
         slack, bias_slack = (
             (unit * 8 + UNIT * 2 * np.sqrt(steps)) * sizes + UNIT * steps * np.abs(sums)
             for sizes, sums in ((magnitude, value), (bias_magnitude, bias))
@@ -104,11 +104,11 @@ def _factors(means: Meaning, inputs: Mapping[str, Any]) -> tuple[Array, Array]:
     values_ = []
     for name, dtype in zip(("dy", "x"), means.factors, strict=True):
         scale = np.repeat(need(inputs, f"{name}_ts", 2).astype(np.float64), SIDE, axis=0)
-        codes = decode(need(inputs, f"{name}_t", 2), dtype).T
+        fp8 = decode(need(inputs, f"{name}_t", 2), dtype).T
         if name == "x" and means.quant.square:
-            scale = np.repeat(scale, SIDE, axis=1)[:, : codes.shape[1]]
+            scale = np.repeat(scale, SIDE, axis=1)[:, : fp8.shape[1]]
         with np.errstate(invalid="ignore"):
-            values_.append(codes * scale)
+            values_.append(fp8 * scale)
     return values_[0], values_[1]
 
 

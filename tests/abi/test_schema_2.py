@@ -84,7 +84,7 @@ SECOND = {
     "a computed float": new_parameter(FloatParameter("f", "", value=("fadd", "act_alpha", 1.0))),
     "a struct": new_parameter(StructParameter("s", 4, (IntegerParameter("n", "i32", 1, 0),))),
     "a raw tensor map": {"parameters": (replace(record().parameters[0], encoding="raw"), *record().parameters[1:])},
-    "codes of 8 bits": {"arguments": (*record().arguments, TensorArgument("q", "input", "e4m3", ("M",), (1,)))},
+    "FP8 values": {"arguments": (*record().arguments, TensorArgument("q", "input", "e4m3", ("M",), (1,)))},
 }  # fmt: skip
 
 

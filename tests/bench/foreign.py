@@ -37,13 +37,13 @@ source = "made:two"
 
 
 def record(**changes: Any) -> LaunchRecord:
-    """x [M, K], by columns index [K] and codes [M, K], into y [M]: the second launch reads what the first one left."""
+    """x [M, K], by columns index [K] and fp8 [M, K], into y [M]: the second launch reads what the first one left."""
     parts: dict[str, Any] = {
         "arch": "sm_90a",
         "symbol": "kernel",
         "arguments": (
             TensorArgument("x", "input", "bf16", ("M", "K"), ("x.stride0", 1), 8),
-            TensorArgument("codes", "input", "e4m3", ("M", "K"), (1, "codes.stride1"), 16),
+            TensorArgument("fp8", "input", "e4m3", ("M", "K"), (1, "fp8.stride1"), 16),
             TensorArgument("index", "input", "i32", ("K",), (1,), alignment=4),
             TensorArgument("y", "output", "f32", ("M",), (1,), alignment=4),
             ScalarArgument("scale", "f32"),
@@ -51,7 +51,7 @@ def record(**changes: Any) -> LaunchRecord:
         "dims": (Dim("M", 1, 1), Dim("K", 8, 8, 4096)),
         "parameters": (
             PointerParameter("x_pointer", "x", 0), PointerParameter("memory", "scratch", 8),
-            PointerParameter("codes_pointer", "codes", 16), PointerParameter("index_pointer", "index", 24),
+            PointerParameter("fp8_pointer", "fp8", 16), PointerParameter("index_pointer", "index", 24),
             FloatParameter("factor", "scale", 32),
         ),
         "grid": ("M", 1, 1), "block": (128, 1, 1), "scratch": ("mul", 4, "M"),

@@ -14,7 +14,7 @@ from fusekit.errors import DriverError
 from fusekit.runtime import Devices, Driver
 from fusekit.spec import parse_text
 from tests.bench.rig import Rig
-from tests.benchmarks.exchange import BLOCKS, CODES, COUNT, FEW, FILE, ROUNDS, WARPS, main, measure
+from tests.benchmarks.exchange import BLOCKS, COUNT, FEW, FILE, FP8, ROUNDS, WARPS, main, measure
 from tests.runtime.fake import CUresult
 
 
@@ -25,8 +25,8 @@ def test_the_spec_has_every_kernel(capsys: pytest.CaptureFixture[str]) -> None:
         f"{FILE}/{op}-{blocks}@w{warps}" for op in ("dispatch", "combine") for blocks in BLOCKS for warps in WARPS
     }
     apart = {f"{FILE}/rows-{blocks}@w16": "rows" for blocks in FEW} | {f"{FILE}/choices-64@w16": "choices"}
-    assert specs.keys() == wanted | apart.keys() | {f"{FILE}/{CODES}@w16"}
-    assert specs[f"{FILE}/{CODES}@w16"].dtype == "e4m3"
+    assert specs.keys() == wanted | apart.keys() | {f"{FILE}/{FP8}@w16"}
+    assert specs[f"{FILE}/{FP8}@w16"].dtype == "e4m3"
     assert {name: specs[name].sends for name in apart} == apart
     with pytest.raises(SystemExit):
         main(["--blocks"])

@@ -24,8 +24,8 @@ CASE = Case(NAME, {"M": 40, "K": 24}, "import math", "", "y = 1")
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    x, codes, *rest = record().tensors
-    compact = (x, replace(codes, strides=("codes.stride0", 1), stride_divisor=8), *rest)
+    x, fp8, *rest = record().tensors
+    compact = (x, replace(fp8, strides=("fp8.stride0", 1), stride_divisor=8), *rest)
     fake = install(tmp_path, monkeypatch, record(arguments=compact, parameters=record().parameters[:4]))
     return Store.open(Config(store=tmp_path)), fake
 

@@ -35,9 +35,9 @@ def test_it_runs_on_what_the_record_says(fake: Any, capsys: Any) -> None:
 
     def look(launched: Any) -> None:
         if launched.function[0] == "kernel" and not seen:
-            x, _, codes, index = (struct.unpack("<Q", each)[0] for each in launched.parameters[:4])
+            x, _, fp8, index = (struct.unpack("<Q", each)[0] for each in launched.parameters[:4])
             seen.append(np.frombuffer(ctypes.string_at(x, 2 * 40 * 24), np.uint16))
-            seen.append(np.frombuffer(ctypes.string_at(codes, 48 * 24), np.uint8).reshape(24, 48)[:, :40])
+            seen.append(np.frombuffer(ctypes.string_at(fp8, 48 * 24), np.uint8).reshape(24, 48)[:, :40])
             seen.append(np.frombuffer(ctypes.string_at(index, 4 * 24), np.int32))
             seen.append(struct.unpack("<f", launched.parameters[4])[0])
 
@@ -47,9 +47,9 @@ def test_it_runs_on_what_the_record_says(fake: Any, capsys: Any) -> None:
     assert document["problem"] == {"M": 40, "K": 24}
     assert document["gbs"] > 0 and document["host_us"] > 0 and document["ms"] > 0
     assert "no reference" in document["notes"][0]
-    x, codes, index, scale = seen
+    x, fp8, index, scale = seen
     assert len(np.unique(x)) > 100 and (x & 0x7FFF).min() > 0
-    assert codes.min() > 0 and not np.isin(codes, (0x7F, 0xFF)).any()
+    assert fp8.min() > 0 and not np.isin(fp8, (0x7F, 0xFF)).any()
     assert not index.any()
     assert scale == 0.5
     assert [launched.grid for launched in fake.launches[:2]] == [(40, 1, 1), (1, 1, 1)]
@@ -103,21 +103,21 @@ def test_a_write_out_of_bounds_is_noticed(fake: Any, capsys: Any) -> None:
 REFERENCES = """
 import numpy as np
 
-def right(x, codes, index, scale):
-    assert x.shape == codes.shape == (40, 24) and index.shape == (24,) and not index.any()
-    assert x.dtype == np.float64 and codes.dtype == np.uint8 and abs(x).min() > 0
+def right(x, fp8, index, scale):
+    assert x.shape == fp8.shape == (40, 24) and index.shape == (24,) and not index.any()
+    assert x.dtype == np.float64 and fp8.dtype == np.uint8 and abs(x).min() > 0
     return scale * np.arange(40)
 
 def named(**arguments):
     return {"y": right(**arguments)}
 
-def wrong(x, codes, index, scale):
+def wrong(x, fp8, index, scale):
     return scale * np.arange(40) + (np.arange(40) == 7)
 
 def other(x, scale):
     return x
 
-def shape(x, codes, index, scale):
+def shape(x, fp8, index, scale):
     return x
 
 def fails(**arguments):

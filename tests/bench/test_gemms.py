@@ -245,10 +245,10 @@ def test_sizes_that_mean_nothing(rig: Rig, tmp_path: Path, capsys: Any) -> None:
 
 
 def test_kernels_that_have_no_benchmark(rig: Rig, no_torch: None, tmp_path: Path, capsys: Any) -> None:
-    quantise = 'schema = 1\n[[kernel]]\nname = "codes"\nop = "quantise"\narch = "sm_90a"\nout = "fp8-block"\n'
+    quantise = 'schema = 1\n[[kernel]]\nname = "fp8"\nop = "quantise"\narch = "sm_90a"\nout = "fp8-block"\n'
     rig.publish(tmp_path, quantise, "other")
-    assert main(["bench", "other/codes"]) == 2
-    assert "other/codes has no benchmark: bench times GEMMs, router and perm" in capsys.readouterr().err
+    assert main(["bench", "other/fp8"]) == 2
+    assert "other/fp8 has no benchmark: bench times GEMMs, router and perm" in capsys.readouterr().err
     gemm = """
     [[kernel]]
     name = "product"
@@ -260,7 +260,7 @@ def test_kernels_that_have_no_benchmark(rig: Rig, no_torch: None, tmp_path: Path
     rig.publish(tmp_path, quantise + gemm, "other")
     code, got = bench(capsys, "other", "--alone")
     assert code == 0
-    assert got["notes"][0].startswith("other/codes is left out: bench times GEMMs")
+    assert got["notes"][0].startswith("other/fp8 is left out: bench times GEMMs")
     assert [row["name"] for row in got["models"][0]["kernels"]] == ["other/product"]
 
 

@@ -118,15 +118,15 @@ def test_a_wrong_layer_is_noticed(
         ("fp8", "quantise-x", "x_s", lambda scale: scale[::-1], {"y", "inference y"}),  # another block's scale
         ("fp8", "quantise-w1", "w_ts", lambda scale: 2 * scale, {"dx"}),
         ("fp8", "quantise-dz", "x_ts", lambda scale: np.roll(scale, 1, axis=0), {"dw1"}),  # another block of tokens
-        ("fp8", "quantise-a-turned", "x_t", lambda codes: np.roll(codes, 1, axis=0), {"dw2"}),
-        ("fp8", "quantise-dy", "x_q", lambda codes: np.roll(codes, 1, axis=0), {"dx", "drouter", "dw1"}),
+        ("fp8", "quantise-a-turned", "x_t", lambda fp8: np.roll(fp8, 1, axis=0), {"dw2"}),
+        ("fp8", "quantise-dy", "x_q", lambda fp8: np.roll(fp8, 1, axis=0), {"dx", "drouter", "dw1"}),
         ("fp8", "fc1-infer", "y_s", lambda scale: scale[::-1], {"inference y"}),
-        ("fp8-interleaved", "fc2-dgrad", "dz_q", lambda codes: np.roll(codes, 1, axis=0), {"dx"}),
+        ("fp8-interleaved", "fc2-dgrad", "dz_q", lambda fp8: np.roll(fp8, 1, axis=0), {"dx"}),
         ("fp8-interleaved", "fc2-dgrad", "dz_ts", lambda scale: np.roll(scale, 1, axis=0), {"dw1"}),
-        ("fp8-interleaved", "fc2-dgrad", "y_t", lambda codes: np.roll(codes, 1, axis=0), {"dw2"}),
+        ("fp8-interleaved", "fc2-dgrad", "y_t", lambda fp8: np.roll(fp8, 1, axis=0), {"dw2"}),
     ],
 )
-def test_wrong_codes_are_noticed(
+def test_wrong_fp8_values_are_noticed(
     rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any, case: str, part: str, name: str, change: Any,
     said: set[str],
 ) -> None:  # fmt: skip
@@ -161,7 +161,7 @@ def test_what_is_not_written_or_written_beyond_is_noticed(
     assert any("bytes after the buffer were written to" in line for line in document["problems"])
 
 
-def test_a_layer_for_inference_that_reads_codes(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_a_layer_for_inference_that_reads_fp8_values(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     layer = publish(tmp_path, small(**CASES["fp8"], keep="none"))
     install(monkeypatch, rig)
     code, document = run(capsys, layer, "--check", "--rows", "40")
@@ -217,7 +217,7 @@ def test_times_of_passes_and_of_one_graph(rig: Rig, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.usefixtures("idle")
-def test_the_codes_of_weights_are_timed_apart(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_the_fp8_values_of_weights_are_timed_apart(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     trial = small(**CASES["fp8"])
     layer = publish(tmp_path, trial)
     install(monkeypatch, rig)
@@ -229,7 +229,7 @@ def test_the_codes_of_weights_are_timed_apart(rig: Rig, tmp_path: Path, monkeypa
         which: MS * steps[which] for which in ("forward", "backward", "both", "quantise")
     }
     assert document["passes"]["quantise"]["tflops"] is None
-    assert document["memory"]["codes"] > 0
+    assert document["memory"]["fp8_weights"] > 0
     assert main(["run", layer, "--time"]) == 0
     out = capsys.readouterr().out
     assert "quantise: 1 ms, host" in out

@@ -6,7 +6,7 @@
 
 Each rank has as many tokens of one choice, half of them of the other's experts. Prints one JSON document, with the
 microseconds of a launch in CUDA graphs: medians of rounds, each of the slower rank. `copy` is what the driver takes for
-the bytes that cross, both ways at once; `apart` are dispatches in two launches; `codes` is one of 8-bit codes.
+the bytes that cross, both ways at once; `apart` are dispatches in two launches; `fp8` is one of FP8 values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FILE = "bench-exchange"
 COUNT, ROUNDS = 40, 9  # launches of a graph, graphs
 TIMEOUT = 10_000
 BLOCKS, WARPS, FEW = (16, 18, 20, 24, 32, 64), (8, 16), (8, 16, 32)
-CODES = "codes-64"
+FP8 = "fp8-64"
 HEAD = """schema = 1
 
 [defaults]
@@ -52,7 +52,7 @@ def spec() -> str:
     for op in ("dispatch", "combine"):
         tables += [table(f"{op}-{blocks}", f"moe-{op}", blocks=blocks, warps=list(WARPS)) for blocks in BLOCKS]
     tables += [table(f"rows-{blocks}", "moe-dispatch", blocks=blocks, sends="rows") for blocks in FEW]
-    tables.append(table(CODES, "moe-dispatch", dtype="e4m3"))
+    tables.append(table(FP8, "moe-dispatch", dtype="e4m3"))
     return "".join([*tables, table("choices-64", "moe-dispatch", sends="choices")])
 
 
@@ -71,7 +71,7 @@ class Rank:
         source = np.random.default_rng(ranks.rank)
         self.tensors = {
             "x": self._array(source.integers(0, 2**14, (tokens, hidden)).astype(np.uint16), "bf16"),
-            "codes": self._array(source.integers(0, 2**6, (tokens, hidden)).astype(np.uint8), "e4m3"),
+            "fp8": self._array(source.integers(0, 2**6, (tokens, hidden)).astype(np.uint8), "e4m3"),
             "scales": self._array(source.random((-(-hidden // SIDE), tokens), np.float32), "f32"),
             "indices": self._array(chosen_here.astype(np.int32)[:, None], "i32"),
             "rows": self._array(
@@ -109,7 +109,7 @@ class Rank:
         if kernel.spec["op"] == "moe-combine":
             given |= {"x": self.tensors["rows"], "inverse": self.tensors["inverse"], "y": self.tensors["y"]}
         elif kernel.spec["dtype"] == "e4m3":
-            given |= {"x": self.tensors["codes"], "x_s": self.tensors["scales"]}
+            given |= {"x": self.tensors["fp8"], "x_s": self.tensors["scales"]}
         elif kernel.spec["sends"] != "choices":
             given["x"] = self.tensors["x"]
         common = {"rank": self.ranks.rank, "capacity": layout.capacity, "timeout": TIMEOUT}
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ranks = [Rank(library, handle, given.tokens, given.hidden, indices) for handle in handles]
     figures: dict[str, Any] = {"tokens": given.tokens, "hidden": given.hidden, "us": {}}
     names = [f"{op}-{blocks}@w{warps}" for op in ("dispatch", "combine") for blocks in BLOCKS for warps in WARPS]
-    runs = {name: [[rank.launch(name)] for rank in ranks] for name in [*names, CODES]}
+    runs = {name: [[rank.launch(name)] for rank in ranks] for name in [*names, FP8]}
     for blocks in FEW:
         pairs = [[rank.launch(f"rows-{blocks}@w16"), rank.launch("choices-64@w16")] for rank in ranks]
         runs[f"apart-{blocks}"] = [

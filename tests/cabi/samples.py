@@ -152,8 +152,8 @@ def schema_2() -> LaunchRecord:
             IntegerParameter("odd", "u16", ("ne", ("mod", "M", 2), 0), 64),
         ),
     )  # fmt: skip
-    codes = TensorMapParameter(
-        "codes_map", "codes", dtype="u8", dims=("K", "M"), strides=("codes.stride0",), box=(64, 64), swizzle="64B",
+    fp8 = TensorMapParameter(
+        "fp8_map", "fp8", dtype="u8", dims=("K", "M"), strides=("fp8.stride0",), box=(64, 64), swizzle="64B",
     )  # fmt: skip
     raw = TensorMapParameter(
         "raw_map", "x", dtype="u4_align16", dims=(("mul", 2**33, "K"), ("add", "M", 2**32), "E"), encoding="raw",
@@ -165,7 +165,7 @@ def schema_2() -> LaunchRecord:
         "tf32_map", "scales", dtype="tf32", dims=("M",), box=(32,), swizzle="128B", oob_fill="nan_zero"
     )
     second = LaunchStep(
-        parameters=(codes, PointerParameter("out", "y"), raw, IntegerParameter("clusters", "i32", "active_clusters")),
+        parameters=(fp8, PointerParameter("out", "y"), raw, IntegerParameter("clusters", "i32", "active_clusters")),
         grid=("resident", 1, ("if", ("le", "M", 64), 1, ("min", "E", 8))), block=(128, 1, 1), cluster=(2, 1, 1),
         dynamic_shared=1024, attributes={"non_portable_cluster_size_allowed": 1},
     )  # fmt: skip
@@ -175,7 +175,7 @@ def schema_2() -> LaunchRecord:
     return replace(
         base,
         arguments=(
-            *base.arguments, TensorArgument("codes", "input", "e4m3", ("M", "K"), ("codes.stride0", 1), 16),
+            *base.arguments, TensorArgument("fp8", "input", "e4m3", ("M", "K"), ("fp8.stride0", 1), 16),
             TensorArgument("scales", "input", "f32", ("M",), (1,)),
             TensorArgument("packed", "inout", "e2m1x2", ("M", ("floordiv", "K", 2)), (("floordiv", "K", 2), 1)),
             ScalarArgument("shift", "i32", 3),

@@ -16,7 +16,7 @@ import pytest
 from fusekit.abi import Dim, LaunchRecord, PointerParameter, TensorArgument
 from fusekit.config import Config
 from fusekit.reference import BY_GROUP, coded_outputs, encode, gemm
-from fusekit.reference.coded import written
+from fusekit.reference.fp8_output import written
 from fusekit.reference.meaning import meaning
 from fusekit.spec import parse_text
 from fusekit.store import Entry, NameRecord, Store, key_of
@@ -65,15 +65,15 @@ def record() -> LaunchRecord:
     return pointers(tensors, Dim("M"), Dim("K", 8, 8), Dim("E", 1, 1), Dim("I", 32, 32), skip_if_zero=("M",))
 
 
-def store_codes(spec: Any, arrays: dict[str, Any]) -> None:
+def store_fp8(spec: Any, arrays: dict[str, Any]) -> None:
     """Store the outputs that the kernel quantizes."""
     means = meaning(spec)
     if means.quant.coded:
         kept = spec.canonical() | {"quant": spec.quant.canonical() + ("" if means.quant.keep else " keep=true")}
         results = {name: encode(values, "bf16") for name, values in gemm(kept, arrays).items()}
-        for name, codes in coded_outputs(means, results, arrays["offsets"]).items():
-            where = written(means, name, codes.shape, arrays["offsets"])
-            arrays[name][where] = codes[where]
+        for name, fp8 in coded_outputs(means, results, arrays["offsets"]).items():
+            where = written(means, name, fp8.shape, arrays["offsets"])
+            arrays[name][where] = fp8[where]
 
 
 Harm = Callable[[dict[str, Any]], None]
@@ -114,7 +114,7 @@ def installer(
                         *struct.unpack("<Q", parameter)
                     )
                     arrays[name] = np.frombuffer(memory, kind).reshape(shape)
-                store_codes(spec, arrays)
+                store_fp8(spec, arrays)
                 for name, values in gemm(spec, arrays).items():
                     written = len(values) if name in BY_GROUP else int(arrays["offsets"][-1])
                     arrays[name][:written] = encode(values[:written], dtypes[name])

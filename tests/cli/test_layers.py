@@ -106,7 +106,7 @@ def test_show_says_what_a_recipe_quantises(fusekit, store):
     assert [tensor["name"] for tensor in steps["inputs"]] == ["w1", "w2"]
     assert {"name": "w2_ts", "dtype": "f32", "shape": [8, 2, 2], "added_to": False} in steps["outputs"]
     assert "w1" not in {tensor["name"] for tensor in document["passes"]["forward"]["inputs"]}
-    assert document["memory"]["codes"] == Layer(Library(store), "coded/moe").sizes(1024).codes
+    assert document["memory"]["fp8_weights"] == Layer(Library(store), "coded/moe").sizes(1024).fp8_weights
     assert "quantise" not in document["memory"]["scratch"]
     text = fusekit("show", "coded/moe").out
     for line in ("FP8 weights", "quantise-x-turned", "w1_q"):

@@ -113,7 +113,7 @@ def spare_code(outputs: dict[str, Any]) -> None:
         (spare_code, ("y_q: 1 elements written, of no group's, the first at (299, 3)",) * 2),
     ],
 )
-def test_results_as_codes(install: Any, capsys: Any, keep: bool, harm: Harm, messages: tuple[str, ...]) -> None:
+def test_results_as_fp8_values(install: Any, capsys: Any, keep: bool, harm: Harm, messages: tuple[str, ...]) -> None:
     text = CODED.format(keep=str(keep).lower())
     (spec,) = parse_text(text, "made", "made.toml")
     kernel = signature(spec)

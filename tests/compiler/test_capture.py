@@ -168,9 +168,9 @@ def test_line_information_is_left_out_and_changes_no_instruction(tmp_path):
     assert instructions(plain, symbol) == instructions(lined, symbol)
 
 
-def test_4_bit_codes_of_fixed_extents_are_counted_in_bytes():
-    codes = make_fake_tensor(cutlass.Float4E2M1FN, (cute.sym_int(), 64), (64, 1), assumed_align=16)
-    call = fakes.write(copies, (codes, 1, cutlass.Float32(1)), {})
+def test_4_bit_values_of_fixed_extents_are_counted_in_bytes():
+    narrow = make_fake_tensor(cutlass.Float4E2M1FN, (cute.sym_int(), 64), (64, 1), assumed_align=16)
+    call = fakes.write(copies, (narrow, 1, cutlass.Float32(1)), {})
     assert _arguments(call)["x"]["shape"] == ["s0", 32]
 
 

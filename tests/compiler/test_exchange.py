@@ -20,7 +20,7 @@ HEAD = 'schema = 1\n[[kernel]]\nname = "k"\narch = "sm_90a"\n'
 KERNELS = {
     "dispatch": 'op = "moe-dispatch"\nranks = 2\nexperts = 16\ntopk = 4\nweighted = true\n',
     "dispatch-8": 'op = "moe-dispatch"\nranks = 8\nexperts = 128\ntopk = 8\nblocks = 20\nwarps = 8\n',
-    "dispatch-codes": 'op = "moe-dispatch"\nranks = 2\nexperts = 16\ntopk = 4\nweighted = true\ndtype = "e4m3"\n',
+    "dispatch-fp8": 'op = "moe-dispatch"\nranks = 2\nexperts = 16\ntopk = 4\nweighted = true\ndtype = "e4m3"\n',
     "dispatch-32": 'op = "moe-dispatch"\nranks = 32\nexperts = 256\ntopk = 8\n',
     "choices": 'op = "moe-dispatch"\nranks = 2\nexperts = 16\ntopk = 4\nweighted = true\nsends = "choices"\n',
     "rows": 'op = "moe-dispatch"\nranks = 4\nexperts = 16\ntopk = 4\nweighted = true\nsends = "rows"\nblocks = 9\n',
@@ -101,8 +101,8 @@ def test_regions_of_the_record_are_those_of_the_kernel(name, ranks, end):
         assert evaluate(window.bytes, {"capacity": capacity, "H": 2880}) == wanted
 
 
-def test_the_window_of_codes_has_their_scales():
-    (spec,) = parse_text(HEAD + KERNELS["dispatch-codes"], "s")
+def test_the_window_of_fp8_values_has_their_scales():
+    (spec,) = parse_text(HEAD + KERNELS["dispatch-fp8"], "s")
     (window,) = plan(spec).signature.peers
     result = regions(384, 2880, 2, 16, 16, 4 * 23)
     assert evaluate(window.bytes, {"capacity": 384, "H": 2880}) == result.end == result.scales + 4 * 23 * 2 * 384

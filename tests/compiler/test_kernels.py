@@ -27,7 +27,7 @@ from tests.compiler.mutations import recorded_launches, tally
 GPU = Path(__file__).parents[1] / "gpu"
 MATRIX = {
     spec.full_name: spec
-    for name in ("matrix.toml", "matrix_backward.toml", "matrix_fp8.toml", "matrix_coded.toml")
+    for name in ("matrix.toml", "matrix_backward.toml", "matrix_fp8.toml", "matrix_fp8_output.toml")
     for spec in parse_file(GPU / name)
 }
 # Between them: both main loops and operand orders, every layout and cluster, fp16, erf and tanh, every operand.
@@ -42,11 +42,11 @@ FP8 = (
     "block@256x128-c1x2-dynamic", "block-dswiglu@128x128-c2x1-coop-dynamic", "row-promoted@128x192-c2x1-coop-dynamic",
     "wgrad-bf16@128x128-c1x2-coop", "wgrad-dense@128x192-c2x1-coop-dynamic",
 )  # fmt: skip
-CODED = [name for name in MATRIX if name.startswith("matrix_coded/")]
+CODED = [name for name in MATRIX if name.startswith("matrix_fp8_output/")]
 # Each way to store FP8 values, from each kind of factors, in each layout, and every operand that such a kernel may
 # have.
 CODED_SAMPLE = [
-    f"matrix_coded/{name}"
+    f"matrix_fp8_output/{name}"
     for name in (
         "rows@128x256-c2x1-dynamic", "turned-kept-interleaved@128x256-c1x2", "bf16-64-rows@64x256-c1x1",
         "bias-turned-kept@128x128-c2x1-coop-dynamic", "dz-turned-weighted@128x128-c2x1-coop-dynamic",
@@ -103,8 +103,10 @@ WITH_SOAK = (
     "gpt-oss-120b/moe-fp8.fc2-dgrad@128x128-c1x2-coop-dynamic",
     "qwen3-30b-a3b/moe-fp8.fc2-dgrad@128x128-c1x2-coop-dynamic",
     "layers/mlp.fc2-dgrad@128x192-c2x1-dynamic", "layers/plain.fc2-dgrad@128x192-c2x1-dynamic",
-    "matrix_coded/turned-kept-interleaved@128x256-c1x2", "matrix_coded/dz-turned-sums-plain@128x128-c2x1-coop-dynamic",
-    "matrix_coded/dz-mx-turned-kept@128x128-c2x1-coop-dynamic", "matrix_coded/amax-coded@128x256-c1x2-dynamic",
+    "matrix_fp8_output/turned-kept-interleaved@128x256-c1x2",
+    "matrix_fp8_output/dz-turned-sums-plain@128x128-c2x1-coop-dynamic",
+    "matrix_fp8_output/dz-mx-turned-kept@128x128-c2x1-coop-dynamic",
+    "matrix_fp8_output/amax-coded@128x256-c1x2-dynamic",
 )  # fmt: skip
 assert {*(spec.full_name for spec in SPECS), *CODED_SAMPLE}.issuperset(WITH_SOAK)
 
@@ -299,7 +301,7 @@ def test_sums_of_blocks_are_added_up_by_another_launch(built, summed):
     assert record.skip_if_zero == ()
 
 
-def test_codes_wait_for_no_barrier_of_the_cta(built, name):
+def test_fp8_values_wait_for_no_barrier_of_the_cta(built, name):
     """None joins both consumer warpgroups; the transpose goes through stmatrix."""
     spec = MATRIX[name]
     code = instructions(*loaded(built, spec))

@@ -76,7 +76,7 @@ KERNELS = {
     ),
     "check": ('op = "moe-check"', "offsets report", 0),
     "permute": ('op = "moe-permute"\ntopk = 33\nweighted = true', "x inverse weights y row_scale", 0),
-    "permute-codes": ('op = "moe-permute"\ntopk = 8\ndtype = "e4m3"', "x x_s inverse y y_s", 0),
+    "permute-fp8": ('op = "moe-permute"\ntopk = 8\ndtype = "e4m3"', "x x_s inverse y y_s", 0),
     "permute-scaled": ('op = "moe-permute"\ntopk = 64\nscaled = true', "x inverse weights y", 0),
     "permute-backward": (
         'op = "moe-permute-bwd"\ntopk = 64',

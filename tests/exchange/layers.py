@@ -91,7 +91,7 @@ class LayerRanks:
         return arrays
 
     def _quantise(self) -> None:
-        """Codes of the weights."""
+        """FP8 values of the weights."""
         for rank, layer in enumerate(self.layers):
             parameters = self.parameters[rank]
             for name, buffer in layer.outputs(QUANTISE).items():
@@ -219,7 +219,7 @@ class LayerRanks:
         for rank_inputs in [
             *self.inputs,
             *([whole] if o.recipe != "none" else []),
-        ]:  # codes along all tokens are of weights
+        ]:  # FP8 values along all tokens are of weights
             aux = LOSS * len(rank_inputs["x"]) if o.router["aux_loss"] else None
             layer = definition.Layer(
                 _router_keys(o), Activation(**o.activation), o.glu_layout, o.router["scale"], aux, o.recipe

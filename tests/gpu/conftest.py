@@ -18,7 +18,7 @@ from fusekit.spec import parse_file
 
 HERE = Path(__file__).parent
 MATRIX, BACKWARD, FP8 = HERE / "matrix.toml", HERE / "matrix_backward.toml", HERE / "matrix_fp8.toml"
-CODED = HERE / "matrix_coded.toml"
+CODED = HERE / "matrix_fp8_output.toml"
 
 
 class NoDriver(pytest.Module):

@@ -16,7 +16,7 @@ from fusekit import reference
 from fusekit.dtypes import DTYPES as FORMATS
 from fusekit.plan.exchange import CHUNK, words
 from fusekit.plan.quant import SIDE
-from fusekit.reference.codes import padded_starts
+from fusekit.reference.fp8 import padded_starts
 from fusekit.spec import KernelSpec
 
 from .cases import Case
@@ -155,7 +155,7 @@ def faults(launch: Launch) -> list[str]:
     """What is wrong with the outputs after the launch, one line each; empty if all is right."""
     actual = []
     for name in (name for name in launch.outputs if name.endswith(CODED)):
-        actual += _strays_of_codes(launch, name)
+        actual += _strays_of_fp8(launch, name)
     for name in (name for name in launch.outputs if not name.endswith(CODED)):
         buffer, parts = launch.arguments[name], _parts(launch, name)
         actual += _strays(name, buffer, len(parts)) + _gaps(name, buffer, np.flatnonzero(parts))
@@ -254,7 +254,7 @@ def _strays(name: str, buffer: Buffer, rows: int) -> list[str]:
     ]
 
 
-def _strays_of_codes(launch: Launch, name: str) -> list[str]:
+def _strays_of_fp8(launch: Launch, name: str) -> list[str]:
     """Writes outside the tensor: in guards, between rows. What is inside is `coded_check`'s."""
     buffer = launch.arguments[name]
     beyond = replace(buffer, image=buffer.image.copy())

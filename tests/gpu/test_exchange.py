@@ -71,8 +71,8 @@ def test_random_sizes(ranks_of, soak):
             assert round_trip(ranks, kind, tokens, turn, LONG) == [], (turn, kind, tokens)
 
 
-@pytest.mark.parametrize(("name", "hidden"), [("dispatch-2-codes", 2880), ("dispatch-3-codes", 512)])
-def test_codes_come_with_their_scales(ranks_of, name, hidden):
+@pytest.mark.parametrize(("name", "hidden"), [("dispatch-2-fp8", 2880), ("dispatch-3-fp8", 512)])
+def test_fp8_values_come_with_their_scales(ranks_of, name, hidden):
     """Every code and scale, bit for bit; H off a block of 128; a rank without tokens."""
     with ranks_of(name, pairs={name: (name, name, hidden)}) as ranks:
         spec, source = ranks.send[0].spec, np.random.default_rng(5)

@@ -121,7 +121,7 @@ def test_no_tokens(trial, name):
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "deepseek", "mlp", "masters"])
-def test_codes_of_weights_are_the_references_bit_for_bit(trial, name):
+def test_fp8_values_of_weights_are_the_references_bit_for_bit(trial, name):
     one = trial(name, 1)
     run(one, QUANTISE)
     buffers = one.layer.program.buffers

@@ -38,7 +38,7 @@ def backends(opened):
 @pytest.mark.parametrize(
     ("name", "masters"), [("qwen3-moe", torch.bfloat16), ("qwen3-moe", torch.float32), ("gpt-oss", torch.bfloat16)]
 )
-def test_the_loss_with_codes_stays_with_that_in_bf16(name, masters, backends):
+def test_the_loss_with_fp8_values_stays_with_that_in_bf16(name, masters, backends):
     """The same weights and data; compared is the mean loss of the last half of 300 steps. That of the last 50 moves by
     up to 1.8 % when weights in bf16 are changed by half a unit in the last place.
     """
@@ -52,7 +52,7 @@ def test_the_loss_with_codes_stays_with_that_in_bf16(name, masters, backends):
     apart = means["fp8-block"] / means["none"] - 1
     message = (
         f"{name}, {str(masters).removeprefix('torch.')} parameters: loss {losses['none'][0]:.3f}, then"
-        f" {means['none']:.4f} in bf16, {means['fp8-block']:.4f} with codes ({apart:+.2%}); without experts"
+        f" {means['none']:.4f} in bf16, {means['fp8-block']:.4f} with FP8 values ({apart:+.2%}); without experts"
         f" {idle['none']:.2f}, {idle['fp8-block']:.2f}; every 25 steps:"
         + "".join(f"\n  {recipe:10}" + "".join(f"{x:7.3f}" for x in result[::25]) for recipe, result in losses.items())
     )

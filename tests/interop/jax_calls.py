@@ -104,7 +104,7 @@ def test_a_guard_is_an_error_of_the_computation(operator):
     assert not fake.launches
 
 
-def test_codes_of_8_and_4_bits_and_several_results(operator):
+def test_values_of_8_and_4_bits_and_several_results(operator):
     types = {"a": "e4m3", "b": "e5m2", "c": "e8m0", "d": "e2m1x2"}
     second = LaunchStep((PointerParameter("out", "d_out", 0),), (1, 1, 1), (32, 1, 1), symbol="second")
     launch_record = LaunchRecord(

@@ -94,7 +94,7 @@ def test_values_and_gradients_are_those_of_plain_jax(jax_layer, case):
 
 @pytest.mark.parametrize("case", ["fp8-gpt-oss", "fp8-deepseek", "fp8-mlp"])
 def test_a_layer_with_a_recipe(jax_layer, case):
-    """Near to plain JAX, and with codes for several calls the same bits."""
+    """Near to plain JAX, and with FP8 values for several calls the same bits."""
     layer, f = jax_layer(layer_of(case))
     x, params, more = inputs_of(layer, tokens=60)
     wanted = plain(layer.options)
@@ -108,10 +108,10 @@ def test_a_layer_with_a_recipe(jax_layer, case):
     for each, want in zip(jax.tree.leaves(got[1]), jax.tree.leaves(right[1]), strict=True):
         if want.any():
             assert jnp.linalg.norm(each - want) < 0.2 * jnp.linalg.norm(want)
-    codes = jax.jit(f.quantise)(params)
-    assert set(codes) == set(layer.outputs("quantise"))
+    fp8 = jax.jit(f.quantise)(params)
+    assert set(fp8) == set(layer.outputs("quantise"))
     layer.launched.clear()
-    again = jax.jit(jax.grad(lambda x, p: total(f)(x, {**p, **codes}, more), argnums=(0, 1)))(x, params)
+    again = jax.jit(jax.grad(lambda x, p: total(f)(x, {**p, **fp8}, more), argnums=(0, 1)))(x, params)
     jax.tree.map(np.testing.assert_array_equal, again, got[1])
     assert not [part for part in parts(layer) if part in quantise]
 

@@ -196,14 +196,14 @@ def test_values_and_gradients_are_those_of_one_gpu(jax_ranked, name, order, chec
     assert sorted(set(library.loaded)) == [(rank, 11) for rank in range(o.ranks)]
 
 
-def test_a_layer_with_a_recipe_sends_codes(jax_ranked):
-    """Near to plain JAX; codes that are made once for several calls give the same bits."""
+def test_a_layer_with_a_recipe_sends_fp8_values(jax_ranked):
+    """Near to plain JAX; FP8 values that are made once for several calls give the same bits."""
     o, mesh = over(2, "fp8-deepseek", dtype="f32", grad_dtype="f32"), mesh_of(0, 1)
     library, f = jax_ranked(o, mesh)
     x, params, more = whole(o, 30)
     places = specs(params, more)
     spread = partial(jax.shard_map, mesh=mesh)
-    codes = jax.jit(spread(f.quantise, in_specs=places[1:2], out_specs={
+    fp8 = jax.jit(spread(f.quantise, in_specs=places[1:2], out_specs={
         each: P() if each.startswith("shared") else P("experts") for each in library.layers[0].outputs("quantise")
     }, check_vma=False))(params)  # fmt: skip
 
@@ -218,9 +218,9 @@ def test_a_layer_with_a_recipe_sends_codes(jax_ranked):
     right = wanted(o, x, params, more, {})[1]
     for each, want in zip(jax.tree.leaves(got), jax.tree.leaves(right[:2]), strict=True):
         assert not want.any() or jnp.linalg.norm(each - want) < 0.2 * jnp.linalg.norm(want)
-    assert library.machine.together[:2] == ["dispatch-codes", "combine"]
-    of_codes = {each: P() if each.startswith("shared") else P("experts") for each in codes}
-    again = gradients({**params, **codes}, (places[0], {**places[1], **of_codes}, places[2]))
+    assert library.machine.together[:2] == ["dispatch-fp8", "combine"]
+    of_fp8 = {each: P() if each.startswith("shared") else P("experts") for each in fp8}
+    again = gradients({**params, **fp8}, (places[0], {**places[1], **of_fp8}, places[2]))
     jax.tree.map(np.testing.assert_array_equal, {each: again[1][each] for each in params}, got[1])
 
 

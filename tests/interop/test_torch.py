@@ -39,7 +39,7 @@ def test_results_of_8_bits():
         ),
         dims=(Dim("M"),), parameters=(), grid=(1, 1, 1), block=(32, 1, 1), symbol="kernel",
     )  # fmt: skip
-    call = interop.operator(load(launch_record, fake_for(launch_record))[0], "fusekit_test::codes")
+    call = interop.operator(load(launch_record, fake_for(launch_record))[0], "fusekit_test::fp8")
     with torch._subclasses.FakeTensorMode():
         assert call(torch.empty((64,), dtype=torch.float8_e4m3fn)).dtype == torch.float8_e5m2
 

@@ -114,7 +114,7 @@ def test_a_module_over_ranks_is_that_of_one_gpu(name, tokens):
 
 
 def test_a_module_over_ranks_with_a_recipe():
-    """Tokens of one rank alone: those of the other have none, so codes along the tokens are those of one GPU."""
+    """Tokens of one rank alone: those of the other have none, so FP8 values along the tokens are those of one GPU."""
     o, one, ranks = modules("fp8-choices", (30, 0))
     given = [given_of(o, count, rank) for rank, count in enumerate((30, 0))]
     result = [None, None]

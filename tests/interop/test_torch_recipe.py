@@ -1,4 +1,4 @@
-"""Layers with a recipe in PyTorch and Transformers, on the CPU with stand-in layers: values, codes held and made."""
+"""Layers with a recipe in PyTorch and Transformers, on the CPU with stand-in layers: results and held FP8 values."""
 
 import numpy as np
 import pytest
@@ -65,12 +65,12 @@ def test_values_and_gradients_are_the_definitions(name):
         got, right = result[path].double().numpy(), back[each].reshape(-1)
         if each in ("w1", "w2") and moe.layer.options.b_major == "n":
             right = back[each].swapaxes(-1, -2).reshape(-1)
-        # z in float32 and y in float32 move some numbers over the edge between two codes.
+        # z in float32 and y in float32 move some numbers over the edge between two values.
         assert np.linalg.norm(got.reshape(-1) - right) < 0.02 * np.linalg.norm(right), each
     assert np.linalg.norm(result["x"].double().numpy() - back["x"]) < 0.02 * np.linalg.norm(back["x"])
 
 
-def test_every_call_makes_codes_unless_they_are_held():
+def test_every_call_makes_fp8_values_unless_they_are_held():
     moe = module()
     x = x_of(moe)
     y, result = step(moe, x)
@@ -163,10 +163,10 @@ def test_the_operators_are_as_registered(name):
     operator, x = moe.operator, x_of(moe)
     weights = [_path(moe, moe.names[each]).detach() for each in operator.weights]
     quantise = getattr(torch.ops.fusekit, f"{operator.name}_quantise").default
-    checks = ("test_faketensor",)  # the check of schemas multiplies, which PyTorch cannot with codes
+    checks = ("test_faketensor",)  # the check of schemas multiplies, which PyTorch cannot with FP8 values
     torch.library.opcheck(quantise, tuple(weights), test_utils=checks)
     tensors = {each: _path(moe, path) for each, path in moe.names.items()} | {"x": x}
-    tensors |= dict(zip(operator.codes, quantise(*weights), strict=True))
+    tensors |= dict(zip(operator.fp8, quantise(*weights), strict=True))
     torch.library.opcheck(operator.op, (*(tensors[each] for each in operator.inputs), True), test_utils=checks)
 
 

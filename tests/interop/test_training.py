@@ -32,7 +32,7 @@ def layers():
 
 
 @pytest.mark.parametrize(("masters", "taken"), [(torch.bfloat16, "store/fp8"), (torch.float32, "store/fp8-f32")])
-def test_steps_with_codes_follow_those_without(layers, masters, taken):
+def test_steps_with_fp8_values_follow_those_without(layers, masters, taken):
     ids, losses = training.batches(STEPS, 2, 16), {}
     for recipe in RECIPES:
         model = models.model("mixtral", f"fusekit-{recipe}", H, I, dtype=masters)

@@ -17,8 +17,8 @@ from fusekit.kernels.gemm.operands import dprob, row_scale, x_scale
 from fusekit.kernels.gemm.operands.base import Rows
 from fusekit.plan.gemm import BIG
 from fusekit.reference import gemm, make_inputs
-from fusekit.reference.codes import decode
 from fusekit.reference.formats import values
+from fusekit.reference.fp8 import decode
 from tests.plans import gemm_spec
 
 LANES = np.arange(32)
@@ -126,7 +126,7 @@ def kernel(spec):
 
 
 def blocks_of(result):
-    """What takes the place of `Codes.block`: what would be quantised goes to a matrix."""
+    """What takes the place of `Fp8Output.block`: what would be quantised goes to a matrix."""
 
     def block(words, box, extent, rows, target, first, four=False, whole=False):
         column, width = extent
@@ -178,12 +178,12 @@ def run_forward(warp, spec, n):
     epilogue, halves = kernel(spec)
     products, width = plain_product(spec, given), n // 2 if plan.halved else n
     actual = {"y": np.full((sum(SIZES), width + 256), np.nan), "preactivation": np.full((sum(SIZES), n + 256), np.nan)}
-    actual["codes"] = np.full((sum(SIZES), width + 256), np.nan)
-    operands = SimpleNamespace(**actual, row_scale=given.get("row_scale"), alpha=given.get("alpha"), y_codes=None,
+    actual["fp8"] = np.full((sum(SIZES), width + 256), np.nan)
+    operands = SimpleNamespace(**actual, row_scale=given.get("row_scale"), alpha=given.get("alpha"), y_fp8=None,
                                x_scale=given.get("x_s"), w_scale=given.get("w_s"),
                                activation=tuple(SCALARS.values()))  # fmt: skip
-    if "y_codes" in halves:
-        halves["y_codes"].block = blocks_of(actual["codes"])
+    if "y_fp8" in halves:
+        halves["y_fp8"].block = blocks_of(actual["fp8"])
     tables = {"bias": "bias", "w_scale": "w_s"}
     for n_tile in range(-(-n // plan.tile[1])):
         columns = columns_of(plan, halves["w"], n_tile, n)
@@ -228,7 +228,7 @@ def test_a_forward_epilogue_is_the_reference(warp, keys):
     spec = gemm_spec(**{"out_dtype": "f32", "save_preactivation": saved, **keys, "kind": kind})
     n = 2 * spec.tile[1] + (64 if spec.glu_layout == "interleaved-32" else 32)  # a last tile that is not full
     result, given = run_forward(warp, spec, n)
-    rows, coded = slice(FIRST, FIRST + 16), {"y": "codes"} if spec.plan.quant.coded else {}
+    rows, coded = slice(FIRST, FIRST + 16), {"y": "fp8"} if spec.plan.quant.coded else {}
     for name, expected in gemm(spec, given | (SCALARS if spec.activation.gated else {})).items():
         for item in {name, coded.get(name, name)}:
             actual = result[item][rows, : expected.shape[1]]
@@ -243,8 +243,8 @@ def run_backward(warp, spec, n):
     products, sides = plain_product(spec, given), plan.sides
     z = values(given["preactivation"], spec.dtype).astype(np.float64)
     result = {"dz": np.full((sum(SIZES), sides * n + 512), np.nan), "y": np.full((sum(SIZES), n + 256), np.nan)}
-    result["codes"] = np.full_like(result["dz"], np.nan)
-    operands = SimpleNamespace(row_scale=given["row_scale"], activation=tuple(SCALARS.values()), dz_codes=None)
+    result["fp8"] = np.full_like(result["dz"], np.nan)
+    operands = SimpleNamespace(row_scale=given["row_scale"], activation=tuple(SCALARS.values()), dz_fp8=None)
     work = SimpleNamespace(operands=operands, extents=SimpleNamespace(rows=None, n=n), staging=0)
     sums, width = np.zeros(16), plan.z_columns
     padded = np.pad(z.reshape(len(z), -1), ((0, 0), (0, 512)))
@@ -270,9 +270,9 @@ def run_backward(warp, spec, n):
                 column = n_tile * plan.tile[1] + unit * epilogue.columns + index // 2 * 8 + 2 * (LANES % 4)
                 for c in range(2):
                     result["y"][FIRST + LANES // 4 + 8 * (index % 2), column + c] = pair[c]
-        if "dz_codes" in halves:
-            halves["dz_codes"].block = blocks_of(result["codes"])
-            halves["dz_codes"].gradients((gradients, []), rows, work)
+        if "dz_fp8" in halves:
+            halves["dz_fp8"].block = blocks_of(result["fp8"])
+            halves["dz_fp8"].gradients((gradients, []), rows, work)
         for r in range(2):
             np.add.at(sums, LANES // 4 + 8 * r, row_state.dprob.sums[r])
     return result | {"dprob": sums}, given
@@ -294,7 +294,7 @@ def test_a_backward_epilogue_is_the_reference(warp, keys):
     spec = gemm_spec(**keys, backward=True, row_scale=True, recompute=True, dprob=True)
     n = 2 * spec.tile[1] + (128 if spec.plan.quant.coded else 32)
     result, given = run_backward(warp, spec, n)
-    rows, coded = slice(FIRST, FIRST + 16), {"dz": "codes"} if spec.plan.quant.coded else {}
+    rows, coded = slice(FIRST, FIRST + 16), {"dz": "fp8"} if spec.plan.quant.coded else {}
     for name, expected in gemm(spec, given | (SCALARS if spec.activation.gated else {})).items():
         for item in {name, coded.get(name, name)}:
             actual = result[item] if item == "dprob" else result[item][rows, : expected.shape[1]]

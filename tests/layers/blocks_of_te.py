@@ -31,15 +31,15 @@ def scale_of(a):
 
 
 def quantised(v, down, across):
-    """What the codes of v [R, C] are worth, with a scale for each block of `down` by `across`."""
+    """What the FP8 values of v [R, C] are worth, with a scale for each block of `down` by `across`."""
     v = bf16(v).astype(np.float32)
     tall, wide = -(-v.shape[0] // down), -(-v.shape[1] // across)
     tiles = np.zeros((tall * down, wide * across), np.float32)
     tiles[: v.shape[0], : v.shape[1]] = v
     tiles = tiles.reshape(tall, down, wide, across)
     scale = scale_of(np.abs(tiles).max(axis=(1, 3)))[:, None, :, None]
-    codes = np.clip(tiles * scale, -LARGEST, LARGEST).astype(ml_dtypes.float8_e4m3fn)
-    worth = codes.astype(np.float64) / scale
+    fp8 = np.clip(tiles * scale, -LARGEST, LARGEST).astype(ml_dtypes.float8_e4m3fn)
+    worth = fp8.astype(np.float64) / scale
     return worth.reshape(tall * down, wide * across)[: v.shape[0], : v.shape[1]]
 
 

@@ -285,9 +285,9 @@ def test_what_does_not_fit_is_refused_in_words(tmp_path, change, text):
     assert not fake.launches
 
 
-def test_codes_of_weights_are_made_by_a_pass_of_their_own(tmp_path):
+def test_fp8_values_of_weights_are_made_by_a_pass_of_their_own(tmp_path):
     layer, fake = opened(tmp_path, "fp8-deepseek")
-    codes, given = tensors(layer, QUANTISE), tensors(layer, FORWARD)
+    fp8, given = tensors(layer, QUANTISE), tensors(layer, FORWARD)
     assert {*layer.inputs(QUANTISE)} == {"w1", "w2", "shared_w1", "shared_w2"}
     assert {"w1_q", "w1_s", "shared_w2_q", "shared_w2_s"} <= {*given} and "w1" not in given
     assert {"w1_t", "w1_ts", "shared_w2_t"} <= {*layer.inputs(BACKWARD)} and "w1_q" not in layer.inputs(BACKWARD)
@@ -295,14 +295,14 @@ def test_codes_of_weights_are_made_by_a_pass_of_their_own(tmp_path):
     for each in layer.outputs(QUANTISE).values():
         sizes[each.dtype] += each.bytes({})
     assert sizes["e4m3"] == 2 * sum(each.bytes({}) // 2 for each in layer.inputs(QUANTISE).values())
-    assert layer.sizes(T).codes == sum(sizes.values())
-    bound = layer.bind_quantise(**codes)
+    assert layer.sizes(T).fp8_weights == sum(sizes.values())
+    bound = layer.bind_quantise(**fp8)
     assert len(bound.launches) == 4 and not fake.launches
     bound(0)
-    layer.quantise(**codes, stream=0)
+    layer.quantise(**fp8, stream=0)
     assert len(fake.launches) == 8
     addresses = {int.from_bytes(each, "little") for launch in fake.launches for each in launch.parameters}
-    assert addresses == {tensor.address for tensor in codes.values()}
+    assert addresses == {tensor.address for tensor in fp8.values()}
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_codes_of_weights_are_made_by_a_pass_of_their_own(tmp_path):
         ({"x": Torchlike((8, 144))}, "the quantise pass has no x"),
     ],
 )  # fmt: skip
-def test_codes_that_do_not_fit_are_refused_in_words(tmp_path, change, text):
+def test_fp8_values_that_do_not_fit_are_refused_in_words(tmp_path, change, text):
     layer, fake = opened(tmp_path, "fp8")
     with pytest.raises(ArgumentError, match=text):
         layer.bind_quantise(**tensors(layer, QUANTISE) | change)
@@ -324,7 +324,7 @@ def test_codes_that_do_not_fit_are_refused_in_words(tmp_path, change, text):
 
 def test_a_layer_without_a_recipe_quantises_nothing(tmp_path):
     layer, _ = opened(tmp_path)
-    assert layer.inputs(QUANTISE) == {} and layer.sizes(T).codes == 0
+    assert layer.inputs(QUANTISE) == {} and layer.sizes(T).fp8_weights == 0
     with pytest.raises(ArgumentError, match="has no recipe"):
         layer.bind_quantise(w1=Torchlike((8, 16, 24)))
 

@@ -1,4 +1,4 @@
-"""Errors of a layer with codes, next to those of Transformer Engine's recipe for the same numbers."""
+"""Errors of a layer with FP8 values, next to those of Transformer Engine's recipe for the same numbers."""
 
 import math
 
@@ -108,7 +108,7 @@ def test_squares_cost_nothing_that_shows(name, major):
 def test_errors_are_not_above_those_of_transformer_engines_recipe(name, outliers):
     ours, yardstick, narrow = errors(name, outliers)
     for each in TENSORS:
-        assert 2 * narrow[each] < yardstick[each] < 0.13  # the yardstick does read codes
+        assert 2 * narrow[each] < yardstick[each] < 0.13  # the yardstick does read FP8 values
         assert ours[each] <= FACTOR * yardstick[each], (each, ours, yardstick)
 
 
@@ -119,7 +119,7 @@ def test_scales_are_transformer_engines():
     assert np.array_equal(scale_of(a, "pow2")[1], blocks_of_te.scale_of(a))
 
 
-def test_codes_are_those_of_ml_dtypes():
+def test_fp8_values_are_those_of_ml_dtypes():
     v = numbers(np.random.default_rng(1), 300, 200, outliers=True)
     for down, across in ((1, 128), (128, 1), (128, 128)):
         assert np.array_equal(definition.worth(v, down, across), blocks_of_te.quantised(v, down, across))

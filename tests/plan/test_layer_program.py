@@ -229,8 +229,8 @@ def test_a_layer_for_inference_has_the_kernels_of_a_forward_pass_alone(name):
     steps = (*whole.steps[INFERENCE], *whole.steps.get(QUANTISE, ()))
     assert plan.parts.keys() == {step.part for step in steps}
     assert plan.kept(plan.dims(100)) == ({}, 0)
-    codes = plan.arguments(QUANTISE)[1].keys() - plan.arguments(INFERENCE)[0].keys()
-    assert codes <= {"w1_q", "w1_s", "w2_q", "w2_s"} and (o.b_major == "n" or not codes)
+    fp8 = plan.arguments(QUANTISE)[1].keys() - plan.arguments(INFERENCE)[0].keys()
+    assert fp8 <= {"w1_q", "w1_s", "w2_q", "w2_s"} and (o.b_major == "n" or not fp8)
     assert plan.arguments(INFERENCE) == whole.arguments(INFERENCE)
     _, given, want, _ = forward(name, INFERENCE)
     actual = layer_meaning.run(plan, INFERENCE, given, o.tokens)

@@ -173,7 +173,7 @@ CODED = [name for name in CASES if name.startswith("fp8") and "mlp" not in name]
 
 @pytest.mark.parametrize("tokens", [(7, 4), (70, 0, 130)])
 @pytest.mark.parametrize("name", CODED)
-def test_a_layer_that_reads_codes_is_that_of_one_gpu(name, tokens):
+def test_a_layer_that_reads_fp8_values_is_that_of_one_gpu(name, tokens):
     """The same rows in the same order have the same FP8 values, of rows and along the tokens, whichever rank makes
     them.
     """
@@ -182,8 +182,8 @@ def test_a_layer_that_reads_codes_is_that_of_one_gpu(name, tokens):
     source = np.random.default_rng(len(name))
     whole = tensors_of(one, source)
     whole |= {"expert_bias": source.standard_normal(o.experts)} if "expert_bias" in whole else {}
-    codes = layer_meaning.run(one, QUANTISE, whole, 0)
-    whole |= {argument: codes[argument] for argument in one.arguments(QUANTISE)[1]}
+    fp8 = layer_meaning.run(one, QUANTISE, whole, 0)
+    whole |= {argument: fp8[argument] for argument in one.arguments(QUANTISE)[1]}
     more = {"aux_coefficient": np.array([0.25]), "total_tokens": np.array([sum(tokens)]), "dloss": np.array([0.0])}
     given = []
     for rank, count in enumerate(tokens):
@@ -208,7 +208,7 @@ def test_a_layer_that_reads_codes_is_that_of_one_gpu(name, tokens):
         else:
             np.testing.assert_allclose(total, want[entry], **CLOSE, err_msg=entry)
     sent = [step.part for step in plan.steps[FORWARD] if step.window]
-    assert sent == (["dispatch", "combine"] if o.router["scale"] == "input" else ["dispatch-codes", "combine"])
+    assert sent == (["dispatch", "combine"] if o.router["scale"] == "input" else ["dispatch-fp8", "combine"])
 
 
 # -- rows, memory, rules ----------------------------------------------------------------------------------------------

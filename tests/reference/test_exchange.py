@@ -56,14 +56,14 @@ def test_every_choice_is_at_the_rank_of_its_expert_and_nowhere_else(ranks):
             assert all(np.array_equal(part[name], whole[name]) for name in part)
 
 
-def test_codes_come_with_their_scales():
+def test_fp8_values_come_with_their_scales():
     """Those of a row that was sent are the same on the rank of its expert as at home."""
     x, chosen, _ = tokens_of(3)
-    codes, scales = zip(*(quantise_rows(values(each, "bf16")) for each in x), strict=True)
-    received = reference.dispatch(spec_of(3, dtype="e4m3"), codes, chosen, None, CAPACITY, scales)
+    fp8, scales = zip(*(quantise_rows(values(each, "bf16")) for each in x), strict=True)
+    received = reference.dispatch(spec_of(3, dtype="e4m3"), fp8, chosen, None, CAPACITY, scales)
     for each in received:
         assert each["rows"].dtype == np.uint8 and each["scales"].shape == (1, 3 * CAPACITY)
-        for source, (rows_of_source, theirs) in enumerate(zip(codes, scales, strict=True)):
+        for source, (rows_of_source, theirs) in enumerate(zip(fp8, scales, strict=True)):
             place = slice(source * CAPACITY, source * CAPACITY + len(rows_of_source))
             sent = each["sent"][place]
             assert np.array_equal(each["rows"][place][sent], rows_of_source[sent])

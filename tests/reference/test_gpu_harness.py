@@ -8,7 +8,7 @@ import pytest
 from fusekit import reference
 from fusekit.abi import TensorArgument, evaluate
 from fusekit.reference import formats
-from fusekit.reference.coded import coded_outputs, written
+from fusekit.reference.fp8_output import coded_outputs, written
 from fusekit.reference.meaning import meaning
 from fusekit.spec import parse_file
 from tests.gpu.cases import Case, cases_of
@@ -16,7 +16,7 @@ from tests.gpu.harness import GUARD, Buffer, differences, faults, guarded, in_pl
 
 SPECS = {
     spec.full_name.partition("/")[2]: spec
-    for name in ("matrix.toml", "matrix_backward.toml", "matrix_fp8.toml", "matrix_coded.toml")
+    for name in ("matrix.toml", "matrix_backward.toml", "matrix_fp8.toml", "matrix_fp8_output.toml")
     for spec in parse_file(Path(__file__).parents[1] / "gpu" / name)
 }
 WHOLE = SPECS["whole-epilogue@128x128-c1x1"]
@@ -27,8 +27,8 @@ SUMS = [SPECS["wgrad-dbias@128x192-c1x2-dynamic"], SPECS["wgrad-dbias-accumulate
 BACKWARD = SPECS["dswiglu-whole@128x160-c1x1"]
 
 
-def as_codes(launch, inputs):
-    """Codes of the results, in the launch's buffers."""
+def as_fp8(launch, inputs):
+    """FP8 values of the results, in the launch's buffers."""
     means = meaning(launch.spec)
     wide = launch.spec.canonical() | {
         "quant": launch.spec.quant.canonical() + ("" if means.quant.keep else " keep=true")
@@ -44,7 +44,7 @@ def stand_in(launch, **changes):
     """What the kernel should do, from the launch's own buffers; ``changes`` replace inputs."""
     inputs = {name: value.array if isinstance(value, Buffer) else value for name, value in launch.arguments.items()}
     if meaning(launch.spec).quant.coded:
-        as_codes(launch, inputs)
+        as_fp8(launch, inputs)
     for name, value in reference.gemm(launch.spec, inputs | changes).items():
         if name in launch.outputs:
             buffer = launch.arguments[name]

@@ -16,7 +16,7 @@ BACKWARD = parse_file(GPU / "matrix_backward.toml")
 WGRAD = [spec for spec in BACKWARD if spec.op == "grouped-wgrad"]
 DENSE_WGRAD = [spec for spec in BACKWARD if spec.op == "dense-wgrad"]
 FP8 = parse_file(GPU / "matrix_fp8.toml")
-CODED = parse_file(GPU / "matrix_coded.toml")
+CODED = parse_file(GPU / "matrix_fp8_output.toml")
 QUANTISED = [spec for spec in FP8 if not spec.op.endswith("wgrad")]
 DERIVATIVES = [spec for spec in BACKWARD if spec.activation.backward]
 
@@ -207,7 +207,7 @@ def test_cases_of_weight_gradients_hold_every_hard_one(spec):
     assert max(tiles) > 132  # the SMs of an H200
 
 
-def test_codes_of_every_layout_from_every_kind_of_factor():
+def test_fp8_values_of_every_layout_from_every_kind_of_factor():
     recipes = [spec.plan.quant for spec in CODED]
     assert {recipe.inputs for recipe in recipes} == {"none", "fp8-tensor", "fp8-row", "fp8-block"}
     assert {(recipe.transpose, recipe.keep) for recipe in recipes} >= {(False, False), (False, True), (True, False)}

@@ -1,4 +1,4 @@
-"""Codes, scales and blocks against ml_dtypes and against the rules in exact arithmetic."""
+"""FP8 values, scales and blocks against ml_dtypes and against the rules in exact arithmetic."""
 
 from fractions import Fraction
 
@@ -8,8 +8,8 @@ import pytest
 
 from fusekit import reference
 from fusekit.plan.quantise import SIGNS
-from fusekit.reference import codes
-from fusekit.reference.codes import padded_starts
+from fusekit.reference import fp8
+from fusekit.reference.fp8 import padded_starts
 from fusekit.reference.quantise import blocks, mx_blocks, rotated, scale_of, swizzled
 
 TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
@@ -20,23 +20,23 @@ KEYS = {"op": "quantise", "out": "fp8-block", "blocks": "1x128", "scales": "pow2
 @pytest.mark.parametrize("name", TYPES)
 def test_every_code_has_the_value_of_ml_dtypes(name):
     every = np.arange(256, dtype=np.uint8)
-    assert np.array_equal(codes.decode(every, name), every.view(TYPES[name]).astype(np.float32), equal_nan=True)
+    assert np.array_equal(fp8.decode(every, name), every.view(TYPES[name]).astype(np.float32), equal_nan=True)
 
 
 @pytest.mark.parametrize("name", TYPES)
 def test_rounding_is_that_of_ml_dtypes_but_saturates(name):
     rng = np.random.default_rng(0)
-    table = codes.table(name)
+    table = fp8.table(name)
     finite = table[np.isfinite(table)]
     middles = (np.sort(finite)[1:] + np.sort(finite)[:-1]) / 2  # ties
     numbers = np.concatenate([rng.standard_normal(200_000) * 50, finite, middles, [0.0, -0.0, 1e30, -1e30]])
     numbers = numbers.astype(np.float32)
     largest = finite.max()
     want = np.clip(numbers, -largest, largest).astype(TYPES[name]).view(np.uint8)
-    assert np.array_equal(codes.encode(numbers, name), want)
-    odd = codes.encode(np.array([np.nan, np.inf, -np.inf], np.float32), name)
+    assert np.array_equal(fp8.encode(numbers, name), want)
+    odd = fp8.encode(np.array([np.nan, np.inf, -np.inf], np.float32), name)
     assert odd[0] == 0x7F
-    assert np.array_equal(codes.decode(odd[1:], name), [largest, -largest])
+    assert np.array_equal(fp8.decode(odd[1:], name), [largest, -largest])
 
 
 def test_powers_of_two_are_the_least_that_hold_the_block():
@@ -65,9 +65,9 @@ def test_a_block_is_its_numbers_within_half_a_step(rule):
     rng = np.random.default_rng(1)
     v = (rng.standard_normal((40, 300)) * 2.0 ** rng.integers(-20, 20, (40, 1))).astype(np.float32)
     values, scale = blocks(v, 1, 128, rule)
-    back = codes.decode(values, "e4m3") * np.repeat(scale, 128, axis=1)[:, :300]
+    back = fp8.decode(values, "e4m3") * np.repeat(scale, 128, axis=1)[:, :300]
     assert np.linalg.norm(back - v) / np.linalg.norm(v) < 0.03
-    assert np.abs(codes.decode(values, "e4m3")).max() <= 448
+    assert np.abs(fp8.decode(values, "e4m3")).max() <= 448
 
 
 def test_nan_and_infinity_stay_for_themselves():
@@ -76,11 +76,11 @@ def test_nan_and_infinity_stay_for_themselves():
     values, scale = blocks(v, 1, 128, "pow2")
     assert values[0, 5] == 0x7F
     assert scale[0, 0] == 2.0**-7
-    assert set(codes.decode(np.delete(values[0], 5), "e4m3")) == {384.0}
+    assert set(fp8.decode(np.delete(values[0], 5), "e4m3")) == {384.0}
     v[0, 6] = -np.inf
     values, scale = blocks(v, 1, 128, "pow2")
     assert scale[0, 0] == 1
-    assert codes.decode(values[0, [6, 7]], "e4m3").tolist() == [-448, 3]
+    assert fp8.decode(values[0, [6, 7]], "e4m3").tolist() == [-448, 3]
 
 
 def test_transposed_groups_begin_at_multiples_of_128():
@@ -90,7 +90,7 @@ def test_transposed_groups_begin_at_multiples_of_128():
     assert padded_starts(inputs["offsets"]).tolist() == [0, 0, 128, 256, 512, 512, 640]
     x = reference.decode(inputs["x"], "bf16")
     scale = np.repeat(outputs["x_ts"], 128, axis=0).T
-    back = codes.decode(outputs["x_t"], "e4m3") * scale
+    back = fp8.decode(outputs["x_t"], "e4m3") * scale
     assert np.allclose(back[:, 256:385], x[129:258].T, rtol=0.07)
     assert (outputs["x_t"][:, 385:512] == 0).all()
     assert (outputs["x_t"][:, 640:] == 0xFF).all()  # nothing writes there
@@ -143,7 +143,7 @@ def test_squares_are_the_same_bytes_in_both_orientations():
 
 
 @pytest.mark.parametrize("more", [{"blocks": "128x128", "transpose": True}, {"transpose": True}, {"gather": True}])
-def test_float32_has_the_codes_of_its_rounding_to_bf16(more):
+def test_float32_has_the_fp8_values_of_its_rounding_to_bf16(more):
     keys = KEYS | more
     inputs = reference.quantise_inputs(keys | {"dtype": "f32"}, M=144, K=272, E=2)
     name = "w" if "blocks" in more else "x"
@@ -161,13 +161,13 @@ def test_mx_scales_are_the_least_that_hold_32_numbers():
     a = (bits << 16).view(np.float32)
     v = np.zeros((a.size, 32), np.float32)
     v[:, 7] = -a
-    codes_of, byte = mx_blocks(v)
+    coded, byte = mx_blocks(v)
     for number, each in zip(a, byte[:, 0], strict=True):
         e = int(each) - 127
         assert e == 127 or Fraction(float(number)) <= 448 * Fraction(2) ** e
         assert number == 0 or e == -126 or Fraction(float(number)) > 448 * Fraction(2) ** (e - 1)
     assert byte[0, 0] == 0
-    back = codes.decode(codes_of[:, 7], "e4m3") * np.ldexp(1.0, byte[:, 0].astype(int) - 127)
+    back = fp8.decode(coded[:, 7], "e4m3") * np.ldexp(1.0, byte[:, 0].astype(int) - 127)
     wide = a > 1e-30
     assert (np.abs(back + a)[wide] <= a[wide] / 16).all()
 
@@ -185,12 +185,12 @@ def test_mx_blocks_end_where_they_must():
     assert not got["x_ts"][:, 48:].any()
     x = reference.decode(inputs["x"], "bf16")
     byte = np.repeat(got["x_ts"][:10], 32, axis=0)[:300, :48].astype(int)
-    assert np.allclose(codes.decode(got["x_t"], "e4m3") * np.ldexp(1.0, byte - 127), x, rtol=0.07, atol=1e-2)
+    assert np.allclose(fp8.decode(got["x_t"], "e4m3") * np.ldexp(1.0, byte - 127), x, rtol=0.07, atol=1e-2)
     infinite = np.full((1, 32), 2.0, np.float32)
     infinite[0, 3] = np.inf
     values, byte = mx_blocks(infinite)
     assert byte[0, 0] == 254
-    assert codes.decode(values[0], "e4m3")[3] == 448
+    assert fp8.decode(values[0], "e4m3")[3] == 448
 
 
 @pytest.mark.parametrize("layout", ["plain", "swizzled"])

@@ -181,7 +181,7 @@ def test_no_layer_makes_more_kernels_than_it_counts_for():
         router = { bias = true, aux_loss = true, score_function = "sigmoid", expert_bias = true, weight_dtype = "f32" }
         """
     assert len(parse_text("schema = 1\n" + every, "s")) <= 3 * layer.MOST_KERNELS
-    tiles = "[128, 128], [128, 256]"  # those of results as codes
+    tiles = "[128, 128], [128, 256]"  # those of FP8 output
     few = parse_text("schema = 1\n" + every + f"tile = [{tiles}]\ncluster = [[1, 1]]\n", "s")
     assert 30 < len({spec.kernel for spec in few}) <= layer.MOST_KERNELS and len(few) <= 2 * layer.MOST_KERNELS
     many = parse_text("schema = 1\n" + every + f"tile = [[128, 64], {tiles}]\ncluster = [[1, 1], [2, 1]]\n", "s")

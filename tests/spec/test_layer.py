@@ -153,7 +153,7 @@ def test_what_an_mlp_refuses():
     assert problems(MLP | {"ranks": 0}) == ["ranks = 0: must be from 1 to 2147483647"]
 
 
-def test_float32_weights_need_codes_of_bf16():
+def test_float32_weights_need_fp8_values_of_bf16():
     assert problems(MLP | {"dtype": "fp16", "weight_dtype": "f32"}) == [
         'weight_dtype = "f32": products read weights of dtype = "fp16"; "f32" weights need FP8 operands: say '
         'recipe = "fp8-block" and dtype = "bf16", or leave it out'
@@ -198,7 +198,7 @@ def test_a_layer_with_a_recipe_for_inference_quantises_no_more_than_it_reads():
     ],
 )
 def test_a_layer_with_a_recipe_makes_the_kernels_of_its_program(change, turns):
-    """Its products make all codes of the activation, and those of dz where their kernels can."""
+    """Its products make all FP8 values of the activation, and those of dz where their kernels can."""
     specs = parse_text(text_of(MOE | {"recipe": "fp8-block", "shared": 64} | change), "layers")
     parts = {spec.kernel.removeprefix("moe."): spec for spec in specs}
     assert set(parts) == set(program(specs[0].layer).parts)
@@ -222,7 +222,7 @@ def test_a_layer_with_a_recipe_makes_the_kernels_of_its_program(change, turns):
     assert {name for name in quantised if getattr(parts[f"quantise-{name}"], "topk", 0)} == {"x"}
 
 
-def test_a_layer_with_float32_weights_makes_codes_of_them_and_float32_gradients():
+def test_a_layer_with_float32_weights_makes_fp8_values_of_them_and_float32_gradients():
     table = MOE | {"recipe": "fp8-block", "shared": 64}
     specs = parse_text(text_of(table | {"weight_dtype": "f32"}), "layers")
     parts = {spec.kernel.removeprefix("moe."): spec for spec in specs}
@@ -249,7 +249,7 @@ def test_the_schedule_of_every_gemm():
         assert {spec.schedule for spec in specs if hasattr(spec, "schedule")} == kinds
 
 
-def test_tiles_of_a_layer_with_a_recipe_are_those_of_its_codes():
+def test_tiles_of_a_layer_with_a_recipe_are_those_of_its_fp8_values():
     table = MOE | {"recipe": "fp8-block", "glu_layout": "interleaved", "b_major": "n"}
     specs = parse_text(text_of(table | {"tile": [[128, 128], [128, 256]]}), "layers")
     tiles = {spec.kernel.removeprefix("moe."): spec.tile for spec in specs if hasattr(spec, "tile")}

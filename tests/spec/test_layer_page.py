@@ -78,14 +78,14 @@ def test_the_memory_of_a_rank_is_what_the_page_says(name):
     assert all(0 < each < 2048 for each in others.values())  # the header and the flags
 
 
-def test_the_window_of_codes_is_what_the_page_says():
+def test_the_window_of_fp8_values_is_what_the_page_says():
     o = over(2, "fp8", dtype="bf16")
     layer_program = program(o).within(room(o, 1000))
     slots = 2048
     want = slots * o.hidden + 4 * slots * -(-o.hidden // 128) + 8 * slots * o.topk
     sizes = window_sizes(layer_program, o)
-    assert 0 < sizes["codes"] - want < 2048  # the header and the flags
+    assert 0 < sizes["fp8"] - want < 2048  # the header and the flags
     assert 0 < sizes["sent"] - 2 * slots * o.hidden - 8 * slots * o.topk < 2048
-    assert list(stores(layer_program)) == ["codes", "sent", "grads", "sums", "returned"]
-    assert list(stores(layer_program, "inference")) == ["codes", "sums"]
-    assert list(stores(program(over(2, "fp8", keep="none")))) == ["codes", "sums"]
+    assert list(stores(layer_program)) == ["fp8", "sent", "grads", "sums", "returned"]
+    assert list(stores(layer_program, "inference")) == ["fp8", "sums"]
+    assert list(stores(program(over(2, "fp8", keep="none")))) == ["fp8", "sums"]

@@ -77,21 +77,21 @@ def test_a_problem_keeps_to_what_a_launch_does(keys, good, wrong, message):
     assert message in "".join(problems(text + problem.format(wrong)))
 
 
-CODES = 'quant = { out = "fp8-block", transpose = true }\n'
+FP8 = 'quant = { out = "fp8-block", transpose = true }\n'
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         (
-            'tile = [128, 192]\nactivation = { kind = "swiglu" }\n' + CODES,
+            'tile = [128, 192]\nactivation = { kind = "swiglu" }\n' + FP8,
             "gate and up 256, so tile N is a multiple of 256",
         ),
-        ("tile = [128, 160]\n" + CODES, "128 columns have one scale, so tile N is a multiple of 128; say 128"),
-        ("tile = [256, 128]\n" + CODES, "a tile is one block of 128 tokens of the transpose; say 128 rows"),
-        ('tile = [128, 128]\nmainloop = "pingpong"\n' + CODES, "both warpgroups share a block of 128 tokens"),
+        ("tile = [128, 160]\n" + FP8, "128 columns have one scale, so tile N is a multiple of 128; say 128"),
+        ("tile = [256, 128]\n" + FP8, "a tile is one block of 128 tokens of the transpose; say 128 rows"),
+        ('tile = [128, 128]\nmainloop = "pingpong"\n' + FP8, "both warpgroups share a block of 128 tokens"),
         (
-            'tile = [128, 256]\nactivation = { kind = "dsrelu" }\n' + CODES,
+            'tile = [128, 256]\nactivation = { kind = "dsrelu" }\n' + FP8,
             "shared memory has room for 128 columns of da",
         ),
         (
@@ -105,7 +105,7 @@ CODES = 'quant = { out = "fp8-block", transpose = true }\n'
         ),
     ],
 )
-def test_results_as_codes_that_cannot_be(keys, message):
+def test_results_as_fp8_values_that_cannot_be(keys, message):
     text = 'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-gemm"\narch = "sm_90a"\n'
     assert any(message in line for line in problems(text + keys)), problems(text + keys)
 

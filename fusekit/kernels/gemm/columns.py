@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from fusekit.kernels import lanes, ptx
 from fusekit.kernels.dsl import descriptor_address
 from fusekit.kernels.gemm.operands.base import DeviceOperand, Idle
-from fusekit.kernels.quantise import codes
+from fusekit.kernels.quantise import fp8
 from fusekit.plan.quant import SIDE
 
 SLAB_TOKENS = 16  # the rows of a consumer warp, as two 8x8 matrices hold them
@@ -23,7 +23,7 @@ SLABS = SIDE // SLAB_TOKENS
 class Turned(NamedTuple):
     """Tensor map of FP8 values [N, P], tokens contiguous; scales [P / 128, N], or of squares."""
 
-    codes: Any
+    fp8: Any
     scales: cute.Pointer
 
 
@@ -107,47 +107,47 @@ class Columns(DeviceOperand):
         most = Uint32(0)
         for unit in cutlass.range(slabs * 2, unroll=2):
             words = self.load(lines, unit, lane)
-            most = codes.larger_pairs(most, codes.largest(words))
+            most = fp8.larger_pairs(most, fp8.largest(words))
             self.add_up(sums, words)
-        return codes.larger(*codes.numbers(most))
+        return fp8.larger(*fp8.numbers(most))
 
     def add_up(self, sums, words) -> None:
         """Adds tokens of a column to its sum, where there is one."""
         if sums is not None:
             for word in words:
-                low, high = codes.halves(word)
+                low, high = fp8.halves(word)
                 sums[0] = sums[0] + (low + high)
 
     def largest_of_lanes(self, a: Float32):
         """Maximum of the columns of all lanes."""
         for distance in range(5):
-            a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, 1 << distance))
+            a = fp8.larger(a, cute.arch.shuffle_sync_bfly(a, 1 << distance))
         return a
 
     def scale_of(self, a: Float32):
         """The scale of numbers whose maximum is `a`, and its reciprocal."""
-        return codes.scale_of(a, self.plan.quant.scales)
+        return fp8.scale_of(a, self.plan.quant.scales)
 
     @cute.jit
-    def codes_of(self, lines: Int32, target: Int32, slabs: Int32, inverse, lane: Int32):
+    def values_of(self, lines: Int32, target: Int32, slabs: Int32, inverse, lane: Int32):
         """Quantises the lane's column, 16 tokens at a time."""
         for slab in cutlass.range(slabs, unroll=1):
             words = [*self.load(lines, slab * 2, lane), *self.load(lines, slab * 2 + 1, lane)]
-            numbers = [half for word in words for half in codes.halves(word)]
-            packed = [codes.four_codes(numbers[four : four + 4], inverse) for four in range(0, 16, 4)]
-            ptx.store_shared_v4(target + self.place_of_codes(lane, slab), packed)
+            numbers = [half for word in words for half in fp8.halves(word)]
+            packed = [fp8.four_values(numbers[four : four + 4], inverse) for four in range(0, 16, 4)]
+            ptx.store_shared_v4(target + self.place_of_values(lane, slab), packed)
         for slab in cutlass.range(slabs, SLABS, unroll=1):
-            ptx.store_shared_v4(target + self.place_of_codes(lane, slab), [Uint32(0)] * 4)
+            ptx.store_shared_v4(target + self.place_of_values(lane, slab), [Uint32(0)] * 4)
 
     @cute.jit
-    def send_codes(self, target, boxes, block: Int32, column: Int32, lane: Int32):
+    def send_values(self, target, boxes, block: Int32, column: Int32, lane: Int32):
         """Starts the stores of boxes of FP8 values, one after the other along the tokens, from `column` on."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane == 0:
             for number, box in enumerate(boxes):
                 token = block * SIDE + number * (SIDE // len(boxes))
-                ptx.tma_store(descriptor_address(target.codes), box, self.coordinates(token, column))
+                ptx.tma_store(descriptor_address(target.fp8), box, self.coordinates(token, column))
             cute.arch.cp_async_bulk_commit_group()
 
     def coordinates(self, token, column) -> tuple:

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Int64, cute
 from fusekit.kernels import lanes
 from fusekit.kernels.lanes import WARP
 from fusekit.kernels.ptx import divide, maximum_in_memory
-from fusekit.kernels.quantise import codes
+from fusekit.kernels.quantise import fp8
 from fusekit.kernels.quantise.tiles import THREADS, rows_of
 from fusekit.plan.quantise import SIDE, SIGNS, WARPS
 
@@ -74,7 +74,7 @@ class Amax:
             for number in cutlass.range_constexpr(RUN):
                 there = (row + number < end) & (column < columns)
                 lines.append(lanes.load(source + Int64(number) * stride * 2, 16, there))
-            most = [codes.larger(*codes.numbers(codes.largest([word for line in lines for word in line])))]
+            most = [fp8.larger(*fp8.numbers(fp8.largest([word for line in lines for word in line])))]
             if cutlass.const_expr(self.rotated):
                 most.append(self.rotate(lines))
             for number in cutlass.range_constexpr(len(found)):
@@ -92,11 +92,11 @@ class Amax:
         most = Float32(0.0)
         for word in range(COLUMNS // 2):
             for side in range(2):
-                values = [codes.halves(line[word])[side] for line in lines]
+                values = [fp8.halves(line[word])[side] for line in lines]
                 values = [-value if sign < 0 else value for value, sign in zip(values, SIGNS, strict=True)]
                 for value in hadamard(values):
-                    most = codes.larger(most, codes.magnitude(value))
-        return codes.rounded(codes.multiply(most, Float32(0.25)))
+                    most = fp8.larger(most, fp8.magnitude(value))
+        return fp8.rounded(fp8.multiply(most, Float32(0.25)))
 
 
 def hadamard(values: list) -> list:

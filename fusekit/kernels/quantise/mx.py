@@ -9,7 +9,7 @@ from cutlass import Int32, Int64, Uint32, cute
 
 from fusekit.kernels import lanes
 from fusekit.kernels.ptx import divide, store_shared_u16
-from fusekit.kernels.quantise import codes
+from fusekit.kernels.quantise import fp8
 from fusekit.kernels.quantise.tiles import ACROSS, DEEP, PAIRS, THREADS, Place, QuantiseTiles, load_words
 from fusekit.plan.quantise import ATOM, BF16, MX_SIDE, ROWS, SIDE, SWIZZLED
 
@@ -42,14 +42,14 @@ class MxTiles(QuantiseTiles):
         two = Uint32(0)
         for half in cutlass.range_constexpr(2):
             words = load_words(line + ((part + half * 8) ^ (tile_row & 7)) * 16)
-            a = codes.larger(*codes.numbers(codes.largest(words)))
+            a = fp8.larger(*fp8.numbers(fp8.largest(words)))
             for distance in cutlass.range_constexpr(2):
-                a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, 1 << distance))
-            scale, inverse = codes.mx_scale_of(a)
+                a = fp8.larger(a, cute.arch.shuffle_sync_bfly(a, 1 << distance))
+            scale, inverse = fp8.mx_scale_of(a)
             two = two | (scale << (half * 16))
             column = step * SIDE + (part + half * 8) * 8
-            numbers = [number for word in words for number in codes.halves(word)]
-            packed = [codes.four_codes(numbers[:4], inverse), codes.four_codes(numbers[4:], inverse)]
+            numbers = [number for word in words for number in fp8.halves(word)]
+            packed = [fp8.four_values(numbers[:4], inverse), fp8.four_values(numbers[4:], inverse)]
             lanes.store(x_q + Int64(column), packed, 8, (row < place.end) & (column < columns))
         # Threads 0 and 4 have scales 0 and 2, 1 and 3.
         four = two | (cute.arch.shuffle_sync_bfly(two, 4) << 8)
@@ -66,7 +66,7 @@ class MxTiles(QuantiseTiles):
         x_t, strides, x_ts = turned
         rows, columns = extents
         pair, part = thread & (PAIRS - 1), divide(thread, PAIRS)
-        scales, inverses = zip(*map(codes.mx_scale_of, codes.numbers(codes.largest(words))), strict=True)
+        scales, inverses = zip(*map(fp8.mx_scale_of, fp8.numbers(fp8.largest(words))), strict=True)
         across = divide(columns + (SIDE - 1), SIDE)
         if self.swizzled:
             down = divide(rows + (SIDE - 1), SIDE)
@@ -78,9 +78,9 @@ class MxTiles(QuantiseTiles):
             lanes.store(x_ts + line + Int64(step * SIDE + pair * 2), [scales[0] | (scales[1] << 8)], 2)
         for row, word in enumerate(words):
             low, high = (
-                codes.multiply(number, inverse) for number, inverse in zip(codes.halves(word), inverses, strict=True)
+                fp8.multiply(number, inverse) for number, inverse in zip(fp8.halves(word), inverses, strict=True)
             )
-            store_shared_u16(tile + (part * DEEP + row) * SIDE + pair * 2, codes.two_codes(low, high))
+            store_shared_u16(tile + (part * DEEP + row) * SIDE + pair * 2, fp8.two_values(low, high))
         cute.arch.sync_threads()
         tile_row, piece = thread >> 3, thread & 7
         column = step * SIDE + piece * 16

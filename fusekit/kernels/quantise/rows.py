@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64, cute
 from fusekit.kernels import lanes
 from fusekit.kernels.lanes import WARP
 from fusekit.kernels.ptx import divide
-from fusekit.kernels.quantise import codes
+from fusekit.kernels.quantise import fp8
 from fusekit.plan.quantise import WARPS
 
 COLUMNS = 16  # of a thread, at a time
@@ -70,7 +70,7 @@ class QuantiseRows:
         begin = (scale_target[-1] & (SHARE * WARP - 1)) * COLUMNS
         a = Float32(0.0)
         for first in cutlass.range(begin, columns, PIECE * AHEAD, unroll=1):
-            a = codes.larger(a, self.largest(self.load(AHEAD, source, first, columns)))
+            a = fp8.larger(a, self.largest(self.load(AHEAD, source, first, columns)))
         inverse = self.scale(a, *scale_target)
         for first in cutlass.range(begin, columns, PIECE * AHEAD, unroll=1):
             words = self.load(AHEAD, source, first, columns)
@@ -79,25 +79,25 @@ class QuantiseRows:
 
     def largest(self, words: list) -> Float32:
         """Maximum of a thread's numbers."""
-        return codes.larger(*codes.numbers(codes.largest(words)))
+        return fp8.larger(*fp8.numbers(fp8.largest(words)))
 
     def scale(self, a: Float32, at: Int64, there, shared: Int32, thread: Int32) -> Float32:
         """The reciprocal of a row's scale, from a thread's largest number; stores the scale."""
         for distance in range(5):
-            a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, 1 << distance))
+            a = fp8.larger(a, cute.arch.shuffle_sync_bfly(a, 1 << distance))
         lanes.shared_store_u32(shared + divide(thread, WARP) * 4, lanes.bits_of(a))
         cute.arch.sync_threads()
         first = shared + divide(thread, SHARE * WARP) * (SHARE * 4)
         for warp in range(SHARE):
-            a = codes.larger(a, lanes.float_of(lanes.shared_load_u32(first + warp * 4)))
-        scale, inverse = codes.scale_of(a, self.scales)
+            a = fp8.larger(a, lanes.float_of(lanes.shared_load_u32(first + warp * 4)))
+        scale, inverse = fp8.scale_of(a, self.scales)
         lanes.store(at, [lanes.bits_of(scale)], 4, there & ((thread & (SHARE * WARP - 1)) == 0))
         return inverse
 
     def store(self, words: list, inverse: Float32, target: Int64, column: Int32, columns: Int32) -> None:
         """A thread's FP8 values of one piece."""
-        numbers = [half for word in words for half in codes.halves(word)]
-        packed = [codes.four_codes(numbers[first : first + 4], inverse) for first in range(0, COLUMNS, 4)]
+        numbers = [half for word in words for half in fp8.halves(word)]
+        packed = [fp8.four_values(numbers[first : first + 4], inverse) for first in range(0, COLUMNS, 4)]
         lanes.store(target + Int64(column), packed, 16, column < columns)
 
     def load(self, pieces: int, source: Int64, first: Int32, columns: Int32) -> list:

@@ -30,7 +30,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from fusekit.kernels import lanes
 from fusekit.kernels.lanes import WARP
 from fusekit.kernels.ptx import divide, load_shared_v4, store_shared_b32x2, store_shared_v4
-from fusekit.kernels.quantise import codes
+from fusekit.kernels.quantise import fp8
 from fusekit.plan.quantise import BF16, F32, SIDE, SQUARE, WARPS, WIDE
 
 THREADS = WARPS * WARP
@@ -290,11 +290,11 @@ class QuantiseTiles:
         words = [load_words(line + ((part + half * 8) ^ (tile_row & 7)) * 16) for half in range(2)]
         scale = None
         if cutlass.const_expr(inverse is None):
-            a = codes.larger(*codes.numbers(codes.largest([word for four in words for word in four])))
+            a = fp8.larger(*fp8.numbers(fp8.largest([word for four in words for word in four])))
             for distance in cutlass.range_constexpr(3):
-                a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, 1 << distance))
-            scale, inverse = codes.scale_of(a, self.scales)
-        packed = [eight_codes(four, inverse) for four in words]
+                a = fp8.larger(a, cute.arch.shuffle_sync_bfly(a, 1 << distance))
+            scale, inverse = fp8.scale_of(a, self.scales)
+        packed = [eight_values(four, inverse) for four in words]
         if cutlass.const_expr(self.matrices):
             x_q = x_q + Int64(place.group) * strides[0]
         for copy in cutlass.range_constexpr(max(self.topk, 1)):
@@ -323,12 +323,12 @@ class QuantiseTiles:
     def of_columns(self, words, turned, place: Place, extents, step: Int32, parts: Int32, thread: Int32):
         """Reciprocals of the scales of a thread's two columns; one of PARTS threads stores the scales."""
         pair, part = thread & (PAIRS - 1), divide(thread, PAIRS)
-        lanes.shared_store_u32(parts + thread * 4, codes.largest(words))
+        lanes.shared_store_u32(parts + thread * 4, fp8.largest(words))
         cute.arch.sync_threads()
         most = lanes.shared_load_u32(parts + pair * 4)
         for other in cutlass.range_constexpr(1, PARTS):
-            most = codes.larger_pairs(most, lanes.shared_load_u32(parts + (other * PAIRS + pair) * 4))
-        scales = [codes.scale_of(a, self.scales) for a in codes.numbers(most)]
+            most = fp8.larger_pairs(most, lanes.shared_load_u32(parts + (other * PAIRS + pair) * 4))
+        scales = [fp8.scale_of(a, self.scales) for a in fp8.numbers(most)]
         _, columns = extents
         column = step * SIDE + pair * 2
         at = turned[2] + (Int64(place.number) * Int64(columns) + Int64(column)) * 4
@@ -342,8 +342,8 @@ class QuantiseTiles:
         pair, part = thread & (PAIRS - 1), divide(thread, PAIRS)
         for side in range(2):
             for half in range(DEEP // 16):
-                numbers = [codes.halves(word)[side] for word in words[half * 16 : (half + 1) * 16]]
-                packed = [codes.four_codes(numbers[four : four + 4], inverse[side]) for four in range(0, 16, 4)]
+                numbers = [fp8.halves(word)[side] for word in words[half * 16 : (half + 1) * 16]]
+                packed = [fp8.four_values(numbers[four : four + 4], inverse[side]) for four in range(0, 16, 4)]
                 store_shared_v4(
                     tile + (pair * 2 + side) * SIDE + ((part * (DEEP // 16) + half) ^ (pair & 7)) * 16, packed
                 )
@@ -365,14 +365,14 @@ class QuantiseTiles:
     @cute.jit
     def of_square(self, words, parts: Int32, thread: Int32):
         """(scale, reciprocal) of the whole tile."""
-        a = codes.larger(*codes.numbers(codes.largest(words)))
+        a = fp8.larger(*fp8.numbers(fp8.largest(words)))
         for distance in cutlass.range_constexpr(5):
-            a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, 1 << distance))
+            a = fp8.larger(a, cute.arch.shuffle_sync_bfly(a, 1 << distance))
         lanes.shared_store_u32_if(parts + (thread >> 5) * 4, lanes.bits_of(a), (thread & 31) == 0)
         cute.arch.sync_threads()
         for warp in cutlass.range_constexpr(WARPS):
-            a = codes.larger(a, lanes.float_of(lanes.shared_load_u32(parts + warp * 4)))
-        return codes.scale_of(a, self.scales)
+            a = fp8.larger(a, lanes.float_of(lanes.shared_load_u32(parts + warp * 4)))
+        return fp8.scale_of(a, self.scales)
 
     def store_square(self, target, turned, place: Place, extents, step: Int32, scale: Float32, thread: Int32) -> None:
         """The scale of a square, in both orientations."""
@@ -429,10 +429,10 @@ def copy_async(destination: Int32, source: Int64, there) -> None:
     )
 
 
-def eight_codes(words: list, inverse) -> list:
+def eight_values(words: list, inverse) -> list:
     """Eight numbers times the reciprocal of their scale."""
-    numbers = [number for word in words for number in codes.halves(word)]
-    return [codes.four_codes(numbers[:4], inverse), codes.four_codes(numbers[4:], inverse)]
+    numbers = [number for word in words for number in fp8.halves(word)]
+    return [fp8.four_values(numbers[:4], inverse), fp8.four_values(numbers[4:], inverse)]
 
 
 def load_words(address: Int32) -> list:

@@ -24,7 +24,7 @@ from fusekit.plan.quantise import MOST_TOPK, SQUARE
 if TYPE_CHECKING:
     from fusekit.plan.layer.passes import Passes
 
-CODES = "e4m3"
+E4M3 = "e4m3"
 Which = str | tuple[str, ...]  # one or more passes of a layer
 
 
@@ -44,7 +44,7 @@ class Given:
 class Rows:
     """A tensor whose rows products read or make. extent: "M", rows of experts, or "T", tokens, where its rows are of
     neither expert. index: what chooses M rows of a tensor of tokens, "" for those of the tensor itself. inverse: what
-    says which of them each token's are, "" if nothing does. codes: begins the names of its FP8 values; default:
+    says which of them each token's are, "" if nothing does. fp8: begins the names of its FP8 values; default:
     its own name. arrivals: where a window says which rows have come, while products run that read them by index; "":
     all have. squares: 128 tokens of 128 columns have one scale, not 128 of a column.
     """
@@ -54,13 +54,13 @@ class Rows:
     extent: str
     index: str = ""
     inverse: str = ""
-    codes: str = ""
+    fp8: str = ""
     arrivals: str = ""
     squares: bool = False
 
     @property
     def base(self) -> str:
-        return self.codes or self.name
+        return self.fp8 or self.name
 
 
 class Factors(Protocol):
@@ -141,13 +141,13 @@ class Blocks:
 
     def product(self, which: Which, rows: Rows, weight: str, major: str, *, backward: bool = False) -> Given:
         """As in `Factors`. A pass over a gradient also makes its FP8 values along the tokens."""
-        self.codes(which, rows, turned=backward)
-        codes, scales = ("q", "s") if (major == "k") is not backward else ("t", "ts")
+        self.fp8(which, rows, turned=backward)
+        fp8, scales = ("q", "s") if (major == "k") is not backward else ("t", "ts")
         reads = {"x": f"{rows.base}_q", "x_s": f"{rows.base}_s"}
-        return Given({"quant": {"in": BLOCK}}, {**reads, "w": f"{weight}_{codes}", "w_s": f"{weight}_{scales}"})
+        return Given({"quant": {"in": BLOCK}}, {**reads, "w": f"{weight}_{fp8}", "w_s": f"{weight}_{scales}"})
 
     def tokens(self, argument: str, rows: Rows) -> Given:
-        self.codes(WGRAD, rows, by_row=False, turned=True)
+        self.fp8(WGRAD, rows, by_row=False, turned=True)
         reads = {f"{argument}_t": f"{rows.base}_t", f"{argument}_ts": f"{rows.base}_ts"}
         return Given({"quant": {"in": BLOCK} | ({"x_blocks": SQUARE} if rows.squares else {})}, reads)
 
@@ -172,7 +172,7 @@ class Blocks:
         whole = self.options.glu_layout != "concat" or dz.columns % (2 * SIDE) == 0
         return dz.extent == "M" and whole
 
-    def codes(self, which: Which, rows: Rows, *, by_row: bool = True, turned: bool = False) -> None:
+    def fp8(self, which: Which, rows: Rows, *, by_row: bool = True, turned: bool = False) -> None:
         """Adds the step that quantises what no step has quantised yet, of rows and along the tokens."""
         o, columns, base = self.options, rows.columns, rows.base
         by_row, turned = (
@@ -213,14 +213,14 @@ class Blocks:
         argument: str,
         name: str,
         end: str,
-        codes: tuple[int | str, ...],
+        fp8: tuple[int | str, ...],
         scales: tuple[int | str, ...],
         **place: str,
     ) -> dict[str, str]:
         """The FP8 values NAME_q or NAME_t, and their scales, by the arguments of a kernel."""
         scaled = "s" if end == "q" else "ts"
         return {
-            f"{argument}_{end}": self.passes.buffer(f"{name}_{end}", *codes, dtype=CODES, **place),
+            f"{argument}_{end}": self.passes.buffer(f"{name}_{end}", *fp8, dtype=E4M3, **place),
             f"{argument}_{scaled}": self.passes.buffer(f"{name}_{scaled}", *scales, dtype="f32", **place),
         }
 

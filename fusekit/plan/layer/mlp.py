@@ -30,7 +30,7 @@ def mlp(p: Passes, prefix: str, width: int, y: str, dx: str, *, scale: str = "",
     p.buffer(y, "T", h, place=place)
     p.buffer(dx, "T", h, place=place)
     rows, gradients = (o.squared(major) == side for side in ("rows", "gradients"))
-    x, dy = Rows("x", h, "T", codes=f"{name}x", squares=rows), Rows("dy", h, "T", codes=f"{name}dy", squares=gradients)
+    x, dy = Rows("x", h, "T", fp8=f"{name}x", squares=rows), Rows("dy", h, "T", fp8=f"{name}dy", squares=gradients)
     between, back = Rows(f"{name}a", width, "T", squares=rows), Rows(f"d{name}z", n, "T", squares=gradients)
     given = p.factors.product(p.firsts, x, w1, major)
     first = {**p.gemm("dense-gemm", n, h, bias=bias), **given.keys}

@@ -22,7 +22,7 @@ X, LOGITS, CHOICES = "x", "logits", "choices"
 F32, NOTHING = "f32", "none"
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 TOKENS = 8192  # of a layer without a problem
-CODES = 16  # in a row of them, or a multiple
+FP8_ROW = 16  # bytes of a row of FP8 values, or a multiple
 MOST_COLUMNS = 2**22  # of a tensor: quantise counts four times as many, gates and ups are two
 
 ROUTER_FIELDS = (
@@ -254,8 +254,8 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
             yield field, size, "interleaved-32 alternates 32 gate and 32 up columns; say a multiple of 32"
     if options.weight_dtype and (options.weight_dtype != F32 or options.recipe == NONE):
         rule = f'products read weights of dtype = "{options.dtype}"; "f32" weights need FP8 operands'
-        codes = f'recipe = "{BLOCK}"' + (' and dtype = "bf16"' if options.dtype != "bf16" else "")
-        yield "weight_dtype", options.weight_dtype, f"{rule}: say {codes}, or leave it out"
+        remedy = f'recipe = "{BLOCK}"' + (' and dtype = "bf16"' if options.dtype != "bf16" else "")
+        yield "weight_dtype", options.weight_dtype, f"{rule}: say {remedy}, or leave it out"
     if options.recipe != NONE:
         yield from _broken_recipe(options)
     if options.x_blocks != ROWS and (options.recipe == NONE or not options.trained):
@@ -274,8 +274,8 @@ def _broken_recipe(options: Options) -> Iterator[tuple[str, Any, str]]:
         yield "bias", True, f"{rule}; leave bias or recipe out"
     for field in ("hidden", "intermediate", "shared"):
         size = getattr(options, field)
-        if size % CODES:
-            yield field, size, f"a row of FP8 values must be a multiple of {CODES} bytes; say a multiple of {CODES}"
+        if size % FP8_ROW:
+            yield field, size, f"a row of FP8 values must be a multiple of {FP8_ROW} bytes; say a multiple of {FP8_ROW}"
         elif field != "hidden" and options.glu_layout == "concat" and size % SEGMENT:
             rule = f"{SEGMENT} columns of gate or up have one scale of w1"
             yield field, size, f"{rule}; say a multiple of {SEGMENT}, or another layout"

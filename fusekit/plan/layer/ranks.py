@@ -23,8 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from fusekit.plan.exchange import CHOICES, GRAIN, NOTHING, ROWS, of_row, parts, regions, wide, words
-from fusekit.plan.layer.factors import CODES as E4M3
-from fusekit.plan.layer.factors import Blocks, Rows
+from fusekit.plan.layer.factors import E4M3, Blocks, Rows
 from fusekit.plan.layer.options import Options
 from fusekit.plan.layer.passes import Experts, Passes
 from fusekit.plan.layer.program import BOTH, CHECKED, DGRAD, KEPT, RECOMPUTE, WGRAD, Program
@@ -32,13 +31,13 @@ from fusekit.plan.quant import NONE
 from fusekit.plan.quantise import SIDE
 
 # Windows (IPC buffers): of FP8 values of x, of x, of dy, of sums of rows, and of gradients of weights.
-WINDOWS = CODES, SENT, GRADS, SUMS, RETURNED = "codes", "sent", "grads", "sums", "returned"
+WINDOWS = FP8, SENT, GRADS, SUMS, RETURNED = "fp8", "sent", "grads", "sums", "returned"
 BLOCKS = 16  # that send rows while products run, each on a multiprocessor that these lack
 
 
 def arrives(options: Options) -> str:
     """The window that forward sends x into: FP8 values of it, unless experts read rows that weights multiply."""
-    return CODES if options.recipe != NONE and options.router["scale"] != "input" else SENT
+    return FP8 if options.recipe != NONE and options.router["scale"] != "input" else SENT
 
 
 def stores(program: Program, which: str = "") -> dict[str, str]:
@@ -82,15 +81,15 @@ class RankedExperts(Experts):
         o, p = self.o, passes
         self.again = o.keep == "x" or self.by_input  # whether the backward pass begins with x
         self.first = arrives(o)
-        self.rows_dy = replace(self.rows_dy, codes="dy")
+        self.rows_dy = replace(self.rows_dy, fp8="dy")
         if not self.by_input:
-            self.rows_x = replace(self.rows_x, codes="x")
+            self.rows_x = replace(self.rows_x, fp8="x")
         for window in dict.fromkeys((self.first, SENT, GRADS)):
-            p.buffer(f"{window}.rows", "S", o.hidden, dtype=E4M3 if window == CODES else "", place=window)
+            p.buffer(f"{window}.rows", "S", o.hidden, dtype=E4M3 if window == FP8 else "", place=window)
             p.buffer(f"{window}.indices", "S", o.topk, dtype="i32", place=window)
             p.buffer(f"{window}.weights", "S", o.topk, dtype="f32", place=window)
-        if self.first == CODES:
-            p.buffer(f"{CODES}.scales", -(-o.hidden // SIDE), "S", dtype="f32", place=CODES)
+        if self.first == FP8:
+            p.buffer(f"{FP8}.scales", -(-o.hidden // SIDE), "S", dtype="f32", place=FP8)
         if o.overlap:
             for window in (SENT, GRADS):
                 p.buffer(f"{window}.arrivals", "F", dtype="i32", place=window)
@@ -127,22 +126,22 @@ class RankedExperts(Experts):
         writes["window.arrivals"] = awaited
         self.passes.step(which, "dispatch-choices", {**keys, "sends": CHOICES}, choices | rows, writes, window)
 
-    def dispatch_codes(self) -> None:
+    def dispatch_fp8(self) -> None:
         """FP8 values of this rank's rows, which a shared expert reads, too, to the ranks of their experts."""
         p, o = self.passes, self.o
-        local = Rows("x", o.hidden, "T", codes="shared_x" if o.shared else "own_x")
+        local = Rows("x", o.hidden, "T", fp8="shared_x" if o.shared else "own_x")
         assert isinstance(self.factors, Blocks)
-        self.factors.codes(p.firsts if o.shared else BOTH, local)
+        self.factors.fp8(p.firsts if o.shared else BOTH, local)
         reads = {"x": f"{local.base}_q", "x_s": f"{local.base}_s", "indices": "indices", "weights": "weights"}
-        writes = {f"window.{part}": f"{CODES}.{part}" for part in ("rows", "indices", "weights", "scales")}
+        writes = {f"window.{part}": f"{FP8}.{part}" for part in ("rows", "indices", "weights", "scales")}
         keys = {**self.exchange("moe-dispatch", weighted=True), "dtype": E4M3}
-        p.step(BOTH, "dispatch-codes", keys, reads, writes, CODES)
+        p.step(BOTH, "dispatch-fp8", keys, reads, writes, FP8)
 
     def index(self) -> None:
         """What came, sorted by expert; and how many of this rank's own tokens chose each expert, for the loss."""
         p, o = self.passes, self.o
-        if self.first == CODES:
-            self.dispatch_codes()
+        if self.first == FP8:
+            self.dispatch_fp8()
         else:
             self.dispatch(BOTH, "x", SENT, True)
         reads = {"indices": f"{self.first}.indices"}
@@ -170,14 +169,14 @@ class RankedExperts(Experts):
     def forward(self) -> None:
         if self.again:
             self.dispatch(RECOMPUTE, "x", SENT, self.by_input)
-        if self.first == CODES:
+        if self.first == FP8:
             assert isinstance(self.factors, Blocks)
             if self.again:
-                self.factors.codes(RECOMPUTE, self.rows_x, turned=True)
-            reads = {"x": f"{CODES}.rows", "x_s": f"{CODES}.scales", "inverse": "inverse"}
+                self.factors.fp8(RECOMPUTE, self.rows_x, turned=True)
+            reads = {"x": f"{FP8}.rows", "x_s": f"{FP8}.scales", "inverse": "inverse"}
             keys = {**self.rows("moe-permute"), "dtype": E4M3}
             writes = self.factors.of_rows("y", self.rows_x)
-            self.passes.step(BOTH, "permute-codes", keys, reads, {"y": writes["y_q"], "y_s": writes["y_s"]})
+            self.passes.step(BOTH, "permute-fp8", keys, reads, {"y": writes["y_q"], "y_s": writes["y_s"]})
         super().forward()
 
     def through(self) -> None:

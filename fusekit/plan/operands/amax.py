@@ -11,7 +11,7 @@ from typing import Any
 
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.operands.base import BACKWARD, FORWARD, Argument, Operand, by_group, vector
-from fusekit.plan.operands.codes import Quantised
+from fusekit.plan.operands.fp8_output import Quantised
 
 
 class Amax(Quantised):

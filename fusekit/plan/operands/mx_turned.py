@@ -10,9 +10,9 @@ from typing import Any
 
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.operands.base import Argument, Constraint, Dim, Expr, Operand, rows
-from fusekit.plan.operands.mx_codes import blocks, scales, whole
+from fusekit.plan.operands.mxfp8_output import blocks, scales, whole
 from fusekit.plan.operands.turned import DzTurned, YTurned
-from fusekit.plan.quant import CODES
+from fusekit.plan.quant import E4M3
 
 
 class MxTurned(Operand):
@@ -49,7 +49,7 @@ class DzMxTurned(MxTurned, DzTurned):
 def mx_columns(name: str, columns: Expr, plan: GemmPlan) -> tuple[Argument, ...]:
     """FP8 values [M, columns], and their scales: of columns in atoms, or of a block of tokens in a row."""
     turned = (whole(columns), blocks("M")) if plan.quant.swizzled else (blocks("M"), whole(columns))
-    return rows(f"{name}_t", "output", CODES, columns), scales(f"{name}_ts", *turned)
+    return rows(f"{name}_t", "output", E4M3, columns), scales(f"{name}_ts", *turned)
 
 
 OPERANDS = (YMxTurned(), DzMxTurned())

@@ -16,7 +16,7 @@ from typing import Any
 
 from fusekit.plan.gemm import FOURTH, GemmPlan
 from fusekit.plan.operands.base import BACKWARD, FORWARD, Argument, Broken, Constraint, Dim, Expr, Operand, tensor
-from fusekit.plan.quant import CODES, SIDE
+from fusekit.plan.quant import E4M3, SIDE
 from fusekit.plan.shared import Region
 
 TURNERS = 4  # warps of the fourth warpgroup
@@ -57,7 +57,7 @@ class YTurned(Operand):
     def regions(self, plan: GemmPlan, stages: int) -> tuple[Region, ...]:
         if plan.backward:
             return ()
-        return Region("turned", plan.out_tile_n * SIDE * 2, 1024), Region("turned_codes", SIDE * SIDE, 1024)
+        return Region("turned", plan.out_tile_n * SIDE * 2, 1024), Region("turned_values", SIDE * SIDE, 1024)
 
     def barriers(self, plan: GemmPlan) -> tuple[int, ...]:
         return () if plan.backward else (plan.consumer_warps, 1)
@@ -120,7 +120,7 @@ def turned(name: str, columns: Expr, plan: GemmPlan) -> tuple[Argument, ...]:
     scaled: Expr = ["ceildiv", columns, SIDE] if plan.quant.turned_square(name) else columns
     scales: tuple[Expr, ...] = ["floordiv", "P", SIDE], scaled
     return (
-        tensor(f"{name}_t", "output", CODES, (columns, "P"), (f"{name}_t.stride0", 1), 16),
+        tensor(f"{name}_t", "output", E4M3, (columns, "P"), (f"{name}_t.stride0", 1), 16),
         tensor(f"{name}_ts", "output", "f32", scales, (scaled, 1)),
     )
 

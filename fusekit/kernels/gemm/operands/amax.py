@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from fusekit.kernels import lanes, ptx
 from fusekit.kernels.gemm.operands.base import DeviceOperand, struct
-from fusekit.kernels.quantise import codes
+from fusekit.kernels.quantise import fp8
 from fusekit.plan.operands.amax import names
 from fusekit.plan.quantise import SIGNS
 
@@ -33,9 +33,9 @@ class Most:
     def take(self, words, columns: Int32, side: int) -> None:
         """Two columns of the lane's two rows, packed. columns: whether they are inside of the result."""
         words = [ptx.word_where(there & columns, word) for there, word in zip(self.there, words, strict=True)]
-        self.raise_to(side, codes.larger(*codes.numbers(codes.largest(words))))
+        self.raise_to(side, fp8.larger(*fp8.numbers(fp8.largest(words))))
         if self.rotated:
-            self.waiting += [(side, [codes.halves(word)[half] for word in words]) for half in range(2)]
+            self.waiting += [(side, [fp8.halves(word)[half] for word in words]) for half in range(2)]
             if len(self.waiting) >= AT_ONCE:
                 self.rotate()
 
@@ -48,7 +48,7 @@ class Most:
         self.waiting = []
 
     def raise_to(self, place: int, value) -> None:
-        self.largest[place] = codes.larger(self.largest[place], value)
+        self.largest[place] = fp8.larger(self.largest[place], value)
 
 
 class Amax(DeviceOperand):
@@ -95,7 +95,7 @@ class Amax(DeviceOperand):
             for side in range(self.sides):
                 a = most.largest[kind * self.sides + side]
                 if kind:
-                    a = codes.rounded(codes.multiply(a, Float32(0.25)))
+                    a = fp8.rounded(fp8.multiply(a, Float32(0.25)))
                 bits = lanes.redux(lanes.bits_of(a), "max")
                 at = pointer.toint() + (Int64(group) * self.sides + side) * 4
                 ptx.maximum_in_memory(at, bits, cute.arch.lane_idx() == 0)
@@ -139,7 +139,7 @@ def rotated(columns: list) -> list:
         others = [cute.arch.shuffle_sync_bfly(value, 4 << step) for value in values]
         values = [other + negated(value, token >> step) for other, value in zip(others, values, strict=True)]
     return [
-        codes.larger(codes.magnitude(first + second), codes.magnitude(first - second))
+        fp8.larger(fp8.magnitude(first + second), fp8.magnitude(first - second))
         for first, second in zip(values[::2], values[1::2], strict=True)
     ]
 

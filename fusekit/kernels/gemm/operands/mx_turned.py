@@ -11,7 +11,7 @@ from fusekit.kernels import lanes, ptx
 from fusekit.kernels.gemm.columns import SLABS, Place
 from fusekit.kernels.gemm.operands.base import Idle
 from fusekit.kernels.gemm.operands.turned import LINE, SIDE, UNIT, DzTurned, YTurned
-from fusekit.kernels.quantise import codes
+from fusekit.kernels.quantise import fp8
 from fusekit.kernels.quantise.mx import MX_BLOCKS, atom
 from fusekit.plan.gemm import WARP
 from fusekit.plan.quantise import MX_SIDE
@@ -32,18 +32,18 @@ class MxColumns:
         most = None
         for unit in range(UNITS):
             words = self.tokens(lines, quarter * UNITS + unit, slabs, lane)
-            largest = codes.largest(words)
-            most = largest if most is None else codes.larger_pairs(most, largest)
+            largest = fp8.largest(words)
+            most = largest if most is None else fp8.larger_pairs(most, largest)
             self.add_up(sums, words)
-        return codes.mx_scale_of(codes.larger(*codes.numbers(most)))
+        return fp8.mx_scale_of(fp8.larger(*fp8.numbers(most)))
 
-    def codes_of_slab(self, lines: Int32, slab: Int32, slabs: Int32, lane: Int32, inverse) -> list:
+    def values_of_slab(self, lines: Int32, slab: Int32, slabs: Int32, lane: Int32, inverse) -> list:
         """FP8 values of 16 tokens of the lane's column, four in a word."""
         packed = []
         for unit in range(2):
             words = self.tokens(lines, slab * 2 + unit, slabs, lane)
-            numbers = [half for word in words for half in codes.halves(word)]
-            packed += [codes.four_codes(numbers[four : four + 4], inverse) for four in range(0, UNIT, 4)]
+            numbers = [half for word in words for half in fp8.halves(word)]
+            packed += [fp8.four_values(numbers[four : four + 4], inverse) for four in range(0, UNIT, 4)]
         return packed
 
     def tokens(self, lines: Int32, unit: Int32, slabs: Int32, lane: Int32) -> list:
@@ -69,7 +69,7 @@ class YMxTurned(MxColumns, YTurned):
     @cute.jit
     def columns(self, idle: Idle, offset: Int32, column: Int32, where: Place, lane: Int32):
         """Quantises 128 columns from `column` on."""
-        target, boxes = idle.operands.y_turned, idle.shared.turned_codes
+        target, boxes = idle.operands.y_turned, idle.shared.turned_values
         width = idle.extents.half_n if cutlass.const_expr(self.plan.halved) else idle.extents.n
         self.sent(lane)
         for turn in cutlass.range(SIDE // WARP, unroll=1):
@@ -80,9 +80,9 @@ class YMxTurned(MxColumns, YTurned):
                 self.store_scale(idle, target, scale, where, quarter, (column, lane_column, width))
                 box = boxes.toint() + quarter * (MX_SIDE * SIDE)
                 for half in cutlass.range_constexpr(2):
-                    words = self.codes_of_slab(lines, quarter * 2 + half, where.slabs, lane, inverse)
+                    words = self.values_of_slab(lines, quarter * 2 + half, where.slabs, lane, inverse)
                     store_bytes(words, box, lane_column, SIDE, half)
-        self.send_codes(target, [boxes], where.block, column, lane)
+        self.send_values(target, [boxes], where.block, column, lane)
 
 
 class DzMxTurned(MxColumns, DzTurned):
@@ -97,14 +97,14 @@ class DzMxTurned(MxColumns, DzTurned):
             self.store_scale(idle, target, scale, where, quarter, (first, idle.warp * WARP + lane, width))
             box = slabs.toint() + (quarter * 2 + 1) * self.plan.warp_bytes
             for half in cutlass.range_constexpr(1, -1, -1):
-                words = self.codes_of_slab(slabs.toint(), quarter * 2 + half, where.slabs, lane, inverse)
+                words = self.values_of_slab(slabs.toint(), quarter * 2 + half, where.slabs, lane, inverse)
                 if cutlass.const_expr(half):
                     cute.arch.sync_warp()  # all have read the slab whose place is taken
                 store_bytes(words, box, lane, WARP, half)
         if cutlass.const_expr(sums is not None):
             self.store_number(sums, total[0], where.block, first + idle.warp * WARP + lane, width)
         boxes = [slabs + slab * self.plan.warp_bytes for slab in range(1, SLABS, 2)]
-        self.send_codes(target, boxes, where.block, first + idle.warp * WARP, lane)
+        self.send_values(target, boxes, where.block, first + idle.warp * WARP, lane)
 
 
 def store_bytes(words: list, box: Int32, column: Int32, width: int, half: int) -> None:

@@ -16,8 +16,8 @@ from fusekit.kernels import lanes, ptx
 from fusekit.kernels.dsl import descriptor_address
 from fusekit.kernels.gemm.columns import SLAB_TOKENS, SLABS, Columns, Place, Turned
 from fusekit.kernels.gemm.operands.base import STREAMED, Idle
-from fusekit.kernels.gemm.operands.codes import in_order
-from fusekit.kernels.quantise import codes
+from fusekit.kernels.gemm.operands.fp8_output import in_order
+from fusekit.kernels.quantise import fp8
 from fusekit.plan.gemm import FOURTH, WARP
 from fusekit.plan.operands.turned import TURNERS
 from fusekit.plan.quant import SIDE
@@ -83,7 +83,7 @@ class YTurned(Columns):
     @cute.jit
     def columns(self, idle: Idle, offset: Int32, column: Int32, where: Place, lane: Int32):
         """Quantises 128 columns from `column` on."""
-        target, boxes = idle.operands.y_turned, idle.shared.turned_codes
+        target, boxes = idle.operands.y_turned, idle.shared.turned_values
         width = idle.extents.half_n if cutlass.const_expr(self.plan.halved) else idle.extents.n
         square = self.plan.quant.turned_square("y")
         scale, inverse = Float32(0.0), Float32(0.0)
@@ -91,7 +91,7 @@ class YTurned(Columns):
             a = Float32(0.0)
             for turn in cutlass.range(SIDE // WARP, unroll=1):
                 lines = idle.shared.turned.toint() + offset + turn * (WARP * LINE)
-                a = codes.larger(a, self.largest_of(lines, where.slabs, lane))
+                a = fp8.larger(a, self.largest_of(lines, where.slabs, lane))
             scale, inverse = self.scale_of(self.largest_of_lanes(a))
             self.store_square(target, scale, where.block, column, width, lane)
         self.sent(lane)
@@ -101,14 +101,14 @@ class YTurned(Columns):
             if cutlass.const_expr(not square):
                 scale, inverse = self.scale_of(self.largest_of(lines, where.slabs, lane))
                 self.store_number(target.scales, scale, where.block, column + first + lane, width)
-            self.codes_of(lines, boxes.toint() + first * SIDE, where.slabs, inverse, lane)
-        self.send_codes(target, [boxes], where.block, column, lane)
+            self.values_of(lines, boxes.toint() + first * SIDE, where.slabs, inverse, lane)
+        self.send_values(target, [boxes], where.block, column, lane)
 
     def load(self, lines: Int32, unit: Int32, lane: Int32) -> list:
         """Eight tokens of column `lane`."""
         return [Uint32(word) for word in ptx.load_shared_v4(lines + place(lane, unit))]
 
-    def place_of_codes(self, column, slab):
+    def place_of_values(self, column, slab):
         """Where 16 FP8 values of a column are, in bytes: exchanged by the column, as the tensor map has it."""
         return column * SIDE + (slab ^ (column & 7)) * 16
 
@@ -210,9 +210,9 @@ class DzTurned(Columns):
             self.store_number(target.scales, scale, where.block, column + lane, width)
         if cutlass.const_expr(sums is not None):
             self.store_number(sums, total[0], where.block, column + lane, width)
-        self.codes_of(slabs.toint(), slabs.toint(), where.slabs, inverse, lane)
+        self.values_of(slabs.toint(), slabs.toint(), where.slabs, inverse, lane)
         boxes = [slabs + slab * self.plan.warp_bytes for slab in range(0, SLABS, 2)]
-        self.send_codes(target, boxes, where.block, column, lane)
+        self.send_values(target, boxes, where.block, column, lane)
 
     def together(self) -> None:
         """The fourth warpgroup's warps wait for each other."""
@@ -234,7 +234,7 @@ class DzTurned(Columns):
         lanes.shared_store_u32_if(at + idle.warp * 4, lanes.bits_of(a), lane == 0)
         self.together()
         for word in ptx.load_shared_v4(at):
-            a = codes.larger(a, lanes.float_of(Uint32(word)))
+            a = fp8.larger(a, lanes.float_of(Uint32(word)))
         return a
 
     def load(self, lines: Int32, unit: Int32, lane: Int32) -> list:
@@ -242,7 +242,7 @@ class DzTurned(Columns):
         at = lines + (unit >> 1) * self.plan.warp_bytes + slab_place(lane, unit & 1)
         return [Uint32(word) for word in ptx.load_shared_v4(at)]
 
-    def place_of_codes(self, column, slab):
+    def place_of_values(self, column, slab):
         """Where 16 FP8 values of a column are, in bytes: where the lane has read two slabs, in the first of them."""
         return (slab >> 1) * (2 * self.plan.warp_bytes) + slab_place(column, slab & 1)
 

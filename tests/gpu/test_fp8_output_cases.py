@@ -72,7 +72,7 @@ def test_infinities_and_nans_stay_for_themselves(gpu):
     assert (outputs["y_s"][0, 0] == 1) == infinite[0, :128].any()
 
 
-def test_more_codes_than_32_bits_count(gpu):
+def test_more_fp8_values_than_32_bits_count(gpu):
     """I x P and M x I beyond 2^31."""
     spec = SPECS["turned"]
     launch = prepare(spec, Case("large", (65_537, 65_600), 2 * 16_384, 128))
@@ -80,7 +80,7 @@ def test_more_codes_than_32_bits_count(gpu):
     assert min(outputs[name].array.size for name in ("y_q", "y_t")) > 2**31
     placed = gpu.arguments(launch)
     gpu.kernel(spec)(**placed)
-    gpu.finish(f"{spec.full_name} with more than 2^31 codes")
+    gpu.finish(f"{spec.full_name} with more than 2^31 FP8 values")
     gpu.download(launch, placed)
     result = reference.coded_check(
         spec, launch.inputs, {name: buffer.array for name, buffer in outputs.items()}, most=5

@@ -5,15 +5,15 @@ block.
 from cutlass import Int32, Int64, Uint32, cute
 
 from fusekit.kernels import lanes, ptx
-from fusekit.kernels.gemm.operands import codes as blocks
-from fusekit.kernels.gemm.operands.codes import CodedRows
-from fusekit.kernels.quantise import codes
+from fusekit.kernels.gemm.operands import fp8_output as blocks
+from fusekit.kernels.gemm.operands.fp8_output import Fp8Rows
+from fusekit.kernels.quantise import fp8
 from fusekit.kernels.quantise.mx import MX_BLOCKS, atom
 from fusekit.plan.gemm import WARP
 from fusekit.plan.quant import SIDE
 
 
-class MxCodes(blocks.Codes):
+class Mxfp8Output(blocks.Fp8Output):
     """Their scales are words of four bytes, one for each of 128 columns of a row."""
 
     def scales_of(self, pairs):
@@ -40,19 +40,19 @@ class MxCodes(blocks.Codes):
             lanes.store(place(base, beyond, across, step), [Uint32(0)], 4, last & (beyond < end))
 
 
-class YMxCodes(MxCodes, blocks.YCodes):
+class YMxfp8(Mxfp8Output, blocks.YFp8):
     def parameter(self, given):
         return coded_rows(self.kit, given.y_q, given.y_s)
 
 
-class DzMxCodes(MxCodes, blocks.DzCodes):
+class DzMxfp8(Mxfp8Output, blocks.DzFp8):
     def parameter(self, given):
         return coded_rows(self.kit, given.dz_q, given.dz_s)
 
 
-def coded_rows(kit, codes_, scales) -> CodedRows:
+def coded_rows(kit, fp8_, scales) -> Fp8Rows:
     """The parameter; `stride` is not read."""
-    return CodedRows(kit.ragged_map(kit.store_op(), codes_, (SIDE, kit.WARP_ROWS)), scales.iterator, Int64(0))
+    return Fp8Rows(kit.ragged_map(kit.store_op(), fp8_, (SIDE, kit.WARP_ROWS)), scales.iterator, Int64(0))
 
 
 def place(scales: Int64, row: Int32, across: Int32, step: Int32) -> Int64:
@@ -64,10 +64,10 @@ def row_scales(words: list):
     """The bytes of a row's four blocks as a word, and their reciprocals. The four lanes of a row share its numbers."""
     packed, inverses, per_block = Uint32(0), [], len(words) // MX_BLOCKS
     for block in range(MX_BLOCKS):
-        a = codes.larger(*codes.numbers(codes.largest(words[block * per_block : (block + 1) * per_block])))
+        a = fp8.larger(*fp8.numbers(fp8.largest(words[block * per_block : (block + 1) * per_block])))
         for distance in (1, 2):
-            a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, distance))
-        byte, inverse = codes.mx_scale_of(a)
+            a = fp8.larger(a, cute.arch.shuffle_sync_bfly(a, distance))
+        byte, inverse = fp8.mx_scale_of(a)
         packed = packed | (byte << (8 * block))
         inverses.append(inverse)
     return packed, inverses

@@ -11,22 +11,22 @@ from fusekit.kernels import lanes, ptx
 from fusekit.kernels.dsl import descriptor_address
 from fusekit.kernels.floats import multiply
 from fusekit.kernels.gemm.operands.base import DeviceOperand
-from fusekit.kernels.quantise import codes
+from fusekit.kernels.quantise import fp8
 from fusekit.plan.quant import SIDE
 
 CHUNKS = SIDE // 8  # of a block
 WORDS = 2 * CHUNKS  # of a lane: two columns of two rows of each chunk
 
 
-class CodedRows(NamedTuple):
+class Fp8Rows(NamedTuple):
     """Tensor map of FP8 values [M, N]; scales [ceil(N / 128), M], `stride` elements from row to row."""
 
-    codes: Any
+    fp8: Any
     scales: cute.Pointer
     stride: Int64
 
 
-class Codes(DeviceOperand):
+class Fp8Output(DeviceOperand):
     """FP8 output of a result of which a warp has whole rows, 128 columns at a time."""
 
     step = 7
@@ -36,7 +36,7 @@ class Codes(DeviceOperand):
         self.staging = kit.StagingBoxes(plan)
 
     def view(self, parameter):
-        return CodedRows(descriptor_address(parameter.codes), parameter.scales, parameter.stride)
+        return Fp8Rows(descriptor_address(parameter.fp8), parameter.scales, parameter.stride)
 
     @cute.jit
     def block(
@@ -59,7 +59,7 @@ class Codes(DeviceOperand):
             self.staging.acquire_all()
         (write_four if four else write)(pairs, inverses, box)
         where = self.kit.ragged_place(column, rows.end - rows.row, rows.end)
-        self.staging.send(box, target.codes, where, False)
+        self.staging.send(box, target.fp8, where, False)
 
     def scales_of(self, pairs):
         """Scales of a lane's two rows, and their reciprocals."""
@@ -70,7 +70,7 @@ class Codes(DeviceOperand):
         store_scales(scales, column, width, rows, target)
 
 
-class YCodes(Codes):
+class YFp8(Fp8Output):
     def parameter(self, given):
         return coded_rows(self.kit, given.y_q, given.y_s)
 
@@ -79,10 +79,10 @@ class YCodes(Codes):
         for block in range(self.plan.out_tile_n // SIDE):
             column = rows.n_tile * self.plan.out_tile_n + block * SIDE
             part, box = words[block * WORDS : (block + 1) * WORDS], work.staging + block * (SIDE * self.kit.WARP_ROWS)
-            self.block(part, box, (column, width), rows, work.operands.y_codes, block == 0)
+            self.block(part, box, (column, width), rows, work.operands.y_fp8, block == 0)
 
 
-class DzCodes(Codes):
+class DzFp8(Fp8Output):
     """FP8 output of dz: both halves, gates and ups, in their order in memory."""
 
     def parameter(self, given):
@@ -91,7 +91,7 @@ class DzCodes(Codes):
     def gradients(self, packed, rows, work) -> None:
         layout, tile_n, n = self.plan.glu_layout, self.plan.tile[1], work.extents.n
         words, count = in_order(packed[0], layout), self.plan.sides * tile_n // SIDE
-        begin = self.plan.z_bytes if self.plan.turning else self.plan.warp_bytes - self.plan.codes_bytes
+        begin = self.plan.z_bytes if self.plan.turning else self.plan.warp_bytes - self.plan.fp8_bytes
         boxes = work.staging + begin
         for block in range(count):
             column = rows.n_tile * (self.plan.sides * tile_n) + block * SIDE
@@ -100,23 +100,23 @@ class DzCodes(Codes):
                 column = rows.n_tile * tile_n + inside + (n if side else 0)
             part, box = words[block * WORDS : (block + 1) * WORDS], boxes + block * (SIDE * self.kit.WARP_ROWS)
             extent, four, whole = (column, n * self.plan.sides), layout == "interleaved", layout == "concat"
-            self.block(part, box, extent, rows, work.operands.dz_codes, block == 0, four, whole)
+            self.block(part, box, extent, rows, work.operands.dz_fp8, block == 0, four, whole)
 
 
-def coded_rows(kit, codes_, scales) -> CodedRows:
+def coded_rows(kit, fp8_, scales) -> Fp8Rows:
     """The parameter."""
-    descriptor = kit.ragged_map(kit.store_op(), codes_, (SIDE, kit.WARP_ROWS))
-    return CodedRows(descriptor, scales.iterator, Int64(scales.stride[0]))
+    descriptor = kit.ragged_map(kit.store_op(), fp8_, (SIDE, kit.WARP_ROWS))
+    return Fp8Rows(descriptor, scales.iterator, Int64(scales.stride[0]))
 
 
 def row_scales(pairs, rule: str):
     """Scales of a lane's two rows, and their reciprocals. The four lanes of a row share its numbers."""
     scales = []
     for words in pairs:
-        a = codes.larger(*codes.numbers(codes.largest(words)))
+        a = fp8.larger(*fp8.numbers(fp8.largest(words)))
         for distance in (1, 2):
-            a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, distance))
-        scales.append(codes.scale_of(a, rule))
+            a = fp8.larger(a, cute.arch.shuffle_sync_bfly(a, distance))
+        scales.append(fp8.scale_of(a, rule))
     return tuple(zip(*scales, strict=True))
 
 
@@ -136,8 +136,8 @@ def write(pairs, inverses, box) -> None:
     for chunk in range(CHUNKS):
         at = base + unit_place(lane >> 2, chunk // 2)
         for r in range(2):
-            codes_ = pair_of(pairs[r][chunk], of_chunk(inverses[r], chunk, CHUNKS))
-            ptx.store_shared_u16(at, codes_, chunk % 2 * 8 + r * (8 * SIDE))
+            fp8_ = pair_of(pairs[r][chunk], of_chunk(inverses[r], chunk, CHUNKS))
+            ptx.store_shared_u16(at, fp8_, chunk % 2 * 8 + r * (8 * SIDE))
 
 
 def write_four(pairs, inverses, box) -> None:
@@ -159,8 +159,8 @@ def of_chunk(inverses, chunk: int, chunks: int):
 
 def pair_of(word, inverse):
     """Two numbers as FP8 values."""
-    low, high = codes.halves(word)
-    return codes.two_codes(multiply(low, inverse), multiply(high, inverse))
+    low, high = fp8.halves(word)
+    return fp8.two_values(multiply(low, inverse), multiply(high, inverse))
 
 
 def unit_place(row, unit: int):

@@ -1,7 +1,7 @@
 """FP8 values of the rows of y or dz in blocks of 128 columns, with their scales, stored instead of it or next to it.
 
 What is quantised is what would be stored, rounded to bf16; see fusekit/plan/quantise.py. The scales lie M-major,
-[ceil(N / 128), M], as those of the x that the next product reads. MXFP8 is in mx_codes.py.
+[ceil(N / 128), M], as those of the x that the next product reads. MXFP8 is in mxfp8_output.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Broken, Expr, Operand, rows, tensor
-from fusekit.plan.quant import CODES, SIDE
+from fusekit.plan.quant import E4M3, SIDE
 
 
 class Quantised(Operand):
@@ -30,7 +30,7 @@ class Quantised(Operand):
             )
 
 
-class Codes(Quantised):
+class Fp8Output(Quantised):
     def asked(self, spec: Any) -> bool:
         return bool(spec.quant.by_blocks)
 
@@ -50,8 +50,8 @@ class Codes(Quantised):
         yield from whole_blocks(spec)
 
 
-class YCodes(Codes):
-    name, order, epilogues = "y_codes", 31, (FORWARD,)
+class YFp8(Fp8Output):
+    name, order, epilogues = "y_fp8", 31, (FORWARD,)
     words = {
         "y_q": "FP8 values of y, along its rows.",
         "y_s": "Scales of those FP8 values: of 128 columns of a row, the rows side by side; mxfp8: of 32, row by row.",
@@ -61,8 +61,8 @@ class YCodes(Codes):
         return coded_rows("y", plan.width)
 
 
-class DzCodes(Codes):
-    name, order, epilogues = "dz_codes", 51, (BACKWARD,)
+class DzFp8(Fp8Output):
+    name, order, epilogues = "dz_fp8", 51, (BACKWARD,)
     words = {
         "dz_q": "FP8 values of dz, along its rows.",
         "dz_s": "Scales of those FP8 values: of 128 columns of a row, the rows side by side; mxfp8: of 32, row by row.",
@@ -90,7 +90,7 @@ def whole_blocks(spec: Any) -> Iterator[Broken]:
 def coded_rows(name: str, columns: Expr) -> tuple[Argument, ...]:
     """FP8 values [M, columns] and scales [ceil(columns / 128), M] of the rows of a result."""
     scales = tensor(f"{name}_s", "output", "f32", (["ceildiv", columns, SIDE], "M"), (f"{name}_s.stride0", 1), 1, 4)
-    return rows(f"{name}_q", "output", CODES, columns), scales
+    return rows(f"{name}_q", "output", E4M3, columns), scales
 
 
-OPERANDS = (YCodes(), DzCodes())
+OPERANDS = (YFp8(), DzFp8())

@@ -11,14 +11,14 @@ from typing import Any
 
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.operands.base import BACKWARD, FORWARD, Argument, Broken, Expr, rows, tensor
-from fusekit.plan.operands.codes import Codes
-from fusekit.plan.quant import CODES, SIDE
+from fusekit.plan.operands.fp8_output import Fp8Output
+from fusekit.plan.quant import E4M3, SIDE
 from fusekit.plan.quantise import MX_SIDE
 
 E8M0 = "e8m0"
 
 
-class MxCodes(Codes):
+class Mxfp8Output(Fp8Output):
     def asked(self, spec: Any) -> bool:
         return bool(spec.quant.mx)
 
@@ -38,15 +38,15 @@ class MxCodes(Codes):
             yield f"quant.{field}", getattr(quant, field), rule
 
 
-class YMxCodes(MxCodes):
-    name, order, epilogues = "y_codes", 31, (FORWARD,)
+class YMxfp8(Mxfp8Output):
+    name, order, epilogues = "y_fp8", 31, (FORWARD,)
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return mx_rows("y", plan.width)
 
 
-class DzMxCodes(MxCodes):
-    name, order, epilogues = "dz_codes", 51, (BACKWARD,)
+class DzMxfp8(Mxfp8Output):
+    name, order, epilogues = "dz_fp8", 51, (BACKWARD,)
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return mx_rows("dz", plan.z_width)
@@ -54,7 +54,7 @@ class DzMxCodes(MxCodes):
 
 def mx_rows(name: str, columns: Expr) -> tuple[Argument, ...]:
     """FP8 values [M, columns], and their scales."""
-    return rows(f"{name}_q", "output", CODES, columns), scales(f"{name}_s", whole("M"), blocks(columns))
+    return rows(f"{name}_q", "output", E4M3, columns), scales(f"{name}_s", whole("M"), blocks(columns))
 
 
 def scales(name: str, down: Expr, across: Expr) -> Argument:
@@ -72,4 +72,4 @@ def blocks(extent: Expr) -> Expr:
     return ["mul", SIDE // MX_SIDE, ["ceildiv", extent, SIDE]]
 
 
-OPERANDS = (YMxCodes(), DzMxCodes())
+OPERANDS = (YMxfp8(), DzMxfp8())

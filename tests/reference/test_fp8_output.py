@@ -1,4 +1,4 @@
-"""Results stored as codes: against ml_dtypes and exact scales, and every way of being wrong is found."""
+"""FP8 output: against ml_dtypes and exact scales, and every way of being wrong is found."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fusekit import reference
-from fusekit.reference.codes import coded_shapes, largest_shapes, padded_starts
+from fusekit.reference.fp8 import coded_shapes, largest_shapes, padded_starts
 from fusekit.reference.largest import largest
 from fusekit.reference.layouts import split
 from fusekit.reference.meaning import meaning
@@ -16,7 +16,7 @@ from fusekit.spec import parse_file
 
 VARIANTS = {
     spec.full_name.partition("/")[2]: spec
-    for spec in parse_file(Path(__file__).parents[1] / "gpu" / "matrix_coded.toml")
+    for spec in parse_file(Path(__file__).parents[1] / "gpu" / "matrix_fp8_output.toml")
 }
 SPECS = {spec.kernel: spec for spec in VARIANTS.values()}
 SIZES = (0, 1, 128, 129, 0, 31)
@@ -40,7 +40,7 @@ def case(name, sizes=SIZES, n=2 * 208, k=144, spare=3):
 
 
 def by_hand(v):
-    """Codes and scale of one block."""
+    """FP8 values and scale of one block."""
     a = np.abs(v).max(initial=0)
     e = 0
     if a:
@@ -49,22 +49,22 @@ def by_hand(v):
     return (v * 2.0**-e).astype(E4M3).view(np.uint8), 2.0**e
 
 
-def test_codes_are_those_of_ml_dtypes():
+def test_fp8_values_are_those_of_ml_dtypes():
     _, inputs, y, outputs = case("turned-kept")
     v, ends = reference.decode(y, "bf16"), inputs["offsets"]
     starts = padded_starts(ends)
     for group, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         for row in range(begin, end, 37):
             for block, first in enumerate(range(0, 208, 128)):
-                codes, scale = by_hand(v[row, first : first + 128])
-                assert np.array_equal(outputs["y_q"][row, first : first + 128], codes)
+                fp8, scale = by_hand(v[row, first : first + 128])
+                assert np.array_equal(outputs["y_q"][row, first : first + 128], fp8)
                 assert outputs["y_s"][block, row] == scale
         for token in range(begin, end, 128):
             at = int(starts[group]) + token - begin
             for column in range(0, 208, 29):
                 stop = min(token + 128, end)
-                codes, scale = by_hand(v[token:stop, column])
-                assert np.array_equal(outputs["y_t"][column, at : at + stop - token], codes)
+                fp8, scale = by_hand(v[token:stop, column])
+                assert np.array_equal(outputs["y_t"][column, at : at + stop - token], fp8)
                 assert not outputs["y_t"][column, at + stop - token : at + 128].any()
                 assert outputs["y_ts"][at // 128, column] == scale
 
@@ -76,8 +76,8 @@ def test_squares_have_one_scale():
     for token, group, stop in ((1, 2, 129), (129, 3, 257), (257, 3, 258)):
         at = int(starts[group]) + token - int(inputs["offsets"][group - 1])
         for square, first in enumerate(range(0, 208, 128)):
-            codes, scale = by_hand(v[token:stop, first : first + 128])
-            assert np.array_equal(outputs["y_t"][first : first + 128, at : at + stop - token], codes.T)
+            fp8, scale = by_hand(v[token:stop, first : first + 128])
+            assert np.array_equal(outputs["y_t"][first : first + 128, at : at + stop - token], fp8.T)
             assert outputs["y_ts"][at // 128, square] == scale
 
 
@@ -117,7 +117,7 @@ def test_what_was_not_written_is_found():
     assert "y_ts: 2 elements not written, the first at (2, 3)" in reference.coded_check(spec, inputs, outputs)
 
 
-def test_without_the_bf16_result_codes_may_be_those_of_its_neighbours():
+def test_without_the_bf16_result_fp8_values_may_be_those_of_its_neighbours():
     spec, inputs, y, outputs = case("turned")
     near = y.copy()
     near[1:289:4] += 1
@@ -157,14 +157,14 @@ def test_mxfp8_of_rows_and_tokens(name):
     scales = {end: in_rows(outputs[f"y_{end}"], end, recipe) for end in ("s", "ts") if f"y_{end}" in outputs}
     for row in range(0, last, 37):
         for block, first in enumerate(range(0, 224, 32)):
-            codes, scale = by_hand(v[row, first : first + 32])
-            assert np.array_equal(outputs["y_q"][row, first : first + 32], codes)
+            fp8, scale = by_hand(v[row, first : first + 32])
+            assert np.array_equal(outputs["y_q"][row, first : first + 32], fp8)
             assert 2.0 ** (int(scales["s"][row, block]) - 127) == scale
         assert not scales["s"][row, 7:].any()  # of columns that fill the tile
     for token in range(0, last if "ts" in scales else 0, 32):
         for column in range(0, 224, 29):
-            codes, scale = by_hand(v[token : token + 32, column])
-            assert np.array_equal(outputs["y_t"][token : token + 32, column], codes)
+            fp8, scale = by_hand(v[token : token + 32, column])
+            assert np.array_equal(outputs["y_t"][token : token + 32, column], fp8)
             assert 2.0 ** (int(scales["ts"][token // 32, column]) - 127) == scale
     for end in ("q", "s", "t", "ts"):
         whole = outputs.get(f"y_{end}") if recipe.keep else None  # else neighbours of a code may be right

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fusekit.kernels.gemm.operands import codes, turned
+from fusekit.kernels.gemm.operands import fp8_output as output
+from fusekit.kernels.gemm.operands import turned
 
 SIDE = 128
 
@@ -21,20 +22,20 @@ def fragment(warp, lane, chunk, r):
     return row, (column, column + 1)
 
 
-def test_codes_of_rows_lie_as_the_tensor_map_reads_them():
+def test_fp8_values_of_rows_lie_as_the_tensor_map_reads_them():
     result = {}
     for lane in range(32):
         for chunk in range(16):
             for r in range(2):
                 row, columns = fragment(0, lane, chunk, r)
-                at = codes.unit_place(lane >> 2, chunk // 2) + (lane & 3) * 2 + chunk % 2 * 8 + r * 8 * SIDE
+                at = output.unit_place(lane >> 2, chunk // 2) + (lane & 3) * 2 + chunk % 2 * 8 + r * 8 * SIDE
                 result |= {at + side: (row, column) for side, column in enumerate(columns)}
     assert result == {swizzled(row * SIDE + column): (row, column) for row in range(16) for column in range(SIDE)}
 
 
-def test_stores_of_codes_meet_in_no_bank():
+def test_stores_of_fp8_values_meet_in_no_bank():
     for chunk in range(16):
-        words = {codes.unit_place(lane >> 2, chunk // 2) + (lane & 3) * 2 + chunk % 2 * 8 >> 2 for lane in range(32)}
+        words = {output.unit_place(lane >> 2, chunk // 2) + (lane & 3) * 2 + chunk % 2 * 8 >> 2 for lane in range(32)}
         assert len({word % 32 for word in words}) == len(words) == 16
 
 
@@ -100,26 +101,26 @@ def steps_of(layout):
 
 @pytest.mark.parametrize("layout", ["concat", "interleaved-32", "interleaved", "none"])
 def test_blocks_of_dz_are_in_order(layout):
-    words = codes.in_order(steps_of(layout), layout)
+    words = output.in_order(steps_of(layout), layout)
     if layout == "interleaved":  # (chunk of 16, r, c)
         assert words == [number // 4 * 16 + number % 2 * 2 for number in range(64)]
     else:  # (chunk of 8, r)
         assert words == [number // 2 * 8 for number in range(32 if layout == "none" else 64)]
 
 
-def test_four_codes_of_a_lane_lie_as_the_tensor_map_reads_them():
+def test_four_fp8_values_of_a_lane_lie_as_the_tensor_map_reads_them():
     result = {}
     for lane in range(32):
         for chunk in range(8):
             for r in range(2):
-                at = codes.unit_place(lane >> 2, chunk) + (lane & 3) * 4 + r * 8 * SIDE
+                at = output.unit_place(lane >> 2, chunk) + (lane & 3) * 4 + r * 8 * SIDE
                 result |= {at + c: ((lane >> 2) + 8 * r, 16 * chunk + 4 * (lane & 3) + c) for c in range(4)}
     assert result == {swizzled(row * SIDE + column): (row, column) for row in range(16) for column in range(SIDE)}
 
 
 def slab(layout):
     """A warp's 16 tokens of all columns, 16-bit element by element, as stmatrix with .trans leaves them."""
-    words = codes.in_order(steps_of(layout), layout)
+    words = output.in_order(steps_of(layout), layout)
     side_by_side, memory = layout == "interleaved", {}
     for pair in range(len(words) // 4):
         for matrix in range(4):
@@ -158,7 +159,7 @@ def test_units_of_a_slab_lie_in_different_banks():
     half_ = object.__new__(turned.DzTurned)
     half_.plan = SimpleNamespace(warp_bytes=14336)
     for slab in range(turned.SLABS):  # lines of 32 bytes; a tensor map exchanges their halves by four rows
-        places = [half_.place_of_codes(column, slab) for column in range(32)]
+        places = [half_.place_of_values(column, slab) for column in range(32)]
         lines = [(at := column * 32 + slab % 2 * 16) ^ (at >> 7 & 1) << 4 for column in range(32)]
         assert places == [slab // 2 * 2 * 14336 + at for at in lines]
         assert all(len({at // 16 % 8 for at in places[first : first + 8]}) == 8 for first in range(0, 32, 8))

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusekit.dtypes import DTYPES
-from fusekit.plan.quant import CODES, SIDE, Quant
+from fusekit.plan.quant import E4M3, SIDE, Quant
 from fusekit.plan.quantise import BLOCK, ROWS, SQUARE
 from fusekit.reference import mx
-from fusekit.reference.codes import Coded, coded, coded_shapes, decode, padded_starts
 from fusekit.reference.formats import Array, encode, values
+from fusekit.reference.fp8 import Coded, coded, coded_shapes, decode, padded_starts
 from fusekit.reference.meaning import Meaning
 from fusekit.reference.measure import Expected, bound
 from fusekit.reference.quantise import blocks, mx_blocks, quantise
@@ -124,14 +124,14 @@ def _compared(
     pairs = []
     if tensor.rows:
         q, s = outputs[f"{tensor.name}_q"][rows], outputs[f"{tensor.name}_s"][:, rows].T
-        codes, scales = blocks(v, 1, SIDE, recipe.scales)
-        pairs += _pairs(tensor.name, "q", "s", (q, s), (codes, scales), (v, room))
+        fp8, scales = blocks(v, 1, SIDE, recipe.scales)
+        pairs += _pairs(tensor.name, "q", "s", (q, s), (fp8, scales), (v, room))
     if tensor.turned:
         padded = _turned(v)
         t, ts = outputs[f"{tensor.name}_t"][:, tokens], outputs[f"{tensor.name}_ts"][block.number][:, None]
-        codes, scales = blocks(padded, tensor.columns, SIDE, recipe.scales)
+        fp8, scales = blocks(padded, tensor.columns, SIDE, recipe.scales)
         near = padded, None if room is None else _turned(room)
-        pairs += _pairs(tensor.name, "t", "ts", (t, ts), (codes, scales), near, tensor.columns)
+        pairs += _pairs(tensor.name, "t", "ts", (t, ts), (fp8, scales), near, tensor.columns)
     return pairs
 
 
@@ -147,13 +147,13 @@ def _compared_mx(
     rows, columns, pairs = slice(block.begin, block.stop), v.shape[1], []
     if tensor.rows:
         got = outputs[f"{tensor.name}_q"][rows], mx.of_block(outputs, tensor.name, "s", rows, columns, recipe)
-        codes, scales = mx_blocks(v)
-        pairs += _pairs(tensor.name, "q", "s", got, (codes, mx.numbers(scales)), (v, room), side=tensor.side)
+        fp8, scales = mx_blocks(v)
+        pairs += _pairs(tensor.name, "q", "s", got, (fp8, mx.numbers(scales)), (v, room), side=tensor.side)
     if tensor.turned:
-        codes, scales = mx_blocks(_turned(v))
+        fp8, scales = mx_blocks(_turned(v))
         turned = outputs[f"{tensor.name}_t"][rows].T, mx.of_block(outputs, tensor.name, "ts", rows, columns, recipe)
         near = v.T, None if room is None else room.T
-        want = codes[:, : len(v)], mx.numbers(scales)
+        want = fp8[:, : len(v)], mx.numbers(scales)
         pairs += _pairs(tensor.name, "t", "ts", turned, want, near, side=tensor.side)
     return pairs
 
@@ -190,10 +190,10 @@ def _differing(got: tuple[Array, Any], want: tuple[Array, Any, Any], *, exact: b
     unequal = bits.view(f"u{first.itemsize}") != np.ascontiguousarray(second).view(f"u{second.itemsize}")
     if exact or got[1] is None:
         return int(np.count_nonzero(unequal))
-    form, (v, room) = DTYPES[CODES], want[2]
-    number = decode(first, CODES).astype(np.float64)
+    form, (v, room) = DTYPES[E4M3], want[2]
+    number = decode(first, E4M3).astype(np.float64)
     with np.errstate(all="ignore"):
         half = np.exp2(np.maximum(np.floor(np.log2(np.abs(number))), form.lowest) - form.significand)
         far = np.abs(number * got[1] - v) > room + half * got[1] * (1 + 1e-6)
-    far &= np.isfinite(decode(second, CODES)) & np.isfinite(v)
+    far &= np.isfinite(decode(second, E4M3)) & np.isfinite(v)
     return int(np.count_nonzero((got[1] == want[1]) & unequal)) + first.size * int(far.any())

@@ -87,7 +87,7 @@ def rounded(value: Float32) -> Float32:
     )
 
 
-def two_codes(low: Float32, high: Float32) -> Uint32:
+def two_values(low: Float32, high: Float32) -> Uint32:
     """Two numbers as e4m3 values, `low` in the low byte; to nearest even, too large ones saturate."""
     return cute.arch.inline_ptx(
         "{ .reg .b16 two; cvt.rn.satfinite.e4m3x2.f32 two, {$r1}, {$r0}; cvt.u32.u16 {$w0}, two; }",
@@ -96,8 +96,8 @@ def two_codes(low: Float32, high: Float32) -> Uint32:
     )
 
 
-def four_codes(numbers: list, inverse) -> Uint32:
+def four_values(numbers: list, inverse) -> Uint32:
     """Four numbers times the reciprocal of their scale (or of one each), as FP8 values; the first: the lowest byte."""
     factors = inverse if isinstance(inverse, list) else [inverse] * 4
     scaled = [multiply(number, factor) for number, factor in zip(numbers, factors, strict=True)]
-    return two_codes(scaled[0], scaled[1]) | (two_codes(scaled[2], scaled[3]) << 16)
+    return two_values(scaled[0], scaled[1]) | (two_values(scaled[2], scaled[3]) << 16)

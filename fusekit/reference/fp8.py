@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusekit.dtypes import DTYPES
-from fusekit.plan.quant import CODES, SIDE, Quant
+from fusekit.plan.quant import E4M3, SIDE, Quant
 from fusekit.plan.quantise import MX_SIDE
 from fusekit.reference.formats import Array
 from fusekit.reference.meaning import Meaning
@@ -24,8 +24,8 @@ def table(name: str) -> NDArray[np.float32]:
     """float32[256]: the value of each code of the format ``name``."""
     form = DTYPES[name]
     fraction = form.significand - 1
-    codes = np.arange(SIGN)
-    field, mantissa = codes >> fraction, (codes & (1 << fraction) - 1) / (1 << fraction)
+    fp8 = np.arange(SIGN)
+    field, mantissa = fp8 >> fraction, (fp8 & (1 << fraction) - 1) / (1 << fraction)
     exponent = np.maximum(field, 1) + form.lowest - 1
     value = np.ldexp(np.where(field > 0, 1 + mantissa, mantissa), exponent)
     value[value > form.max] = np.nan
@@ -35,9 +35,9 @@ def table(name: str) -> NDArray[np.float32]:
     return values_
 
 
-def decode(codes: Array, name: str) -> NDArray[np.float32]:
-    """The values of ``codes``: uint8, or an array of ml_dtypes' type of that name."""
-    decoded: NDArray[np.float32] = table(name)[np.asarray(codes).view(np.uint8)]
+def decode(fp8: Array, name: str) -> NDArray[np.float32]:
+    """The values of ``fp8``: uint8, or an array of ml_dtypes' type of that name."""
+    decoded: NDArray[np.float32] = table(name)[np.asarray(fp8).view(np.uint8)]
     return decoded
 
 
@@ -103,9 +103,9 @@ def coded_shapes(means: Meaning, name: str, shape: tuple[int, int], groups: int)
     spare = (SIDE - 1) * groups if means.grouped else 0
     room = max(-(-(rows + spare) // SIDE), 1) * SIDE
     every = {
-        f"{name}_q": (shape, CODES),
+        f"{name}_q": (shape, E4M3),
         f"{name}_s": ((-(-columns // SIDE), rows), "f32"),
-        f"{name}_t": ((columns, room), CODES),
+        f"{name}_t": ((columns, room), E4M3),
     }
     shapes: dict[str, tuple[Any, str]] = {}
     for one in coded(means):
@@ -120,12 +120,12 @@ def mx_shapes(name: str, shape: tuple[int, int], recipe: Quant) -> dict[str, tup
     tall, wide = (-(-extent // SIDE) for extent in shape)
     blocks = SIDE // MX_SIDE
     shapes: dict[str, tuple[Any, str]] = {
-        f"{name}_q": (shape, CODES),
+        f"{name}_q": (shape, E4M3),
         f"{name}_s": ((tall * SIDE, wide * blocks), "e8m0"),
     }
     if recipe.transpose:
         turned = (wide * SIDE, tall * blocks) if recipe.swizzled else (tall * blocks, wide * SIDE)
-        shapes |= {f"{name}_t": (shape, CODES), f"{name}_ts": (turned, "e8m0")}
+        shapes |= {f"{name}_t": (shape, E4M3), f"{name}_ts": (turned, "e8m0")}
     return shapes
 
 
