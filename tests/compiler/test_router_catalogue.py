@@ -1,4 +1,4 @@
-"""Every packaged router and permutation kernel, and of those that the GPU tests launch one of each form: built and
+"""Of the packaged router and permutation kernels, and of those that the GPU tests launch, one of each form: built and
 proved; with --soak all of them.
 """
 
@@ -28,8 +28,8 @@ def form(spec):
 
 
 def test_all_are_built_and_proved(tmp_path, soak):
-    forms = {form(spec): spec for spec in SPECS}
-    chosen = [spec for spec in SPECS if soak or spec.file in ("router", "permutation") or forms[form(spec)] is spec]
+    forms = {form(spec): spec for spec in reversed(SPECS)}  # a packaged one where there is one
+    chosen = [spec for spec in SPECS if soak or forms[form(spec)] is spec]
     assert {form(spec) for spec in chosen} == forms.keys()
     store = Store(tmp_path)
     report = execute(plan_build(chosen, store), store)
