@@ -62,7 +62,7 @@ class Occupancy:
 
 
 def occupancy(arch: str, threads: int, registers: int, shared: int) -> Occupancy | None:
-    """The occupancy of a kernel for `arch`, such as sm_90a; None for an architecture without known limits.
+    """The occupancy of a kernel for `arch`; None for an architecture without known limits.
 
     threads: of a CTA. registers: of a thread. shared: bytes of a CTA, static and dynamic, without what CUDA reserves.
     """
