@@ -1,4 +1,4 @@
-"""Of the packaged router and permutation kernels, and of those that the GPU tests launch, one of each form: built and
+"""One kernel of each form of the packaged router and permutation kernels and of those that the GPU tests launch: built and
 proved; with --soak all of them.
 """
 
