@@ -1,5 +1,5 @@
-"""One kernel of each form of the packaged router and permutation kernels and of those that the GPU tests launch: built and
-proved; with --soak all of them.
+"""One kernel of each form of the packaged router and permutation kernels, and of those that the GPU tests launch: built
+and proved; with --soak all of them.
 """
 
 from pathlib import Path
