@@ -39,3 +39,24 @@ def test_any_tokens_and_outputs_have_places_and_fit_into_what_sizes_gives(name):
             apart_in_memory(plan, BACKWARD, given, dims, lent, in_place=in_place)
             most = plan.most_scratch(BACKWARD, tokens, in_place=in_place)
             assert plan.scratch(BACKWARD, given, dims, lent, in_place=in_place)[1] <= most
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_fewer_tokens_fit_into_what_sizes_gives_for_the_most(name):
+    """Also for numbers that are not round, whose buffers fill no output to the last byte."""
+    plan, rng = program(packaged()[name]), random.Random(name)
+    every = {*plan.arguments(BACKWARD)[1]}
+    for tokens in (4096, 24576, 65536):
+        for in_place in (False, True):
+            most = plan.most_scratch(BACKWARD, tokens, every, in_place=in_place)
+            for count in (1411, 4073, 3785, *(rng.randrange(tokens) for _ in range(10))):
+                dims = plan.dims(min(count, tokens))
+                assert plan.scratch(BACKWARD, every, dims, in_place=in_place)[1] <= most, (tokens, count)
+
+
+def test_layouts_change_where_the_next_one_fits():
+    """Between two numbers of tokens that are looked at, and for one that is not round."""
+    for name, tokens, megabytes in (("gpt-oss-120b/moe-fp8", 1408, 130), ("gpt-oss-20b/moe", 40772, 240)):
+        plan = program(packaged()[name])
+        dims = plan.dims(tokens)
+        assert plan.scratch(BACKWARD, {*plan.arguments(BACKWARD)[1]}, dims, in_place=True)[1] <= megabytes * 10**6

@@ -16,7 +16,8 @@ from fusekit.abi.expr import Expr
 SCRATCH = "scratch"
 ALIGNMENT = 256  # of a buffer within kept or scratch memory
 SLACK = 1.02  # what a layout may take where the search takes 1
-NEAR = 64  # two layouts in turn change at T tokens or T / 64 away from it
+NEAR = 1024  # two layouts in turn change at T tokens or T / 1024 away from it
+PROBES = 8  # parts of the gap between two layouts that are looked at
 Life = tuple[int, int]
 
 
@@ -109,8 +110,7 @@ def ladder(
     layout: Layout, lives: Mapping[str, Life], over: Mapping[str, str], homes: Sequence[Home],
     sample: Callable[[int], Sample], tokens: int,
 ) -> list[Layout]:  # fmt: skip
-    """Layouts, few of them, that take at most `SLACK` times the scratch memory that a search takes; the first that is
-    for a sample holds for it.
+    """Layouts, few of them, of which the best for a sample takes at most `SLACK` times what a search for it takes.
 
     layout: one without places. lives: of buffers, first and last step. over: buffers that are written over others,
     whose lives are one, or over kept ones. tokens: a number to decide for, besides powers of two.
@@ -123,16 +123,19 @@ def ladder(
     even = {count: decide(count) for count in (0, tokens, *(1 << power for power in range(19)))}
     layouts = _ranges(layout, homes, even, decide)
     # Buffers that fill a home to the last byte do so for round numbers only.
-    odd = {count: decide(count) for count in {0, *(9 * count // 8 | 1 for count in even)}}
+    odd = {
+        count: decide(count)
+        for count in {0, *(each for count in even for each in (max(count - 1, 0) | 1, 9 * count // 8 | 1))}
+    }
     if not all(_serves(layouts, *each) for each in odd.values()):
         layouts += _ranges(layout, homes, odd, decide)
     return layouts
 
 
 def _serves(layouts: Sequence[Layout], sample: Sample, best: tuple[Place, ...]) -> bool:
-    """Whether the layout that holds for a sample takes hardly more than the best places for it."""
+    """Whether the best layout for a sample takes hardly more than the best places for it."""
     fit = (each.places for each in layouts if each.since <= sample.at <= each.until)
-    takes = next((bytes for places in fit if (bytes := sample.takes(places)) < inf), inf)
+    takes = min(map(sample.takes, fit), default=inf)
     return takes <= SLACK * sample.takes(best)
 
 
@@ -150,8 +153,9 @@ def _ranges(
             if end < len(counts):
                 after = samples[counts[end]][0]
                 until = samples[counts[end - 1]][0].at if after.takes(places) < inf else after.at - 1
-                if counts[end] - counts[end - 1] > max(counts[end - 1] // NEAR, 1):
-                    turns.append((counts[end - 1] + counts[end]) // 2)
+                low, gap = counts[end - 1], counts[end] - counts[end - 1]
+                if gap > max(low // NEAR, 1):  # neither may fit between
+                    turns += sorted({low + gap * part // PROBES for part in range(1, PROBES)} - {low})
             layouts.append(replace(layout, places=places, lends=frozenset(lends), since=since, until=until))
             begin = end
         between = {count: decide(count) for count in turns}

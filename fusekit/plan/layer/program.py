@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from fusekit.dtypes import DTYPES
@@ -219,12 +219,13 @@ class Program:
         used = {name for step in self.needed(which, asked) for name in (*step.reads.values(), *step.writes.values())}
         sizes = {name: self.buffers[name].bytes(dims) for name in used - asked}
         kept = self.kept(dims)[0]
-        for layout in self.layouts(which, in_place, asked):
-            if layout.lends <= whole and self._ranges_over(layout, dims):
-                begins, needed = needs(layout.places, sizes)
-                rest = needed.pop(SCRATCH, 0)
-                if all(end <= self._room(home, dims) for home, end in needed.items()):
-                    break
+        least: float = inf
+        for each in self.layouts(which, in_place, asked):
+            if each.lends <= whole and self._ranges_over(each, dims):
+                starts, needed = needs(each.places, sizes)
+                bytes_left = needed.pop(SCRATCH, 0)
+                if bytes_left < least and all(end <= self._room(home, dims) for home, end in needed.items()):
+                    layout, begins, least = each, starts, bytes_left
         places = {
             place.buffer: (KEPT, kept[place.home] + begins[place.buffer])
             if place.home in kept and which == BACKWARD
@@ -232,7 +233,7 @@ class Program:
             for place in layout.places
             if place.buffer in sizes
         }
-        return places, padded(rest)
+        return places, padded(int(least))
 
     def most_scratch(
         self, which: str, tokens: int, given: Collection[str] | None = None, *, in_place: bool = False
