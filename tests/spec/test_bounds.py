@@ -36,7 +36,7 @@ def refusal(text: str) -> str:
     with soon(), pytest.raises(SpecError) as caught:
         parse_text(text, "s")
     message = str(caught.value)
-    assert len(message) < 25_000
+    assert len(message) < 30_000
     assert all(line.isprintable() for line in message.splitlines())
     return message
 
