@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from fusekit.config import CuteConfig
-from fusekit.cute.dsl import VERSIONS, Artifact, Call, Replaced, UnnamedError, version
+from fusekit.cute.digest import UnnamedError
+from fusekit.cute.dsl import VERSIONS, Artifact, Call, Replaced, version
 from fusekit.cute.report import add
 from fusekit.errors import FusekitError, IntegrityError, NotBuiltError
 from fusekit.store import Entry, Store, key_of

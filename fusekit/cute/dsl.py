@@ -17,10 +17,11 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 from fusekit.config import compiler_environment
+from fusekit.cute.digest import UnnamedError, digest_of
 from fusekit.store.keys import canonical_json
 
 VERSIONS = ("4.8.",)
@@ -54,11 +55,6 @@ _BACK = (
 # Whose functions the DSL imports, or change nothing that is compiled.
 _NEUTRAL = frozenset({"cutlass", "fusekit", "typing_extensions", *sys.stdlib_module_names})
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
-_SIMPLE = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
-
-
-class UnnamedError(Exception):
-    """Something takes part in a compilation for which no key has a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,16 +220,16 @@ class Call:
             ),
             "dsl": f"{dsl.name} {type(dsl).__module__}.{type(dsl).__qualname__}",
             # Not all of them are in the pipeline: some change what is done after its passes.
-            "options": f"{_without_paths(options.to_str(), options)} {_digest_of(_values(options))}",
+            "options": f"{_without_paths(options.to_str(), options)} {digest_of(_values(options))}",
             "settings": canonical_json({key: repr(value) for key, value in sorted(settings.items())}),
             "environment": canonical_json(environment),
             "kernels": str(bool(dsl.num_kernels)),
-            "replaced": _digest_of(replaced.functions(dsl)),
+            "replaced": digest_of(replaced.functions(dsl)),
         }
         if self.tvm_ffi is not None:
             import tvm_ffi
 
-            fields["tvm-ffi"] = f"{tvm_ffi.__version__} {_digest_of([self.tvm_ffi, self['original_function_name']])}"
+            fields["tvm-ffi"] = f"{tvm_ffi.__version__} {digest_of([self.tvm_ffi, self['original_function_name']])}"
         return fields
 
     def artifact(self, function: Any, prefix: str) -> Artifact:
@@ -460,71 +456,3 @@ def _foreign(value: Any, root: str) -> Iterator[Any]:
         elif isinstance(value, functools.partial) or type(value).__module__.startswith("unittest.mock"):
             raise UnnamedError(f"a part of the DSL is replaced by a {type(value).__qualname__}, which no key can name")
         value = getattr(value, "__wrapped__", None)
-
-
-def _sorted(constant: Any) -> Any:
-    return sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant
-
-
-def _digest_of(value: Any) -> str:
-    """A digest of plain values, of objects made of them, and of functions by their code and what that reads."""
-    digest, seen = hashlib.sha256(), dict[int, int]()
-    keep = []
-
-    def put(*parts: Any) -> None:
-        digest.update(repr(parts).encode("utf-8", "surrogatepass"))
-
-    def code(value: CodeType) -> None:
-        put(value.co_code, value.co_names, value.co_varnames, value.co_freevars, value.co_flags)
-        for constant in value.co_consts:
-            if isinstance(constant, CodeType):
-                code(constant)
-            else:
-                put(type(constant).__name__, _sorted(constant))
-
-    def walk(value: Any) -> None:
-        if type(value) in _SIMPLE:
-            put(type(value).__name__, value)
-            return
-        if id(value) in seen:
-            put("again", seen[id(value)])
-            return
-        seen[id(value)] = len(seen)
-        keep.append(value)
-        kind = type(value)
-        if isinstance(value, FunctionType):
-            home = str(value.__globals__.get("__name__"))
-            put("function", home, value.__qualname__)
-            code(value.__code__)
-            cells = [cell.cell_contents for cell in value.__closure__ or ()]
-            walk([value.__defaults__, value.__kwdefaults__, cells])
-            if not home.startswith("cutlass."):
-                reads = {name: value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__}
-                walk({name: read for name, read in reads.items() if not isinstance(read, ModuleType | type)})
-        elif isinstance(value, type | ModuleType):
-            put("named", getattr(value, "__module__", ""), getattr(value, "__qualname__", value.__name__))
-        elif isinstance(value, list | tuple):
-            put(kind.__module__, kind.__qualname__, len(value))
-            for item in value:
-                walk(item)
-        elif isinstance(value, set | frozenset):
-            put("set", _sorted(frozenset(value)))
-        elif isinstance(value, dict):
-            put("dict", len(value))
-            for key in sorted(value, key=repr):
-                walk(key)
-                walk(value[key])
-        elif kind.__module__.startswith("tvm_ffi") and kind.__name__ == "dtype":
-            put("dtype", str(value))
-        elif isinstance(value, staticmethod | classmethod):
-            walk(value.__func__)
-        elif kind.__module__ == "builtins" and callable(value):
-            put("builtin", value.__qualname__)
-        elif hasattr(value, "__dict__") and kind.__module__.startswith("cutlass."):
-            put("object", kind.__module__, kind.__qualname__)
-            walk(vars(value))
-        else:
-            raise UnnamedError(f"{kind.__module__}.{kind.__qualname__} has no name for a key")
-
-    walk(value)
-    return digest.hexdigest()
