@@ -67,7 +67,7 @@ MAY = {
     "runtime": {
         "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.choice", "cuda.bindings",
     },
-    "layers": {"fusekit.errors", "fusekit.plan", "fusekit.runtime", "fusekit.exchange"},
+    "layers": {"fusekit.errors", "fusekit.abi", "fusekit.plan", "fusekit.runtime", "fusekit.exchange"},
     "exchange": {"fusekit.errors", "fusekit.plan", "fusekit.runtime"},
     "cpu": {
         "fusekit.errors", "fusekit.plan", "fusekit.runtime", "fusekit.layers", "fusekit.reference", "fusekit.spec",

@@ -6,9 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fusekit.abi.layer_record import ARGUMENT, KEPT, SCRATCH
 from fusekit.plan.layer import Buffer, Program, Step
-from fusekit.plan.layer.memory import SCRATCH
-from fusekit.plan.layer.program import ARGUMENT, KEPT
 
 if TYPE_CHECKING:
     from fusekit.runtime import Kernel

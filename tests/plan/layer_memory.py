@@ -6,9 +6,9 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+from fusekit.abi.layer_record import ARGUMENT, KEPT, SCRATCH
 from fusekit.plan.layer import Options, Program, program
-from fusekit.plan.layer.memory import SCRATCH
-from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT
+from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE
 from fusekit.spec.parse import parse_text
 
 TABLE = Path(__file__).with_suffix(".json")

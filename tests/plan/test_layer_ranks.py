@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from fusekit.abi.layer_record import KEPT
 from fusekit.plan.layer import program
 from fusekit.plan.layer.options import broken
-from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE
+from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
 from fusekit.reference import layer as definition
 
 from . import layer_meaning, ranks_meaning

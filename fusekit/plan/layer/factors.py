@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fusekit.plan.layer.program import ARGUMENT, QUANTISE, WGRAD
+from fusekit.abi.layer_record import ARGUMENT
+from fusekit.plan.layer.program import QUANTISE, WGRAD
 from fusekit.plan.quant import BLOCK, NONE, SIDE
 from fusekit.plan.quantise import MOST_TOPK, SQUARE
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fusekit.plan.layer.program import BOTH, DGRAD, KEPT, WGRAD
+from fusekit.abi.layer_record import KEPT
+from fusekit.plan.layer.program import BOTH, DGRAD, WGRAD
 
 if TYPE_CHECKING:
     from fusekit.plan.layer.passes import Passes

@@ -11,47 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from fusekit.abi.expr import Expr
+from fusekit.abi.layer_record import SCRATCH, Layout, Place, needs, padded
 
-SCRATCH = "scratch"
-ALIGNMENT = 256  # of a buffer within kept or scratch memory
 SLACK = 1.02  # what a layout may take where the search takes 1
 NEAR = 1024  # two layouts in turn change at T tokens or T / 1024 away from it
 PROBES = 8  # parts of the gap between two layouts that are looked at
 Life = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """buffer: its name. home: scratch memory, or the kept buffer or output in whose memory it lies. above: the buffers
-    at whose ends it may begin; without any, it begins with the home.
-    """
-
-    buffer: str
-    home: str
-    above: tuple[str, ...]
-
-    @property
-    def begin(self) -> Expr:
-        """Bytes from the home's begin; NAME.end is where another buffer ends, rounded up."""
-        ends = [f"{name}.end" for name in self.above]
-        return ("max", *ends) if len(ends) > 1 else ends[0] if ends else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Places of a pass's buffers. It is for callers that want some of `outputs`, with those of `lends` in contiguous
-    memory; for dims from `since` to `until`; and only where no home needs more bytes than it has.
-
-    lends: outputs that hold buffers until they are written. in_place: kept memory holds some, once it was read.
-    """
-
-    outputs: frozenset[str]
-    lends: frozenset[str]
-    in_place: bool
-    places: tuple[Place, ...] = ()
-    since: int = 0
-    until: float = inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +49,6 @@ class Sample:
 
 
 Decided = tuple[Sample, tuple[Place, ...]]
-
-
-def padded(size: int) -> int:
-    """`size` rounded up to whole alignments."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def needs(places: Iterable[Place], sizes: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-    """Where each buffer begins in its home, and the bytes that each home needs. sizes: of the buffers; one that no step
-    needs takes nothing.
-    """
-    ends: dict[str, int] = {}
-    begins: dict[str, int] = {}
-    needed: dict[str, int] = {}
-    for place in places:
-        begin = begins[place.buffer] = max([ends[name] for name in place.above], default=0)
-        end = begin + sizes.get(place.buffer, 0)
-        needed[place.home] = max(needed.get(place.home, 0), end)
-        ends[place.buffer] = padded(end)
-    return begins, needed
 
 
 def ladder(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fusekit.abi.layer_record import ARGUMENT, KEPT, SCRATCH
 from fusekit.plan.layer.factors import Rows
-from fusekit.plan.layer.memory import SCRATCH
-from fusekit.plan.layer.program import ARGUMENT, BOTH, DGRAD, KEPT
+from fusekit.plan.layer.program import BOTH, DGRAD
 
 if TYPE_CHECKING:
     from fusekit.plan.layer.passes import Passes

@@ -11,27 +11,25 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
+from fusekit.abi.layer_record import ARGUMENT, KEPT, SCRATCH
 from fusekit.plan.layer.factors import Plain, Rows, factors
 from fusekit.plan.layer.gate import GRAD_SCALE, SCALE, gate, gate_backward
 from fusekit.plan.layer.logits import logits, rounded
-from fusekit.plan.layer.memory import SCRATCH
 from fusekit.plan.layer.mlp import mlp
 from fusekit.plan.layer.options import CHOICES, LOGITS, MLP, Options, X
 from fusekit.plan.layer.program import (
-    ARGUMENT,
     BACKWARD,
     BOTH,
     DGRAD,
     FORWARD,
     INFERENCE,
-    KEPT,
     QUANTISE,
     RECOMPUTE,
     WGRAD,
     Buffer,
     Program,
     Step,
-)  # fmt: skip
+)
 from fusekit.plan.operands.split import parts
 
 ROUTER = ("score_function", "pre_softmax", "scaling_factor")

@@ -13,13 +13,14 @@ from functools import cache
 from math import inf, prod
 from typing import Any
 
+from fusekit.abi.layer_record import ALIGNMENT, ARGUMENT, KEPT, SCRATCH, Layout, needs, padded
 from fusekit.dtypes import DTYPES
 from fusekit.plan.exchange import CHOICES, NOTHING
-from fusekit.plan.layer.memory import ALIGNMENT, SCRATCH, Home, Layout, Sample, ladder, needs, padded
+from fusekit.plan.layer.memory import Home, Sample, ladder
 from fusekit.plan.operands.saved_preactivation import DZ, Z
 from fusekit.plan.quant import SIDE
 
-ARGUMENT, KEPT, CHECKED = "argument", "kept", "checked"
+CHECKED = "checked"
 FORWARD, INFERENCE, BACKWARD = "forward", "inference", "backward"
 BOTH = (FORWARD, INFERENCE)
 RECOMPUTE, DGRAD, WGRAD = "recompute", "dgrad", "wgrad"  # what a backward pass does, in this order
@@ -147,11 +148,11 @@ class Program:
                 wanted |= set(step.reads.values())
         steps.reverse()
         if in_place and which == BACKWARD:
-            order = [id(step) for step in self._soon(list(self.steps[which]))]
+            order = [id(step) for step in self.in_place_order(list(self.steps[which]))]
             steps.sort(key=lambda step: order.index(id(step)))
         return tuple(steps)
 
-    def _soon(self, steps: list[Step]) -> list[Step]:
+    def in_place_order(self, steps: list[Step]) -> list[Step]:
         """Steps in another order: the only reader of what lies in scratch memory comes right after what it needs, so
         that others can have that memory. So fc2's weight gradient comes before fc1's data gradient, and dx later. A
         layer over ranks keeps its order, in which launches run next to those of other ranks.

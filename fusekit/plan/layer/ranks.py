@@ -22,11 +22,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fusekit.abi.layer_record import KEPT
 from fusekit.plan.exchange import CHOICES, GRAIN, NOTHING, ROWS, of_row, parts, regions, wide, words
 from fusekit.plan.layer.factors import E4M3, Blocks, Rows
 from fusekit.plan.layer.options import Options
 from fusekit.plan.layer.passes import Experts, Passes
-from fusekit.plan.layer.program import BOTH, CHECKED, DGRAD, KEPT, RECOMPUTE, WGRAD, Program
+from fusekit.plan.layer.program import BOTH, CHECKED, DGRAD, RECOMPUTE, WGRAD, Program
 from fusekit.plan.quant import NONE
 from fusekit.plan.quantise import SIDE
 

@@ -1,0 +1,479 @@
+"""The layer record: which kernels the passes of a layer launch, in which order, on which memory, as data.
+
+A launcher needs no more than it and the launch records that it names by key. For T tokens, all else follows:
+
+1. `dims` are evaluated in their order, with "T" (and, over ranks, "capacity" and "rows") known.
+2. Of a pass, those `steps` are queued that are for an output which is asked for, and whose conditions hold.
+3. The kernel of a step is the first on its part's ladder whose tokens are enough.
+4. The first layout that serves the call gives the place of each buffer; `kept` ones lie one after the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf, prod
+from typing import Any
+
+from fusekit.abi.codec import RecordReader, expression, integer, string
+from fusekit.abi.expr import Expr, RecordError, evaluate, thaw, variables
+from fusekit.dtypes import DTYPES
+
+SCHEMA = 1
+UNDERSTOOD = frozenset({"dims", "buffers", "passes", "parts", "joins"})
+"""What a record may require of its reader by the member `must`."""
+ARGUMENT, KEPT, SCRATCH = "argument", "kept", "scratch"
+ALIGNMENT = 256  # of a buffer within kept or scratch memory
+Ladder = tuple[tuple[int | None, str], ...]
+
+
+def padded(size: int) -> int:
+    """`size` rounded up to whole alignments."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class LayerBuffer:
+    """place: "argument", "kept", "scratch", or the name of a window, or "checked" (see the exchange)."""
+
+    dtype: str
+    shape: tuple[Expr, ...]
+    place: str
+
+    def extents(self, env: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape in numbers."""
+        return tuple(evaluate(extent, env) for extent in self.shape)
+
+    def bytes(self, env: Mapping[str, int]) -> int:
+        """Its size; of at least one element, so that it has an address."""
+        return prod(max(extent, 1) for extent in self.extents(env)) * DTYPES[self.dtype].bytes
+
+    def to_json(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "shape": thaw(self.shape), "place": self.place}
+
+    @classmethod
+    def from_json(cls, value: Any, where: str) -> LayerBuffer:
+        reader = RecordReader(value, where)
+        return cls(
+            reader.string("dtype", tuple(DTYPES)), reader.array("shape", expression), reader.string("place")
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """A launch of `part`. arguments: of the kernel, as buffers; writes: the buffers that it writes.
+
+    outputs: those for which it is queued; None: always. needs, unless: an output that must be asked for, or must not.
+    window: of a launch that all ranks make together, the one that they store into. on_side: it is queued on the side
+    stream. awaits, apart: it waits for rows of other ranks; it never joins the side stream.
+    """
+
+    part: str
+    arguments: Mapping[str, str]
+    writes: tuple[str, ...]
+    outputs: frozenset[str] | None = None
+    needs: str = ""
+    unless: str = ""
+    window: str = ""
+    on_side: bool = False
+    awaits: bool = False
+    apart: bool = False
+
+    def is_for(self, asked: Collection[str]) -> bool:
+        """Whether a pass with the outputs `asked` queues it."""
+        wanted = self.outputs is None or not self.outputs.isdisjoint(asked)
+        return wanted and not (self.needs and self.needs not in asked) and self.unless not in asked
+
+    def to_json(self) -> dict[str, Any]:
+        document: dict[str, Any] = {"part": self.part, "arguments": dict(self.arguments), "writes": list(self.writes)}
+        if self.outputs is not None:
+            document["outputs"] = sorted(self.outputs)
+        given = {name: getattr(self, name) for name in _CONDITIONS}
+        return document | {name: value for name, value in given.items() if value}
+
+    @classmethod
+    def from_json(cls, value: Any, where: str) -> LayerStep:
+        reader = RecordReader(value, where)
+        conditions: dict[str, Any] = {name: reader.string(name) for name in _CONDITIONS[:3] if name in reader}
+        conditions |= {name: reader.boolean(name) for name in _CONDITIONS[3:] if name in reader}
+        return cls(
+            reader.string("part"), reader.mapping("arguments", string), reader.array("writes", string),
+            frozenset(reader.array("outputs", string)) if "outputs" in reader else None, **conditions,
+        )  # fmt: skip
+
+
+_CONDITIONS = ("needs", "unless", "window", "on_side", "awaits", "apart")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """buffer: its name. home: scratch memory, or the kept buffer or output in whose memory it lies. above: the buffers
+    at whose ends it may begin; without any, it begins with the home.
+    """
+
+    buffer: str
+    home: str
+    above: tuple[str, ...]
+
+    @property
+    def begin(self) -> Expr:
+        """Bytes from the home's begin; NAME.end is where another buffer ends, rounded up."""
+        ends = [f"{name}.end" for name in self.above]
+        return ("max", *ends) if len(ends) > 1 else ends[0] if ends else 0
+
+    @classmethod
+    def from_json(cls, value: Any, where: str) -> Place:
+        reader = RecordReader(value, where)
+        return cls(reader.string("buffer"), reader.string("home"), reader.array("above", string))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Places of a pass's buffers. It is for callers that want some of `outputs`, with those of `lends` in contiguous
+    memory; for dims from `since` to `until`; and only where no home needs more bytes than it has.
+
+    lends: outputs that hold buffers until they are written. in_place: kept memory holds some, once it was read.
+    """
+
+    outputs: frozenset[str]
+    lends: frozenset[str]
+    in_place: bool
+    places: tuple[Place, ...] = ()
+    since: int = 0
+    until: float = inf
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "outputs": sorted(self.outputs), "lends": sorted(self.lends), "in_place": self.in_place,
+            "since": self.since, **({} if self.until == inf else {"until": int(self.until)}),
+            "places": [{"buffer": p.buffer, "home": p.home, "above": list(p.above)} for p in self.places],
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, value: Any, where: str) -> Layout:
+        reader = RecordReader(value, where)
+        return cls(
+            frozenset(reader.array("outputs", string)), frozenset(reader.array("lends", string)),
+            reader.boolean("in_place"), reader.array("places", Place.from_json), reader.integer("since"),
+            reader.integer("until") if "until" in reader else inf,
+        )  # fmt: skip
+
+
+def needs(places: Iterable[Place], sizes: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Where each buffer begins in its home, and the bytes that each home needs. sizes: of the buffers; one that no step
+    needs takes nothing.
+    """
+    ends: dict[str, int] = {}
+    begins: dict[str, int] = {}
+    needed: dict[str, int] = {}
+    for place in places:
+        begin = begins[place.buffer] = max([ends[name] for name in place.above], default=0)
+        end = begin + sizes.get(place.buffer, 0)
+        needed[place.home] = max(needed.get(place.home, 0), end)
+        ends[place.buffer] = padded(end)
+    return begins, needed
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """inputs, outputs: what the caller gives. in_place: the order of `steps` in a pass that overwrites kept memory."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    steps: tuple[LayerStep, ...]
+    layouts: tuple[Layout, ...]
+    in_place: tuple[int, ...] = ()
+
+    def queued(self, asked: Collection[str], *, in_place: bool = False) -> tuple[LayerStep, ...]:
+        """The steps for the outputs `asked`."""
+        order = [self.steps[index] for index in self.in_place] if in_place and self.in_place else self.steps
+        return tuple(step for step in order if step.is_for(asked))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "inputs": list(self.inputs), "outputs": list(self.outputs),
+            "steps": [step.to_json() for step in self.steps], "layouts": [each.to_json() for each in self.layouts],
+            **({"in_place": list(self.in_place)} if self.in_place else {}),
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, value: Any, where: str) -> LayerPass:
+        reader = RecordReader(value, where)
+        result = cls(
+            reader.array("inputs", string), reader.array("outputs", string), reader.array("steps", LayerStep.from_json),
+            reader.array("layouts", Layout.from_json),
+            reader.array("in_place", integer) if "in_place" in reader else (),
+        )  # fmt: skip
+        if result.in_place and sorted(result.in_place) != [*range(len(result.steps))]:
+            raise RecordError(f"{where}.in_place: it must have each of {len(result.steps)} steps once")
+        return result
+
+
+@dataclass(frozen=True)
+class LayerLaunch:
+    """One launch of a pass. places: of each argument, (an argument of the pass, "kept", "scratch" or a window, bytes
+    from its begin); shapes: likewise.
+    """
+
+    part: str
+    key: str
+    places: Mapping[str, tuple[str, int]]
+    shapes: Mapping[str, tuple[int, ...]]
+    joins: bool
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """A layer for one architecture. parts: the ladder of each: (most tokens, key of a kernel), the last for any number.
+
+    options, summary, promises: for people; launching reads none of them.
+    """
+
+    name: str
+    arch: str
+    dims: Mapping[str, Expr]
+    buffers: Mapping[str, LayerBuffer]
+    passes: Mapping[str, LayerPass]
+    parts: Mapping[str, Ladder]
+    range_of: str = "T"
+    summary: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    promises: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON types only; `from_json` gives an equal record back."""
+        return {
+            "schema": SCHEMA, "kind": "layer", "must": [], "name": self.name, "arch": self.arch,
+            "summary": self.summary, "options": dict(self.options), "promises": dict(self.promises),
+            "dims": [{"name": name, "value": thaw(expr)} for name, expr in self.dims.items()],
+            "range_of": self.range_of,
+            "buffers": [{"name": name, **buffer.to_json()} for name, buffer in self.buffers.items()],
+            "passes": {name: each.to_json() for name, each in self.passes.items()},
+            "parts": {
+                name: [{"key": key, **({} if most is None else {"tokens": most})} for most, key in ladder]
+                for name, ladder in self.parts.items()
+            },
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, value: Any) -> LayerRecord:
+        """The record in `value`. A member that this version does not know is ignored, unless `must` names it.
+
+        Raises RecordError.
+        """
+        reader = RecordReader(value)
+        if kind := set(reader.array("must", string)) - UNDERSTOOD:
+            raise RecordError(
+                f"must: launching this layer needs {', '.join(sorted(kind))}, which this fusekit does not know; use the"
+                " version that built it, or build the layer with this one"
+            )
+        reader.string("kind", ("layer",))
+        record = cls(
+            reader.string("name"), reader.string("arch"), dict(reader.array("dims", _dim)),
+            dict(reader.array("buffers", _buffer)), reader.mapping("passes", LayerPass.from_json),
+            reader.mapping("parts", _ladder), reader.string("range_of"),
+            reader.string("summary") if "summary" in reader else "",
+            reader.mapping("options", _any) if "options" in reader else {},
+            reader.mapping("promises", _any) if "promises" in reader else {},
+        )  # fmt: skip
+        record.check()
+        return record
+
+    def check(self) -> None:
+        """Raises RecordError where a name is of nothing in the record, or an expression reads what has no value."""
+        known = {"T", "capacity", "rows"}
+        for name, expr in self.dims.items():
+            _known(variables(expr), known, f"dims.{name}")
+            known.add(name)
+        _known({self.range_of}, known, "range_of")
+        for name, buffer in self.buffers.items():
+            _known(set().union(*map(variables, buffer.shape)), known, f"buffers.{name}")
+        names = {*self.buffers, SCRATCH}
+        for which, each in self.passes.items():
+            for index, step in enumerate(each.steps):
+                where = f"passes.{which}.steps[{index}]"
+                _known({step.part}, self.parts, where)
+                _known({*step.arguments.values(), *step.writes}, names, where)
+                _known({*(step.outputs or ()), *filter(None, (step.needs, step.unless))}, each.outputs, where)
+            for index, layout in enumerate(each.layouts):
+                below: set[str] = set()
+                where = f"passes.{which}.layouts[{index}]"
+                _known(layout.outputs | layout.lends, each.outputs, where)
+                for place in layout.places:
+                    _known({place.buffer, place.home}, names, where)
+                    _known(place.above, below, where)
+                    below.add(place.buffer)
+
+    @cached_property
+    def key(self) -> str:
+        """SHA-256 of the canonical document, which names its kernels by key."""
+        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def environment(self, tokens: int, **limits: int) -> dict[str, int]:
+        """The dims for so many tokens. limits: capacity and rows of a layer over ranks."""
+        env = {"T": tokens, **limits}
+        for name, expr in self.dims.items():
+            env[name] = evaluate(expr, env)
+        return env
+
+    def kept(self, env: Mapping[str, int]) -> tuple[dict[str, int], int]:
+        """Where each kept buffer begins, and the bytes of all."""
+        places, end = {}, 0
+        for name, buffer in self.buffers.items():
+            if buffer.place == KEPT:
+                places[name] = end
+                end += padded(buffer.bytes(env))
+        return places, end
+
+    def kernel(self, part: str, tokens: int) -> str:
+        """The key of a part's kernel for so many tokens."""
+        return next(key for most, key in self.parts[part] if most is None or tokens <= most)
+
+    def scratch(
+        self, which: str, asked: Collection[str], env: Mapping[str, int], lent: Collection[str], *,
+        in_place: bool = False,
+    ) -> tuple[dict[str, tuple[str, int]], int]:  # fmt: skip
+        """Where each buffer of a pass lies, and the bytes of scratch memory. lent: outputs in contiguous memory."""
+        each = self.passes[which]
+        used = {name for step in each.queued(asked, in_place=in_place) for name in step.arguments.values()}
+        sizes = {name: self.buffers[name].bytes(env) for name in used.difference(asked)}
+        kept = self.kept(env)[0]
+        for layout in self._layouts(which, asked, in_place):
+            if layout.lends.issubset(lent) and layout.since <= env[self.range_of] <= layout.until:
+                begins, needed = needs(layout.places, sizes)
+                rest = needed.pop(SCRATCH, 0)
+                if all(end <= self._room(home, env) for home, end in needed.items()):
+                    break
+        else:
+            raise RecordError(f"passes.{which}: no layout is for {', '.join(sorted(asked))}; the record is damaged")
+        overwrites = {place.home for place in layout.places if in_place and place.home in kept}
+        return {
+            place.buffer: (KEPT, kept[place.home] + begins[place.buffer])
+            if place.home in overwrites
+            else (place.home, begins[place.buffer])
+            for place in layout.places
+            if place.buffer in sizes
+        }, padded(rest)
+
+    def most_scratch(
+        self, which: str, tokens: int, asked: Collection[str] | None = None, *, in_place: bool = False, **limits: int
+    ) -> int:
+        """The bytes of scratch memory that are enough for passes of at most so many tokens. asked: their outputs, all
+        contiguous; None: any. limits: as for `environment`.
+        """
+        layouts = self._layouts(which, asked, in_place)
+        # Up to the end of a layout's range, more tokens need more memory.
+        ends = {int(each.until) for each in layouts if each.until < tokens and self.range_of == "T"}
+        every = [self.environment(count, **limits) for count in {tokens, *ends}]
+        if asked is not None:
+            return max(self.scratch(which, asked, env, asked, in_place=in_place)[1] for env in every)
+        return max(self._any_scratch(layouts, env) for env in every)
+
+    def _any_scratch(self, layouts: Iterable[Layout], env: Mapping[str, int]) -> int:
+        sizes = {name: buffer.bytes(env) for name, buffer in self.buffers.items()}
+        most, sure = 0, list[Layout]()
+        for layout in layouts:
+            after = any(layout.outputs == other.outputs and other.lends <= layout.lends for other in sure)
+            if layout.since <= env[self.range_of] <= layout.until and not after:
+                needed = needs(layout.places, sizes)[1]
+                most = max(most, padded(needed.pop(SCRATCH, 0)))
+                if all(end <= self._room(home, env) for home, end in needed.items()):
+                    sure.append(layout)  # no call comes to those after it
+        return most
+
+    def _layouts(self, which: str, asked: Collection[str] | None, in_place: bool) -> list[Layout]:
+        """Layouts in their order. asked: those that have the buffers of all steps for these outputs; None: all."""
+        each = self.passes[which]
+        spared = {step.unless for step in each.steps if step.unless}
+        return [
+            layout
+            for layout in each.layouts
+            if layout.in_place == in_place
+            and (asked is None or (layout.outputs.issuperset(asked) and not spared & layout.outputs.difference(asked)))
+        ]
+
+    def _room(self, name: str, env: Mapping[str, int]) -> int:
+        buffer = self.buffers[name]
+        if buffer.place == KEPT:
+            return padded(buffer.bytes(env))
+        return 0 if 0 in buffer.extents(env) else buffer.bytes(env)
+
+    def launches(
+        self, which: str, env: Mapping[str, int], asked: Collection[str], lent: Collection[str] | None = None, *,
+        in_place: bool = False,
+    ) -> list[LayerLaunch]:  # fmt: skip
+        """The launches of a pass. lent: outputs in contiguous memory; None: all."""
+        each = self.passes[which]
+        steps = each.queued(asked, in_place=in_place)
+        scratch = self.scratch(which, asked, env, asked if lent is None else lent, in_place=in_place)[0]
+        kept = self.kept(env)[0]
+
+        def place(name: str) -> tuple[str, int]:
+            buffer = self.buffers[name]
+            if name in asked or name in each.inputs:
+                return name, 0
+            if buffer.place not in (ARGUMENT, KEPT, SCRATCH):
+                return buffer.place, 0
+            if name not in scratch and name not in kept:
+                raise RecordError(f"passes.{which}: no layout has a place for {name}; the record is damaged")
+            return scratch[name] if name in scratch else (KEPT, kept[name])
+
+        tokens = env.get("capacity", env["T"])
+        return [
+            LayerLaunch(
+                step.part, self.kernel(step.part, tokens),
+                {argument: place(name) for argument, name in step.arguments.items()},
+                {argument: self.buffers[name].extents(env) for argument, name in step.arguments.items()}, joins,
+            )
+            for step, joins in zip(steps, joins_of(steps), strict=True)
+        ]  # fmt: skip
+
+
+def joins_of(steps: Iterable[LayerStep]) -> list[bool]:
+    """For each step, whether it first joins the side stream: because it reads what a launch there writes, or because an
+    earlier step has awaited the rows anyway.
+    """
+    joins, pending, awaited = [], set[str](), False
+    for step in steps:
+        reads = not pending.isdisjoint(step.arguments.values())
+        join = bool(pending) and not (step.on_side or step.awaits or step.apart) and (awaited or reads)
+        joins.append(join)
+        awaited = (awaited or step.awaits) and not join and not step.on_side
+        pending = set() if join or step.on_side else pending
+        pending |= set(step.writes) if step.on_side else set()
+    return joins
+
+
+def _known(names: Collection[str], known: Collection[str], where: str) -> None:
+    if unknown := sorted(set(names) - set(known)):
+        raise RecordError(f"{where}: {', '.join(unknown)}: the record has nothing of that name")
+
+
+def _dim(value: Any, where: str) -> tuple[str, Expr]:
+    reader = RecordReader(value, where)
+    return reader.string("name"), reader.expr("value")
+
+
+def _buffer(value: Any, where: str) -> tuple[str, LayerBuffer]:
+    return RecordReader(value, where).string("name"), LayerBuffer.from_json(value, where)
+
+
+def _ladder(value: Any, where: str) -> Ladder:
+    if not isinstance(value, list) or not value:
+        raise RecordError(f"{where}: it must be an array of kernels, at least one")
+    rungs = []
+    for index, rung in enumerate(value):
+        reader = RecordReader(rung, f"{where}[{index}]")
+        rungs.append((reader.integer("tokens") if "tokens" in reader else None, reader.string("key")))
+    counts = [most for most, _ in rungs if most is not None]
+    if rungs[-1][0] is not None or len(counts) + 1 < len(rungs) or counts != sorted({*counts}):
+        raise RecordError(f"{where}: the tokens of its kernels must ascend, and the last must be for any number")
+    return tuple(rungs)
+
+
+def _any(value: Any, where: str) -> Any:
+    return value

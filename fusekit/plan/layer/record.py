@@ -1,0 +1,166 @@
+"""The record of a layer from its program, and the proof that both launch alike."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from fusekit.abi.expr import Expr
+from fusekit.abi.layer_record import (
+    ARGUMENT,
+    KEPT,
+    SCRATCH,
+    Ladder,
+    LayerBuffer,
+    LayerLaunch,
+    LayerPass,
+    LayerRecord,
+    LayerStep,
+)
+from fusekit.errors import FusekitError
+from fusekit.plan.exchange import CHOICES, CHUNK, GRAIN, HEADER, NOTHING
+from fusekit.plan.layer.options import Options
+from fusekit.plan.layer.passes import program
+from fusekit.plan.layer.program import BACKWARD, QUANTISE, Program, Step
+from fusekit.plan.layer.ranks import room
+from fusekit.plan.quant import SIDE
+
+MOST = 1 << 18  # tokens of the last rung of a ladder that is asked for
+_TRIALS = 24  # calls of each pass
+Choose = Callable[[str, int], str]
+
+
+def layer_record(options: Options, arch: str, choose: Choose, summary: str = "") -> LayerRecord:
+    """The record of a layer. choose: the key of a part's kernel for so many tokens.
+
+    Raises FusekitError if the record's launches are not the program's.
+    """
+    plan = program(options)
+    record = LayerRecord(
+        f"{options.file}/{options.name}", arch, _dims(options, plan),
+        {name: LayerBuffer(each.dtype, each.shape, each.place) for name, each in plan.buffers.items()},
+        {which: _pass(plan, which) for which in plan.steps},
+        {part: _ladder(part, choose) for part in plan.parts},
+        "S" if plan.room_for else "T", summary, options.canonical(),
+    )  # fmt: skip
+    record.check()
+    prove(record, plan, options)
+    return record
+
+
+def _dims(options: Options, plan: Program) -> dict[str, Expr]:
+    rows: Expr = ("mul", "T", plan.topk)
+    dims: dict[str, Expr] = {"M": rows, "C": rows}
+    if options.ranks > 1:
+        slots = ("mul", options.ranks * GRAIN, ("ceildiv", "capacity", GRAIN))
+        dims = {"S": slots, "F": ("add", HEADER // 4, ("floordiv", "S", CHUNK)), "M": "rows", "C": rows}
+    if QUANTISE in plan.steps:
+        for name, groups in (("T", 0), ("M", plan.experts)):
+            blocks = ("max", ("ceildiv", ("add", name, (SIDE - 1) * groups), SIDE), 1)
+            dims |= {f"{name}_blocks": blocks, f"{name}_padded": ("mul", f"{name}_blocks", SIDE)}
+    return dims
+
+
+def _ladder(part: str, choose: Choose) -> Ladder:
+    """The kernels of a part, each with the most tokens that it is for."""
+    counts = [1 << power for power in range(MOST.bit_length())]
+    keys = [choose(part, count) for count in counts]
+    rungs: list[tuple[int | None, str]] = []
+    for index in range(len(counts) - 1):
+        low, high = counts[index], counts[index + 1]
+        if keys[index] != keys[index + 1]:
+            while high - low > 1:  # the most tokens that the first is for
+                middle = (low + high) // 2
+                low, high = (middle, high) if choose(part, middle) == keys[index] else (low, middle)
+            rungs.append((low, keys[index]))
+    return (*rungs, (None, keys[-1]))
+
+
+def _pass(plan: Program, which: str) -> LayerPass:
+    inputs, outputs = plan.arguments(which)
+    needed = {output: plan.needed(which, {output}) for output in outputs}
+    always = plan.needed(which, ())
+
+    def step(each: Step) -> LayerStep:
+        keys = plan.parts[each.part]
+        wanted = None if each in always else frozenset(name for name, steps in needed.items() if each in steps)
+        return LayerStep(
+            each.part, each.arguments, tuple(each.writes.values()), wanted, each.needs, each.spared, each.window,
+            each.on_side, bool(keys.get("awaits")), keys.get("sends") in (CHOICES, NOTHING),
+        )  # fmt: skip
+
+    steps = plan.steps[which]
+    overwrites = which == BACKWARD and bool(steps)
+    layouts = [layout for in_place in ((False, True) if overwrites else (False,))
+               for layout in plan.layouts(which, in_place)]  # fmt: skip
+    order = map(id, plan.in_place_order(list(steps))) if overwrites else ()
+    positions = {id(each): index for index, each in enumerate(steps)}
+    return LayerPass(
+        tuple(inputs), tuple(outputs), tuple(map(step, steps)), tuple(layouts), tuple(positions[key] for key in order)
+    )
+
+
+def prove(record: LayerRecord, plan: Program, options: Options) -> None:
+    """Raises FusekitError unless the record, as it is read from its JSON, launches what the program launches: for
+    random tokens, outputs, lent memory and orders.
+    """
+    read, rng = LayerRecord.from_json(record.to_json()), random.Random(record.name)
+    for which in plan.steps:
+        for tokens, asked, lent, in_place in _calls(plan, which, rng):
+            limits, there = dict[str, int](), plan
+            if options.ranks > 1:
+                limits = {"capacity": tokens + rng.randrange(3 * GRAIN)}
+                rows = room(options, limits["capacity"])["M"]
+                limits["rows"] = rng.choice([rows, max(rows // 3, 1)])
+                there = plan.within(room(options, limits["capacity"], limits["rows"]))
+            env, dims = read.environment(tokens, **limits), there.dims(tokens)
+            what = f"{record.name}: {which} of {tokens} tokens, {', '.join(sorted(asked))}"
+            launches = read.launches(which, env, asked, lent, in_place=in_place)
+            _same({name: env[name] for name in dims}, dims, f"{what}: dims")
+            _same(launches, [*_launches(read, there, which, dims, env, asked, lent, in_place)], what)
+            _same(read.kept(env), there.kept(dims), f"{what}: kept memory")
+            size = read.scratch(which, asked, env, lent, in_place=in_place)[1]
+            _same(size, there.scratch(which, asked, dims, lent, in_place=in_place)[1], f"{what}: scratch memory")
+            if len(asked) % 2:  # what a caller allocates
+                most = read.most_scratch(which, tokens, None, in_place=in_place, **limits)
+                _same(most, there.most_scratch(which, tokens, in_place=in_place), f"{what}: most scratch memory")
+                most = read.most_scratch(which, tokens, asked, in_place=in_place, **limits)
+                _same(most, there.most_scratch(which, tokens, asked, in_place=in_place), f"{what}: most scratch memory")
+
+
+def _calls(plan: Program, which: str, rng: random.Random) -> Iterator[tuple[int, set[str], set[str], bool]]:
+    """Tokens, outputs, those in contiguous memory, whether kept memory is overwritten."""
+    outputs = sorted(plan.arguments(which)[1])
+    for trial in range(_TRIALS):
+        asked = {name for name in outputs if rng.random() < 0.6} or {*outputs}
+        lent = asked if trial % 2 else {name for name in asked if rng.random() < 0.5}
+        yield int(2 ** rng.uniform(0, 17)), asked, lent, which == BACKWARD and rng.random() < 0.5
+
+
+def _launches(
+    record: LayerRecord, plan: Program, which: str, dims: Mapping[str, int], env: Mapping[str, int], asked: set[str],
+    lent: set[str], in_place: bool,
+) -> Iterator[LayerLaunch]:  # fmt: skip
+    """The program's own launches."""
+    steps = plan.needed(which, asked, in_place=in_place)
+    scratch, kept = plan.scratch(which, asked, dims, lent, in_place=in_place)[0], plan.kept(dims)[0]
+
+    def place(name: str) -> tuple[str, int]:
+        if name in asked or name in plan.arguments(which)[0]:
+            return name, 0
+        if plan.buffers[name].place not in (ARGUMENT, KEPT, SCRATCH):
+            return plan.buffers[name].place, 0
+        return scratch[name] if name in scratch else (KEPT, kept[name])
+
+    for step, joins in zip(steps, plan.joins(steps), strict=True):
+        yield LayerLaunch(
+            step.part, record.kernel(step.part, env.get("capacity", env["T"])),
+            {argument: place(name) for argument, name in step.arguments.items()},
+            {argument: plan.buffers[name].extents(dims) for argument, name in step.arguments.items()}, joins,
+        )  # fmt: skip
+
+
+def _same(one: Any, other: Any, what: str) -> None:
+    if one != other:
+        raise FusekitError(f"{what}: the record gives {one!r}, and the layer's program {other!r}; report this")
