@@ -5,7 +5,8 @@ A launcher needs no more than it and the launch records that it names by key. Fo
 1. `dims` are evaluated in their order, with "T" (and, over ranks, "capacity" and "rows") known.
 2. Of a pass, those `steps` are queued that are for an output which is asked for, and whose conditions hold.
 3. The kernel of a step is the first on its part's ladder whose tokens are enough.
-4. The first layout that serves the call gives the place of each buffer; `kept` ones lie one after the other.
+4. Of the layouts that serve the call, the first that takes least scratch memory gives the place of each buffer; `kept`
+   ones lie one after the other.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fusekit.abi.expr import Expr, RecordError, evaluate, thaw, variables
 from fusekit.dtypes import DTYPES
 
 SCHEMA = 1
-UNDERSTOOD = frozenset({"dims", "buffers", "passes", "parts", "joins"})
+UNDERSTOOD = frozenset({"dims", "buffers", "passes", "parts", "joins", "windows"})
 """What a record may require of its reader by the member `must`."""
 ARGUMENT, KEPT, SCRATCH = "argument", "kept", "scratch"
 ALIGNMENT = 256  # of a buffer within kept or scratch memory
@@ -37,11 +38,15 @@ def padded(size: int) -> int:
 
 @dataclass(frozen=True)
 class LayerBuffer:
-    """place: "argument", "kept", "scratch", or the name of a window, or "checked" (see the exchange)."""
+    """place: "argument", "kept", "scratch", a window, or "checked" (see the exchange). offset: bytes from
+    the begin of its window. words: what it holds, for people.
+    """
 
     dtype: str
     shape: tuple[Expr, ...]
     place: str
+    offset: Expr = 0
+    words: str = ""
 
     def extents(self, env: Mapping[str, int]) -> tuple[int, ...]:
         """The shape in numbers."""
@@ -52,13 +57,17 @@ class LayerBuffer:
         return prod(max(extent, 1) for extent in self.extents(env)) * DTYPES[self.dtype].bytes
 
     def to_json(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "shape": thaw(self.shape), "place": self.place}
+        more = {"offset": thaw(self.offset), "words": self.words}
+        return {"dtype": self.dtype, "shape": thaw(self.shape), "place": self.place} | {
+            name: value for name, value in more.items() if value
+        }
 
     @classmethod
     def from_json(cls, value: Any, where: str) -> LayerBuffer:
         reader = RecordReader(value, where)
         return cls(
-            reader.string("dtype", tuple(DTYPES)), reader.array("shape", expression), reader.string("place")
+            reader.string("dtype", tuple(DTYPES)), reader.array("shape", expression), reader.string("place"),
+            reader.expr("offset") if "offset" in reader else 0, reader.string("words") if "words" in reader else "",
         )  # fmt: skip
 
 
@@ -179,13 +188,16 @@ def needs(places: Iterable[Place], sizes: Mapping[str, int]) -> tuple[dict[str, 
 
 @dataclass(frozen=True)
 class LayerPass:
-    """inputs, outputs: what the caller gives. in_place: the order of `steps` in a pass that overwrites kept memory."""
+    """inputs, outputs: what the caller gives. in_place: the order of `steps` in a pass that overwrites kept memory.
+    adds: outputs that are added to what is there.
+    """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     steps: tuple[LayerStep, ...]
     layouts: tuple[Layout, ...]
     in_place: tuple[int, ...] = ()
+    adds: tuple[str, ...] = ()
 
     def queued(self, asked: Collection[str], *, in_place: bool = False) -> tuple[LayerStep, ...]:
         """The steps for the outputs `asked`."""
@@ -197,6 +209,7 @@ class LayerPass:
             "inputs": list(self.inputs), "outputs": list(self.outputs),
             "steps": [step.to_json() for step in self.steps], "layouts": [each.to_json() for each in self.layouts],
             **({"in_place": list(self.in_place)} if self.in_place else {}),
+            **({"adds": list(self.adds)} if self.adds else {}),
         }  # fmt: skip
 
     @classmethod
@@ -206,6 +219,7 @@ class LayerPass:
             reader.array("inputs", string), reader.array("outputs", string), reader.array("steps", LayerStep.from_json),
             reader.array("layouts", Layout.from_json),
             reader.array("in_place", integer) if "in_place" in reader else (),
+            reader.array("adds", string) if "adds" in reader else (),
         )  # fmt: skip
         if result.in_place and sorted(result.in_place) != [*range(len(result.steps))]:
             raise RecordError(f"{where}.in_place: it must have each of {len(result.steps)} steps once")
@@ -226,10 +240,33 @@ class LayerLaunch:
 
 
 @dataclass(frozen=True)
+class LayerKernel:
+    """A kernel of a layer. name: its full name. launch: SHA-256 of its launch record's canonical JSON. defaults: of its
+    run-time scalars and launch options, by name.
+    """
+
+    name: str
+    launch: str = ""
+    defaults: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        defaults = {name: str(value) if abs(value) == inf else value for name, value in self.defaults.items()}
+        return {"name": self.name, "launch": self.launch, "defaults": defaults}
+
+    @classmethod
+    def from_json(cls, value: Any, where: str) -> LayerKernel:
+        reader = RecordReader(value, where)
+        return cls(reader.string("name"), reader.string("launch"), reader.mapping("defaults", _number))
+
+
+@dataclass(frozen=True)
 class LayerRecord:
     """A layer for one architecture. parts: the ladder of each: (most tokens, key of a kernel), the last for any number.
 
-    options, summary, promises: for people; launching reads none of them.
+    kernels: by key. windows: of a layer over ranks, the bytes of each. limits: there, "capacity" for as many tokens of
+    a rank as the variable "tokens" says; and over "capacity" the "rows" that any routing can give a rank, and "waiting"
+    blocks of a launch. options, summary, promises, tuning (where the ladders come from): for people; launching reads
+    none of them.
     """
 
     name: str
@@ -242,11 +279,16 @@ class LayerRecord:
     summary: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     promises: Mapping[str, Any] = field(default_factory=dict)
+    kernels: Mapping[str, LayerKernel] = field(default_factory=dict)
+    windows: Mapping[str, Expr] = field(default_factory=dict)
+    limits: Mapping[str, Expr] = field(default_factory=dict)
+    tuning: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """JSON types only; `from_json` gives an equal record back."""
         return {
-            "schema": SCHEMA, "kind": "layer", "must": [], "name": self.name, "arch": self.arch,
+            "schema": SCHEMA, "kind": "layer", "must": ["windows"] if self.windows else [],
+            "name": self.name, "arch": self.arch,
             "summary": self.summary, "options": dict(self.options), "promises": dict(self.promises),
             "dims": [{"name": name, "value": thaw(expr)} for name, expr in self.dims.items()],
             "range_of": self.range_of,
@@ -256,6 +298,9 @@ class LayerRecord:
                 name: [{"key": key, **({} if most is None else {"tokens": most})} for most, key in ladder]
                 for name, ladder in self.parts.items()
             },
+            "kernels": {key: kernel.to_json() for key, kernel in self.kernels.items()},
+            "windows": [{"name": name, "bytes": thaw(size)} for name, size in self.windows.items()],
+            "limits": {name: thaw(limit) for name, limit in self.limits.items()}, "tuning": dict(self.tuning),
         }  # fmt: skip
 
     @classmethod
@@ -278,24 +323,33 @@ class LayerRecord:
             reader.string("summary") if "summary" in reader else "",
             reader.mapping("options", _any) if "options" in reader else {},
             reader.mapping("promises", _any) if "promises" in reader else {},
+            reader.mapping("kernels", LayerKernel.from_json), dict(reader.array("windows", _window)),
+            reader.mapping("limits", expression),
+            reader.mapping("tuning", _any) if "tuning" in reader else {},
         )  # fmt: skip
         record.check()
         return record
 
     def check(self) -> None:
         """Raises RecordError where a name is of nothing in the record, or an expression reads what has no value."""
+        _known(variables(self.limits.get("capacity", 0)), {"tokens"}, "limits.capacity")
+        for name in self.limits.keys() - {"capacity"}:
+            _known(variables(self.limits[name]), {"capacity"}, f"limits.{name}")
         known = {"T", "capacity", "rows"}
         for name, expr in self.dims.items():
             _known(variables(expr), known, f"dims.{name}")
             known.add(name)
         _known({self.range_of}, known, "range_of")
         for name, buffer in self.buffers.items():
-            _known(set().union(*map(variables, buffer.shape)), known, f"buffers.{name}")
+            _known(set().union(*map(variables, (*buffer.shape, buffer.offset))), known, f"buffers.{name}")
+        for name, size in self.windows.items():
+            _known(variables(size), known, f"windows.{name}")
         names = {*self.buffers, SCRATCH}
         for which, each in self.passes.items():
             for index, step in enumerate(each.steps):
                 where = f"passes.{which}.steps[{index}]"
                 _known({step.part}, self.parts, where)
+                _known({step.window} - {""}, self.windows, where)
                 _known({*step.arguments.values(), *step.writes}, names, where)
                 _known({*(step.outputs or ()), *filter(None, (step.needs, step.unless))}, each.outputs, where)
             for index, layout in enumerate(each.layouts):
@@ -307,11 +361,14 @@ class LayerRecord:
                     _known(place.above, below, where)
                     below.add(place.buffer)
 
+    def to_bytes(self) -> bytes:
+        """The canonical document."""
+        return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
     @cached_property
     def key(self) -> str:
         """SHA-256 of the canonical document, which names its kernels by key."""
-        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def environment(self, tokens: int, **limits: int) -> dict[str, int]:
         """The dims for so many tokens. limits: capacity and rows of a layer over ranks."""
@@ -342,13 +399,14 @@ class LayerRecord:
         used = {name for step in each.queued(asked, in_place=in_place) for name in step.arguments.values()}
         sizes = {name: self.buffers[name].bytes(env) for name in used.difference(asked)}
         kept = self.kept(env)[0]
-        for layout in self._layouts(which, asked, in_place):
-            if layout.lends.issubset(lent) and layout.since <= env[self.range_of] <= layout.until:
-                begins, needed = needs(layout.places, sizes)
-                rest = needed.pop(SCRATCH, 0)
-                if all(end <= self._room(home, env) for home, end in needed.items()):
-                    break
-        else:
+        rest, layout, begins = inf, None, dict[str, int]()
+        for other in self._layouts(which, asked, in_place):
+            if other.lends.issubset(lent) and other.since <= env[self.range_of] <= other.until:
+                starts, needed = needs(other.places, sizes)
+                left = needed.pop(SCRATCH, 0)
+                if left < rest and all(end <= self._room(home, env) for home, end in needed.items()):
+                    rest, layout, begins = left, other, starts
+        if layout is None:
             raise RecordError(f"passes.{which}: no layout is for {', '.join(sorted(asked))}; the record is damaged")
         overwrites = {place.home for place in layout.places if in_place and place.home in kept}
         return {
@@ -357,7 +415,7 @@ class LayerRecord:
             else (place.home, begins[place.buffer])
             for place in layout.places
             if place.buffer in sizes
-        }, padded(rest)
+        }, padded(int(rest))
 
     def most_scratch(
         self, which: str, tokens: int, asked: Collection[str] | None = None, *, in_place: bool = False, **limits: int
@@ -456,6 +514,19 @@ def _known(names: Collection[str], known: Collection[str], where: str) -> None:
 def _dim(value: Any, where: str) -> tuple[str, Expr]:
     reader = RecordReader(value, where)
     return reader.string("name"), reader.expr("value")
+
+
+def _window(value: Any, where: str) -> tuple[str, Expr]:
+    reader = RecordReader(value, where)
+    return reader.string("name"), reader.expr("bytes")
+
+
+def _number(value: Any, where: str) -> float:
+    if value in ("inf", "-inf"):
+        return float(value)
+    if type(value) not in (int, float):
+        raise RecordError(f"{where}: {value!r}; it must be a number")
+    return value  # type: ignore[no-any-return]
 
 
 def _buffer(value: Any, where: str) -> tuple[str, LayerBuffer]:

@@ -11,7 +11,7 @@ from fusekit.abi.layer_record import LayerRecord
 from fusekit.errors import FusekitError
 from fusekit.plan.layer import program
 from fusekit.plan.layer.program import BACKWARD, FORWARD
-from fusekit.plan.layer.record import MOST, layer_record, prove
+from fusekit.plan.layer.record import MOST, layer_record, prove, words
 
 from .layer_memory import packaged
 from .test_layer_program import CASES, options
@@ -106,3 +106,11 @@ def test_a_record_that_launches_something_else_is_not_built(damage):
     broken = replace(whole, passes={**whole.passes, BACKWARD: damage(whole.passes[BACKWARD])})
     with pytest.raises(FusekitError, match=r"backward.*(the record gives|no layout)"):
         prove(broken, program(table), table)
+
+
+def test_a_record_says_in_words_what_each_argument_holds():
+    for name, table in PACKAGED.items():
+        plan = program(table)
+        for which in plan.steps:
+            for buffer in {name for arguments in plan.arguments(which) for name in arguments}:
+                assert words(buffer, "argument"), (name, buffer)

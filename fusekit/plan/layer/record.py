@@ -6,47 +6,143 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from fusekit.abi.expr import Expr
+from fusekit.abi.expr import Expr, evaluate
 from fusekit.abi.layer_record import (
     ARGUMENT,
     KEPT,
     SCRATCH,
     Ladder,
     LayerBuffer,
+    LayerKernel,
     LayerLaunch,
     LayerPass,
     LayerRecord,
     LayerStep,
 )
 from fusekit.errors import FusekitError
-from fusekit.plan.exchange import CHOICES, CHUNK, GRAIN, HEADER, NOTHING
+from fusekit.plan.exchange import (
+    CHOICE_SENDERS,
+    CHOICES,
+    CHUNK,
+    GRAIN,
+    HEADER,
+    LINE,
+    NOTHING,
+    PER_LINE,
+    SENDERS,
+    of_row,
+    regions,
+    waiting,
+)
+from fusekit.plan.exchange import parts as token_parts
 from fusekit.plan.layer.options import Options
 from fusekit.plan.layer.passes import program
 from fusekit.plan.layer.program import BACKWARD, QUANTISE, Program, Step
-from fusekit.plan.layer.ranks import room
+from fusekit.plan.layer.ranks import room, stores, window_sizes
 from fusekit.plan.quant import SIDE
 
 MOST = 1 << 18  # tokens of the last rung of a ladder that is asked for
 _TRIALS = 24  # calls of each pass
+_BY_TILE = ("dprob",)  # operands that sum a row tile by tile; all others add up in an order that no tile changes
+_WORDS = {
+    "x": "the tokens", "y": "the results", "router": "the router's weights", "router_bias": "the router's biases",
+    "expert_bias": "what is added to scores for the choice alone", "w1": "weights of the first projection",
+    "w2": "weights of the second projection", "b1": "biases of the first projection",
+    "b2": "biases of the second projection", "shared_w1": "weights of the shared expert's first projection",
+    "shared_w2": "weights of the shared expert's second projection",
+    "shared_gate": "weights of the shared expert's gate",
+    "logits": "the router's logits", "indices": "the experts of each token", "weights": "the weight of each choice",
+}  # fmt: skip
+_FORMS = {"q": "FP8 values", "s": "scales", "t": "FP8 values for the transpose", "ts": "scales for the transpose"}
 Choose = Callable[[str, int], str]
 
 
-def layer_record(options: Options, arch: str, choose: Choose, summary: str = "") -> LayerRecord:
-    """The record of a layer. choose: the key of a part's kernel for so many tokens.
+def layer_record(
+    options: Options, arch: str, choose: Choose, summary: str = "", kernels: Mapping[str, LayerKernel] | None = None,
+    tuning: Mapping[str, Any] | None = None,
+) -> LayerRecord:  # fmt: skip
+    """The record of a layer. choose: the key of a part's kernel for so many tokens. kernels: those by key. tuning: what
+    `choose` asks.
 
     Raises FusekitError if the record's launches are not the program's.
     """
     plan = program(options)
-    record = LayerRecord(
-        f"{options.file}/{options.name}", arch, _dims(options, plan),
-        {name: LayerBuffer(each.dtype, each.shape, each.place) for name, each in plan.buffers.items()},
-        {which: _pass(plan, which) for which in plan.steps},
-        {part: _ladder(part, choose) for part in plan.parts},
-        "S" if plan.room_for else "T", summary, options.canonical(),
-    )  # fmt: skip
-    record.check()
+    record = unproved(options, arch, choose, summary, kernels, tuning)
     prove(record, plan, options)
     return record
+
+
+def unproved(
+    options: Options, arch: str, choose: Choose, summary: str = "", kernels: Mapping[str, LayerKernel] | None = None,
+    tuning: Mapping[str, Any] | None = None,
+) -> LayerRecord:  # fmt: skip
+    """`layer_record`, without its proof."""
+    plan = program(options)
+    pinned = [part for part, keys in plan.parts.items() if any(keys.get(name) for name in _BY_TILE)]
+    windows, offsets = _windows(options, plan)
+    record = LayerRecord(
+        f"{options.file}/{options.name}", arch, _dims(options, plan),
+        {name: LayerBuffer(each.dtype, each.shape, each.place, offsets.get(name, 0), words(name, each.place))
+         for name, each in plan.buffers.items()},
+        {which: _pass(plan, which) for which in plan.steps},
+        {part: ((None, choose(part, options.tokens)),) if part in pinned else _ladder(part, choose)
+         for part in plan.parts},
+        "S" if plan.room_for else "T", summary, options.canonical(),
+        {"deterministic": True, "batch_invariant": True, "pinned": pinned},
+        {} if kernels is None else dict(sorted(kernels.items())), windows, _limits(options, plan), tuning or {},
+    )  # fmt: skip
+    record.check()
+    return record
+
+
+def words(name: str, place: str) -> str:
+    """What an argument holds."""
+    if place != ARGUMENT:
+        return ""
+    stem, _, form = name.rpartition("_")
+    if form in _FORMS and stem in _WORDS:
+        return f"{_FORMS[form]} of {stem}"
+    if name in _WORDS:
+        return _WORDS[name]
+    return f"gradient of {name[1:]}" if name.startswith("d") and name[1:] in _WORDS else ""
+
+
+def _windows(options: Options, plan: Program) -> tuple[dict[str, Expr], dict[str, Expr]]:
+    """Bytes of each window, and where buffers begin in theirs."""
+    sizes: dict[str, Expr] = {}
+    offsets: dict[str, Expr] = {}
+    for window, part in stores(plan).items():
+        keys = plan.parts[part]
+        indices, weights = token_parts(keys)
+        row, scales = of_row(keys, options.hidden)
+        fixed = HEADER + (options.ranks * CHOICE_SENDERS * 4 if indices else 0)
+
+        def after(slot: int, fixed: int = fixed) -> Expr:
+            flags = ("mul", LINE, ("ceildiv", "S", PER_LINE))
+            return ("add", fixed, flags, ("mul", "S", slot)) if slot else ("add", fixed, flags)
+
+        begins = {"indices": 0, "weights": indices, "rows": indices + weights, "scales": indices + weights + row}
+        offsets |= {f"{window}.{name}": after(slot) for name, slot in begins.items()}
+        sizes[window] = after(indices + weights + row + scales)
+    return sizes, offsets
+
+
+def _limits(options: Options, plan: Program) -> dict[str, Expr]:
+    together = [keys for keys in plan.parts.values() if "ranks" in keys]
+    if options.ranks == 1:
+        return {}
+    grains: Expr = ("ceildiv", "capacity", GRAIN)
+    waits = [
+        ("add", int(keys.get("blocks", SENDERS[keys["op"]])), ("floordiv", "capacity", CHUNK))
+        if keys["op"] == "moe-combine"
+        else ("add", int(keys.get("blocks", SENDERS[keys["op"]])), 1)
+        for keys in together
+    ]
+    return {
+        "capacity": ("mul", GRAIN, ("ceildiv", "tokens", GRAIN)),
+        "rows": ("mul", options.ranks * GRAIN * min(options.topk, options.local), grains),
+        "waiting": ("max", 0, *waits),
+    }
 
 
 def _dims(options: Options, plan: Program) -> dict[str, Expr]:
@@ -96,9 +192,11 @@ def _pass(plan: Program, which: str) -> LayerPass:
                for layout in plan.layouts(which, in_place)]  # fmt: skip
     order = map(id, plan.in_place_order(list(steps))) if overwrites else ()
     positions = {id(each): index for index, each in enumerate(steps)}
+    added = {name for each in steps if plan.parts[each.part].get("accumulate") for name in each.writes.values()}
     return LayerPass(
-        tuple(inputs), tuple(outputs), tuple(map(step, steps)), tuple(layouts), tuple(positions[key] for key in order)
-    )
+        tuple(inputs), tuple(outputs), tuple(map(step, steps)), tuple(layouts), tuple(positions[key] for key in order),
+        tuple(sorted(added.intersection(outputs))),
+    )  # fmt: skip
 
 
 def prove(record: LayerRecord, plan: Program, options: Options) -> None:
@@ -114,6 +212,7 @@ def prove(record: LayerRecord, plan: Program, options: Options) -> None:
                 rows = room(options, limits["capacity"])["M"]
                 limits["rows"] = rng.choice([rows, max(rows // 3, 1)])
                 there = plan.within(room(options, limits["capacity"], limits["rows"]))
+                _same_windows(read, there, options, limits["capacity"])
             env, dims = read.environment(tokens, **limits), there.dims(tokens)
             what = f"{record.name}: {which} of {tokens} tokens, {', '.join(sorted(asked))}"
             launches = read.launches(which, env, asked, lent, in_place=in_place)
@@ -127,6 +226,24 @@ def prove(record: LayerRecord, plan: Program, options: Options) -> None:
                 _same(most, there.most_scratch(which, tokens, in_place=in_place), f"{what}: most scratch memory")
                 most = read.most_scratch(which, tokens, asked, in_place=in_place, **limits)
                 _same(most, there.most_scratch(which, tokens, asked, in_place=in_place), f"{what}: most scratch memory")
+
+
+def _same_windows(record: LayerRecord, plan: Program, options: Options, tokens: int) -> None:
+    capacity = evaluate(record.limits["capacity"], {"tokens": tokens})
+    given = {"capacity": capacity}
+    _same(capacity, plan.room["S"] // options.ranks, f"{record.name}: capacity")
+    _same(evaluate(record.limits["rows"], given), room(options, tokens)["M"], f"{record.name}: rows")
+    most = max(waiting(keys, capacity) for keys in plan.parts.values() if "ranks" in keys)
+    _same(evaluate(record.limits["waiting"], given), most, f"{record.name}: blocks that wait")
+    sizes = {name: evaluate(size, plan.room) for name, size in record.windows.items()}
+    _same(sizes, window_sizes(plan, options), f"{record.name}: windows")
+    for window, part in stores(plan).items():
+        keys = plan.parts[part]
+        row, scales = of_row(keys, options.hidden)
+        begins = regions(capacity, row, options.ranks, *token_parts(keys), scales)._asdict()
+        for name, buffer in record.buffers.items():
+            if buffer.place == window and (begin := begins.get(name.partition(".")[2])) is not None:
+                _same(evaluate(buffer.offset, plan.room), begin, f"{record.name}: {name}")
 
 
 def _calls(plan: Program, which: str, rng: random.Random) -> Iterator[tuple[int, set[str], set[str], bool]]:
