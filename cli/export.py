@@ -100,6 +100,7 @@ def command(
             f"{file} is signed by {before}, and this export {by}; give --force to replace it, or another FILE"
         )
     selection = select(store, patterns, arch)
+    output.note_left_out(session, selection.left_out)
     with _place(session, file) as path:
         done = export_bundle(store, selection, path)
     for name in patterns:
@@ -129,7 +130,9 @@ def _wheel(session: Session, wheel: str, folder: Path, patterns: tuple[str, ...]
 
     name, version = check_wheel_name(wheel)
     store = session.open_store()
-    path, done = export_wheel(store, select(store, patterns, arch), name, version, folder)
+    selection = select(store, patterns, arch)
+    output.note_left_out(session, selection.left_out)
+    path, done = export_wheel(store, selection, name, version, folder)
     for pattern in patterns:
         note_unbuilt(session, pattern, [listed.record for listed in store.names(pattern, arch)])
     signer = None if store.signer is None else store.signer.public.id

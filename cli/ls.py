@@ -13,8 +13,6 @@ from fusekit.store import NameRecord, Row
 from fusekit_cli import complete, output, sources
 from fusekit_cli.options import Session, common, one_arch, stored_names
 
-SHOWN = 3  # problems; a store without signatures has one a kernel
-
 
 @click.command("ls")
 @click.argument("patterns", metavar="[GLOB]...", nargs=-1, shell_complete=complete.stored, callback=stored_names)
@@ -77,11 +75,7 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, sourc
                 problems.append(str(error))
                 unlisted = True
         session.note(f"nothing{wanted} in {where}{remedy}")
-    problems = [*dict.fromkeys(problems)]
-    for problem in problems[:SHOWN]:
-        session.note(f"left out: {problem}")
-    if len(problems) > SHOWN:
-        session.note(f"left out: {len(problems) - SHOWN} more; `fusekit verify` lists them")
+    output.note_left_out(session, problems)
     absent = store.absent() if source is None else ()
     for why in absent:
         session.note(f"{why}: there is no store to list; check FUSEKIT_STORES and the mount")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fusekit.share.transfer import Report
 
 
+SHOWN = 3  # problems; a store without signatures has one a kernel
 _PROSE = 20  # columns that a text that is wrapped takes at least
 _VALUE = re.compile(r"\s*(- )?\S+\s\s+")  # what is before the value of a line of a tree
 
@@ -139,6 +140,15 @@ def dry_rows(session: Session, dry_run: bool, steps: Sequence[Step]) -> None:
     if dry_run and steps:
         rows = [(step.name, step.arch, size(step.bytes), step.key[:12]) for step in steps]
         table(session, ("NAME", "ARCH", "BYTES", "KEY"), rows, right=("BYTES",))
+
+
+def note_left_out(session: Session, problems: Iterable[str]) -> None:
+    """Notes why kernels are left out."""
+    distinct = [*dict.fromkeys(problems)]
+    for problem in distinct[:SHOWN]:
+        session.note(f"left out: {problem}")
+    if len(distinct) > SHOWN:
+        session.note(f"left out: {len(distinct) - SHOWN} more; `fusekit verify` lists them")
 
 
 def transferred(session: Session, report: Report, done: str, dry_run: bool, **more: Any) -> None:

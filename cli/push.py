@@ -18,7 +18,8 @@ from fusekit_cli.progress import progress, progress_of
 @signing
 @common
 def command(session: Session, url: str, patterns: tuple[str, ...], arch: str | None, full: bool, dry_run: bool) -> None:
-    """Copy the kernels that NAME matches (none: all) to URL, unless they are there.
+    """Copy the kernels that NAME matches to URL, unless they are there. None: all, or with trusted keys all that one of
+    them signed.
 
     URL is a folder or anything that fsspec reaches: s3://bucket/kernels, gs://..., with the plugin for it installed;
     or the name of a remote of fusekit.toml.
@@ -29,6 +30,7 @@ def command(session: Session, url: str, patterns: tuple[str, ...], arch: str | N
 
     store = session.open_store()
     selection, remote = select(store, patterns, arch), Remote(session.remote(url))
+    output.note_left_out(session, selection.left_out)
     with progress(session, "pushing", moves_bytes=True) as update:
         report = push(store, selection, remote, full, progress_of(update), dry_run=dry_run)
     output.transferred(session, report, "pushed", dry_run)

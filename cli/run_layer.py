@@ -22,11 +22,11 @@ def run(
     device: int | None, arch: str | None,
 ) -> int:  # fmt: skip
     """Check and time the layer `name`; prints one document."""
+    layer = library.layer(name, arch, device)
     try:
         from fusekit.bench.layer_trial import checked_tokens
     except ImportError as error:
         raise UsageError(f"random inputs need NumPy: {error}; {install('check')}") from error
-    layer = library.layer(name, arch, device)
     part = next(iter(layer.program.parts))
     document: dict[str, Any] = {
         "name": name, "arch": library.find(f"{name}.{part}", arch, device).arch, "device": None, "ok": True,

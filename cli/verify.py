@@ -78,15 +78,16 @@ def command(session: Session, full: bool, source: str | None, check: str | None)
             f"every user of this machine may write in {some(paths, 5)}, and so add or replace kernels; "
             f"`chmod -R o-w {shlex.quote(paths[0])}` ends that"
         )
-    for root, why in report.absent.items():
+    # The user's cache folder may be missing if other roots have the kernels.
+    optional = {store.root} if session.store is None and len(store.roots) > 1 else set()
+    missing = {root: why for root, why in report.absent.items() if root not in optional}
+    for root, why in missing.items():
         remedy = "`fusekit build` makes a store" if root == store.root else "check FUSEKIT_STORES and the mount"
         if root == store.root and why.endswith("no store of fusekit"):
             remedy = "nothing is written there; name another folder"
         session.note(f"{why}: there is no store to check; {remedy}")
     if report.bad:
         return 1
-    # The user's cache folder may be missing if other roots have the kernels.
-    missing = report.absent.keys() - ({store.root} if session.store is None and len(store.roots) > 1 else set())
     return 3 if missing else 0
 
 

@@ -5,7 +5,7 @@ import torch
 from fusekit.interop.torch import MoE
 
 on = "cuda" if torch.cuda.is_available() else "cpu"
-moe = MoE("layer/moe" if on == "cuda" else "examples/layer.toml/moe", device=on)
+moe = MoE("layer/moe", device=on)
 optimizer = torch.optim.AdamW(moe.parameters(), lr=1e-3)
 x, target = torch.randn(2, 64, 512, device=on, dtype=torch.bfloat16)
 for step in range(5):

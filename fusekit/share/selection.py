@@ -39,11 +39,13 @@ class Step:
 class Selection:
     """Documents to copy, each once. records: sorted by name and architecture. entries: sorted by key. candidates: of
     each name the newest build of each other cubin format that computes the same, sorted by name, architecture and key.
+    left_out: why names are not in it that no trusted key signed.
     """
 
     records: tuple[tuple[NameRecord, Signed], ...]
     entries: tuple[tuple[Entry, Signed], ...]
     candidates: tuple[tuple[NameRecord, Signed], ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def documents(self) -> tuple[Signed, ...]:
@@ -52,22 +54,27 @@ class Selection:
 
     def signed(self, store: Store) -> Selection:
         """The same, with the signatures of `store`'s signing key, if it has one, added."""
-        return Selection(
-            tuple((record, _sign(store, "name", signed)) for record, signed in self.records),
-            tuple((entry, _sign(store, "entry", signed)) for entry, signed in self.entries),
-            tuple((record, _sign(store, "name", signed)) for record, signed in self.candidates),
+        return replace(
+            self,
+            records=tuple((record, _sign(store, "name", signed)) for record, signed in self.records),
+            entries=tuple((entry, _sign(store, "entry", signed)) for entry, signed in self.entries),
+            candidates=tuple((record, _sign(store, "name", signed)) for record, signed in self.candidates),
         )
 
 
 def select(store: Store, patterns: Sequence[str] = (), arch: str | None = None) -> Selection:
-    """The kernels of all roots of `store` that match `patterns` (names, files or globs; none: everything), checked.
+    """The kernels of all roots of `store` that match `patterns` (names, files or globs), checked. Without patterns:
+    everything, but where keys are trusted, what none of them signed is left out, unless nothing else is there.
 
     Raises NotBuiltError for a pattern without a match, IntegrityError if any file is damaged.
     """
     records: dict[tuple[str, str], NameRecord] = {}
+    left_out: tuple[str, ...] = ()
     for pattern in patterns or ("*",):
         listing = store.listing(pattern, arch)
-        if listing.problems:
+        if not patterns and listing.names and listing.problems == listing.unsigned:
+            left_out = listing.unsigned
+        elif listing.problems:
             raise IntegrityError(f"{listing.problems[0]} ({len(listing.problems)} such; `fusekit verify` lists them)")
         if not listing.names and patterns:
             raise store.not_built(pattern, arch)
@@ -88,6 +95,7 @@ def select(store: Store, patterns: Sequence[str] = (), arch: str | None = None) 
         tuple((records[where], _signed(store, records[where].to_bytes())) for where in sorted(records)),
         tuple((entries[key], _signed(store, entries[key].to_bytes())) for key in sorted(entries)),
         tuple((build, _signed(store, build.to_bytes())) for build in sorted(others, key=candidate_order)),
+        left_out,
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from fusekit.errors import IntegrityError, OtherSchemaError, StoreError, is_glob
+from fusekit.errors import IntegrityError, OtherSchemaError, SignatureError, StoreError, is_glob
 from fusekit.store import names
 from fusekit.store.entries import lowest_driver
 from fusekit.store.files import quietly
@@ -35,10 +35,13 @@ class NameListing:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The result of a search: good records, one for each name and architecture, and the problems of others."""
+    """The result of a search: good records, one for each name and architecture, and the problems of others. unsigned:
+    of these, the records that no trusted key signed.
+    """
 
     names: tuple[NameListing, ...]
     problems: tuple[str, ...]
+    unsigned: tuple[str, ...] = ()
 
 
 class Build(NamedTuple):
@@ -100,7 +103,12 @@ class Overview:
 
 
 class _Problems(list[str]):
-    unlisted = False  # whether a root could not be listed to its end
+    """unlisted: whether a root could not be listed to its end. unsigned: the problems of records without signature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unlisted = False
+        self.unsigned: list[str] = []
 
 
 def search(roots: Sequence[Root], pattern: str, arch: str | None) -> Listing:
@@ -109,7 +117,8 @@ def search(roots: Sequence[Root], pattern: str, arch: str | None) -> Listing:
     """
     problems = _Problems()
     records = _search(roots, pattern, arch, Root.name, problems)
-    return Listing(tuple(NameListing(record, root.path) for record, root in records), tuple(problems))
+    listed = tuple(NameListing(record, root.path) for record, root in records)
+    return Listing(listed, tuple(problems), tuple(problems.unsigned))
 
 
 def recorded(root: Root, pattern: str, arch: str | None = None) -> list[tuple[str, str]]:
@@ -225,6 +234,8 @@ def _matching(
                         continue
                     except (IntegrityError, StoreError) as error:
                         problems.append(str(error))
+                        if isinstance(error, SignatureError):
+                            problems.unsigned.append(str(error))
             except StoreError as error:
                 problems.append(str(error))
                 problems.unlisted = True

@@ -161,11 +161,26 @@ def test_a_store_that_trusts_a_key(fusekit, store, other, tmp_path):
     assert Store(tmp_path / "third").verify(full=True).bad == ()
 
 
+def test_a_push_of_everything_leaves_out_what_nobody_trusted_signed(fusekit, store, other, tmp_path):
+    """As a wheel of kernels from elsewhere, in the roots of a team that signs its own."""
+    pytest.importorskip("cryptography")
+    pytest.importorskip("fsspec")
+    fusekit("key", "new", "ours")
+    ours = {"FUSEKIT_TRUSTED_KEYS": str(tmp_path / "ours.pub"), "FUSEKIT_STORES": str(fusekit.root)}
+    assert "is not signed" in other("push", "remote", "--sign", "ours", code=1, **ours).err
+    fusekit("export", "signed.tar", NAMES[0], "--sign", "ours")
+    other("import", "signed.tar", **ours)
+    for command in (("push", "remote"), ("export", "x.tar"), ("export", "--wheel", "k-1")):
+        done = other(*command, "--sign", "ours", "--json", **ours)
+        assert (done.json["names"], done.err.count("left out: ")) == (1, 2)
+        assert "is not signed" in other(*command, NAMES[1], "--sign", "ours", code=1, **ours).err
+
+
 def test_a_store_without_signatures_has_no_line_for_every_kernel(fusekit, store, tmp_path, monkeypatch, capsys):
     pytest.importorskip("cryptography")
     fusekit("key", "new", "ours")
     monkeypatch.setenv("FUSEKIT_TRUSTED_KEYS", str(tmp_path / "ours.pub"))
-    monkeypatch.setattr("fusekit_cli.ls.SHOWN", 1)
+    monkeypatch.setattr("fusekit_cli.output.SHOWN", 1)
     main(["ls", "--store", str(fusekit.root)])
     lines = capsys.readouterr().err.splitlines()
     assert sum("is not signed" in line for line in lines) == 1
