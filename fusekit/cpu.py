@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 try:
     import numpy as np
 
+    from fusekit.reference import layer as definition
     from fusekit.reference.formats import held
     from fusekit.reference.steps import compute
 except ImportError as error:
@@ -77,6 +78,15 @@ def _of_spec(name: str) -> Options:
     if layers:
         raise UsageError(f"'{name}' is several layers: {some([*layers])}; name one")
     raise UsageError(f"'{name}' is a kernel, and not a layer; on the CPU there are layers alone")
+
+
+def defined(options: Options, x: Any, tensors: Mapping[str, Any]) -> Any:
+    """y [T, H] of a layer by its definition, in float64 without any rounding. x, tensors: arrays of NumPy, as the
+    layer's options have them.
+    """
+    if options.b_major == "n":
+        tensors = {name: each.swapaxes(-1, -2) if name in ("w1", "w2") else each for name, each in tensors.items()}
+    return definition.forward(definition.Layer.of(options), x, tensors)[0]
 
 
 @cache

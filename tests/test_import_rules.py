@@ -18,7 +18,7 @@
 | exchange | errors, plan, runtime |
 | cpu | errors, plan, runtime, layers, reference, spec, numpy |
 | library | errors, config, project, abi, store, choice, runtime, layers, exchange, cpu |
-| interop | errors, abi, library, runtime, layers, exchange, plan.arch; each framework in the module of its name alone |
+| interop | errors, abi, library, runtime, layers, exchange, plan, spec, cpu; a framework in the module of its name |
 | cabi | errors, abi |
 | reference | numpy, spec, plan, errors |
 | providers | compiler, the foreign package that a module is named after, the DSL |
@@ -79,7 +79,7 @@ MAY = {
     },
     "interop": {
         "fusekit.errors", "fusekit.abi", "fusekit.library", "fusekit.runtime", "fusekit.layers", "fusekit.exchange",
-        "fusekit.plan.arch",
+        "fusekit.plan", "fusekit.spec", "fusekit.cpu",
     },
     "cabi": {"fusekit.errors", "fusekit.abi"},
     "reference": {"fusekit.errors", "fusekit.spec", "fusekit.plan", "numpy"},
@@ -107,11 +107,12 @@ FRAMEWORKS = {
         "fusekit/interop/torch_moe.py",
         "fusekit/interop/torch_ranks.py",
         "fusekit/interop/transformers.py",
+        "fusekit/interop/transformers_blocks.py",
         "fusekit/providers/quack.py",
         "fusekit/bench/torch_gemm.py",
         "fusekit/bench/torch_router.py",
     },
-    "transformers": {"fusekit/interop/transformers.py"},
+    "transformers": {"fusekit/interop/transformers.py", "fusekit/interop/transformers_blocks.py"},
     "jax": {f"fusekit/interop/{name}.py" for name in ("jax", "jax_calls", "jax_ragged", "jax_ranks")},
 }
 

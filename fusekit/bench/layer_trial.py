@@ -19,14 +19,13 @@ from fusekit.errors import UsageError
 from fusekit.layers import Layer
 from fusekit.library import Library
 from fusekit.plan.layer import Options
-from fusekit.plan.layer.options import CHOICES, LOGITS, MLP, X
+from fusekit.plan.layer.options import LOGITS, MLP, X
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
 from fusekit.plan.operations import OPERATIONS
 from fusekit.plan.quant import NONE
 from fusekit.reference import POISON, decode, encode, held, poisoned
 from fusekit.reference import layer as definition
 from fusekit.runtime import DeviceArray
-from fusekit.spec import Activation
 
 # Relative Frobenius errors. y is rounded three times on its way, each time by about 1.5e-3; gradients more often. What
 # comes through the scores' derivative is a difference of numbers that were rounded.
@@ -247,10 +246,7 @@ class LayerTrial:
         if self._router is not None:
             tensors["router"] = self._router
         coefficient = LOSS * self.tokens if o.router.get("aux_loss") else None
-        layer = definition.Layer(
-            _router_keys(o), Activation(**o.activation), o.glu_layout, o.router.get("scale", "output"), coefficient,
-            o.recipe, o.squared(o.b_major), rounded=True,  # else a relu near 0 has the other slope
-        )  # fmt: skip
+        layer = definition.Layer.of(o, coefficient, rounded=True)  # else a relu near 0 has the other slope
         y, loss, kept = definition.forward(layer, inputs["x"].whole(), tensors)
         back = self._gradients(layer, tensors, kept) if o.trained else {}
         wanted: dict[str, Any] = {"y": y, "loss": np.array([loss])}
@@ -356,14 +352,3 @@ def _added(layer: Layer) -> set[str]:
     parts = layer.program.parts
     steps = [step for step in layer.program.steps[BACKWARD] if parts[step.part].get("accumulate")]
     return {name for step in steps for name in step.writes.values()}
-
-
-def _router_keys(o: Options) -> dict[str, Any]:
-    """The keys of the compact router-topk that the definition asks for."""
-    keys = {
-        "op": "router-topk", "experts": max(o.experts, 1), "topk": max(o.topk, 1), "score_function": "softmax",
-        "dtype": "f32", "out_dtype": "f32", "outputs": "compact", "routing_map": "none", "pre_softmax": False,
-        "expert_bias": False, "num_groups": 0, "group_topk": 0, "scaling_factor": 1.0,
-    }  # fmt: skip
-    given_choices = o.router.get("input") == CHOICES
-    return keys | ({} if given_choices else {name: o.router[name] for name in keys if name in o.router})

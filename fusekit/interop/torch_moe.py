@@ -114,7 +114,7 @@ class MoE(nn.Module):  # type: ignore[misc]
         buffers, options = self.layer.program.buffers, self.layer.options
         with torch.no_grad():
             for name, path in self.names.items():
-                tensor, shape = _at(self, path), buffers[name].shape
+                tensor, shape = at(self, path), buffers[name].shape
                 across = -2 if options.b_major == "n" and name in ("w1", "w2") else -1
                 bound = float(shape[across]) ** -0.5
                 tensor.zero_() if name in _BIASES else tensor.uniform_(-bound, bound)
@@ -153,7 +153,7 @@ class MoE(nn.Module):  # type: ignore[misc]
                     )
                 tensors[name] = tensor.reshape(-1, *tensor.shape[-1:])
         for name, path in self.names.items():
-            tensors[name] = _at(self, path)
+            tensors[name] = at(self, path)
         if operator.loss:
             device = x.device
             if total_tokens is None:
@@ -182,7 +182,7 @@ class MoE(nn.Module):  # type: ignore[misc]
         operator = self.operator
         if not operator.fp8:
             raise ArgumentError(f"{self.layer.name} has no recipe, so there is nothing to quantise")
-        tensors = {name: _at(self, self.names[name]) for name in operator.weights}
+        tensors = {name: at(self, self.names[name]) for name in operator.weights}
         self._coded = _versions(tensors.values()) if hold else []
         self._sources = [ref(tensor) for tensor in tensors.values()] if hold else []
         if hold:
@@ -194,7 +194,7 @@ class MoE(nn.Module):  # type: ignore[misc]
     def _held(self) -> dict[str, Any]:
         """The FP8 weights that `quantise` holds."""
         if self._fp8 and not torch.compiler.is_compiling():
-            tensors = [_at(self, self.names[name]) for name in self.operator.weights]
+            tensors = [at(self, self.names[name]) for name in self.operator.weights]
             same = all(each() is tensor for each, tensor in zip(self._sources, tensors, strict=True))
             if not same or _versions(tensors) != self._coded:
                 raise ArgumentError(
@@ -221,7 +221,7 @@ class MoE(nn.Module):  # type: ignore[misc]
         return dict(zip(wanted, more, strict=True))
 
     def _sums(self) -> list[Any]:
-        return [main_grad(_at(self, self.names[name]), self.names[name]) for name in self.operator.summed]
+        return [main_grad(at(self, self.names[name]), self.names[name]) for name in self.operator.summed]
 
 
 def _over(layer: Layer, group: Any, timeout: int) -> Layer:
@@ -249,7 +249,7 @@ def expert_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
         if isinstance(module, MoE) and module.layer.options.ranks > 1:
             for name in _EXPERTS:
                 if name in module.names:
-                    yield f"{prefix}.{module.names[name]}".lstrip("."), _at(module, module.names[name])
+                    yield f"{prefix}.{module.names[name]}".lstrip("."), at(module, module.names[name])
 
 
 def main_grad(parameter: Any, name: str) -> Any:
@@ -316,7 +316,7 @@ def _stepped(optimizer: Any, *_: Any) -> None:
         for parameter in group["params"] if parameter.grad is not None
     }  # fmt: skip
     for module in _HOLDERS:
-        if any(id(_at(module, module.names[name])) in written for name in module.operator.weights):
+        if any(id(at(module, module.names[name])) in written for name in module.operator.weights):
             module._coded = []
 
 
@@ -330,7 +330,8 @@ def _place(module: Any, path: str, tensor: Any) -> None:
     (module.register_parameter if isinstance(tensor, nn.Parameter) else module.register_buffer)(last, tensor)
 
 
-def _at(module: Any, path: str) -> Any:
+def at(module: Any, path: str) -> Any:
+    """The parameter or buffer at a path of modules."""
     *folders, last = path.split(".")
     if not torch.compiler.is_compiling():  # which cannot follow the shorter way
         try:

@@ -44,7 +44,7 @@ _GATED, _PLAIN = ("swiglu", "geglu", "reglu"), ("silu", "gelu", "relu", "srelu")
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The computation of an experts module, as keys of a spec."""
+    """The computation of an experts module, or of a whole block, as keys of a spec. router: what is not the default."""
 
     hidden: int
     intermediate: int
@@ -57,17 +57,26 @@ class Experts:
     b_major: str
     recipe: str = "none"
     weight_dtype: str = ""
+    router: tuple[tuple[str, Any], ...] = (("input", "choices"),)
+    router_dtype: str = ""
+    shared: int = 0
+    shared_gate: bool = False
+
+    @classmethod
+    def of(cls, options: Options) -> Experts:
+        """What a layer computes."""
+        plain = {field_.name: getattr(options, field_.name) for field_ in fields(cls) if field_.name in _COPIED}
+        return cls(**plain, activation=_given_parameters(options.activation), router=_given_routing(options.router))
 
     def fits(self, options: Options) -> bool:
         """Whether a layer computes this, and nothing more. Weights that it wants in dtype are cast to that."""
-        plain = (field_.name for field_ in fields(self) if field_.name not in ("activation", "weight_dtype"))
         return (
             options.kind == "moe"
             and options.ranks == 1
             and options.weight_dtype in ("", self.weight_dtype)
-            and (options.router["input"], options.router["scale"], options.shared) == ("choices", "output", 0)
+            and _given_routing(options.router) == self.router
             and _given_parameters(options.activation) == self.activation
-            and all(getattr(options, name) == getattr(self, name) for name in plain)
+            and all(getattr(options, name) == getattr(self, name) for name in _COPIED)
         )
 
     def table(self, arch: str = DEFAULT.name) -> str:
@@ -76,18 +85,27 @@ class Experts:
         lines = ["schema = 1", "", "[[kernel]]", 'name = "moe"', 'kind = "moe"', f'arch = "{arch}"']
         for name in ("dtype", "hidden", "intermediate", "experts", "topk"):
             lines.append(f"{name} = {_toml(getattr(self, name))}")
-        lines += ['router = { input = "choices" }', f"activation = {{ {activation} }}"]
+        routing = [*self.router, *([("weight_dtype", "f32")] if self.router_dtype == "f32" else [])]
+        if routing:
+            lines += [f"router = {{ {', '.join(f'{name} = {_toml(value)}' for name, value in routing)} }}"]
+        lines += [f"activation = {{ {activation} }}"]
         lines += [f"glu_layout = {_toml(self.glu_layout)}"] if self.glu_layout != "none" else []
         lines += [f"bias = {_toml(self.bias)}", f"b_major = {_toml(self.b_major)}"]
+        lines += [f"shared = {self.shared}"] if self.shared else []
+        lines += ["shared_gate = true"] if self.shared_gate else []
         if self.recipe != "none":
             lines += [f"recipe = {_toml(self.recipe)}"]
             lines += [f"weight_dtype = {_toml(self.weight_dtype)}"] if self.weight_dtype == "f32" else []
         return "\n".join(lines) + "\n"
 
 
+_COPIED = ("hidden", "intermediate", "experts", "topk", "dtype", "glu_layout", "bias", "b_major", "recipe", "shared",
+           "shared_gate")  # fmt: skip
+
+
 def register(
     library: Library | None = None, name: str = "fusekit", layers: str = "*", recipe: str = "none",
-    in_place: bool = False,
+    in_place: bool = False, blocks: bool = False,
 ) -> None:  # fmt: skip
     """Registers the experts backend `name`: `experts_implementation="fusekit"`.
 
@@ -107,15 +125,23 @@ def register(
         Of the layers, such as "fp8-block"; each call then quantises the weights.
     in_place : bool
         As for `MoE`.
+    blocks : bool
+        Run whole blocks, from the router to the shared expert, in layers with `router = { input = "x" }`. Models that
+        are made from then on compare each kind of block once with its own code. A block of which hooks watch a part
+        runs the model's code, with its experts through fusekit; so does one whose model asks for router logits.
 
     Raises
     ------
     NotBuiltError
         From a call of a module that no layer fits. The message has the spec to build.
     ArgumentError
-        From a call of a module for which fusekit has no kernels.
+        From a call of a module for which fusekit has no kernels; with `blocks`, when such a model is made.
     """
     ExpertsInterface.register(name, backend(library, layers, recipe, in_place))
+    if blocks:
+        from fusekit.interop.transformers_blocks import install
+
+        install(name, library, layers, recipe, in_place)
 
 
 def backend(
@@ -174,8 +200,14 @@ def layer_for(library: Library, layers: str, experts: Experts, module: str) -> s
     known = library.layers()
     fitting = [name for name, options in known.items() if fnmatchcase(name, layers) and experts.fits(options)]
     if fitting:
-        casts = {name: known[name].weight_dtype != experts.weight_dtype for name in fitting}
-        return min(fitting, key=lambda name: (casts[name], known[name].accumulate, KEEPS.index(known[name].keep), name))
+
+        def rank(name: str) -> tuple[Any, ...]:
+            o = known[name]
+            casts = o.weight_dtype != experts.weight_dtype
+            casts_router = experts.router_dtype not in ("", o.router["weight_dtype"])
+            return casts, casts_router, o.router["aux_loss"], o.accumulate, KEEPS.index(o.keep), name
+
+        return min(fitting, key=rank)
     if experts.dtype != "bf16":
         raise ArgumentError(
             f"{module} has parameters of {experts.dtype}; layers of experts have bf16: load the model with"
@@ -202,16 +234,23 @@ def described(
     `_NUMBERS`, as `float.hex` writes them.
     """
     intermediate, hidden = (rows, columns) if is_transposed else (columns, rows)
-    kind, weights = (
-        next((name for name, known in DTYPES.items() if known == torch_dtype), str(torch_dtype))
-        for torch_dtype in (dtype, weight_dtype)
-    )
+    kind, weights = map(_type_name, (dtype, weight_dtype))
     activation, layout = recognised(module, act_fn, has_gate, _numbers(numbers))
     major = "n" if is_transposed else "k"
     experts_ = Experts(
         hidden, intermediate, experts, topk, kind, _given_parameters(activation), layout, has_bias, major
     )
     return experts_ if weights == kind else replace(experts_, weight_dtype=weights)
+
+
+def described_layer(layer: Experts, dtype: Any, weight_dtype: Any, router_dtype: Any) -> Experts:
+    """The layer with these types of PyTorch: of the products, of the experts' weights, of the router's."""
+    kind, weights, router = map(_type_name, (dtype, weight_dtype, router_dtype))
+    return replace(layer, dtype=kind, weight_dtype="" if weights == kind else weights, router_dtype=router)
+
+
+def _type_name(torch_dtype: Any) -> str:
+    return next((name for name, known in DTYPES.items() if known == torch_dtype), str(torch_dtype))
 
 
 # -- activations ------------------------------------------------------------------------------------------------------
@@ -295,6 +334,15 @@ def _given_parameters(activation: Any) -> tuple[tuple[str, Any], ...]:
     if activation["kind"] != "swiglu":
         given.pop("alpha", None)
     return (("kind", activation["kind"]), *sorted((name, _plain(value)) for name, value in given.items()))
+
+
+def _given_routing(router: Any) -> tuple[tuple[str, Any], ...]:
+    """How experts are chosen, without defaults, the loss, and the weights' type: what must agree."""
+    defaults = {"input": "x", "score_function": "softmax", "scaling_factor": 1.0, "scale": "output"}
+    apart = ("aux_loss", "weight_dtype")
+    return tuple(
+        sorted((name, value) for name, value in router.items() if name not in apart and value != defaults.get(name, 0))
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fusekit.plan.layer.options import CHOICES, Options
 from fusekit.plan.quant import NONE, SIDE
 from fusekit.plan.quantise import POW2
 from fusekit.reference import activations, layouts, permutation, router
@@ -106,10 +107,29 @@ class Layer:
     squares: str = ""
     rounded: bool = False
 
+    @classmethod
+    def of(cls, options: Options, aux: float | None = None, rounded: bool = False) -> Layer:
+        """The layer of a spec's table."""
+        return cls(
+            _router_keys(options), Activation(**options.activation), options.glu_layout,
+            options.router.get("scale", "output"), aux, options.recipe, options.squared(options.b_major), rounded,
+        )  # fmt: skip
+
     @property
     def factors(self) -> Factors:
         """The values that GEMMs read of their operands."""
         return Factors() if self.recipe == NONE else Blocks()
+
+
+def _router_keys(o: Options) -> dict[str, Any]:
+    """The keys of the compact router-topk that the definition asks for."""
+    keys = {
+        "op": "router-topk", "experts": max(o.experts, 1), "topk": max(o.topk, 1), "score_function": "softmax",
+        "dtype": "f32", "out_dtype": "f32", "outputs": "compact", "routing_map": "none", "pre_softmax": False,
+        "expert_bias": False, "num_groups": 0, "group_topk": 0, "scaling_factor": 1.0,
+    }  # fmt: skip
+    given_choices = o.router.get("input") == CHOICES
+    return keys | ({} if given_choices else {name: o.router[name] for name in keys if name in o.router})
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ def backend(opened):
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")
     interop.register(opened, layers="layers/hf-*")
+    interop.register(opened, "fusekit-blocks", layers="layers/hf-*", blocks=True)
     return "fusekit"
 
 
@@ -87,9 +88,11 @@ def test_loss_logits_and_gradients_are_those_of_eager(name, backend):
     assert all(value <= 2e-2 for value in off.values()), off
 
 
+@pytest.mark.parametrize("backend_", ["fusekit", "fusekit-blocks"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_training_follows_that_of_eager(name, backend):
+def test_a_training_follows_that_of_eager(name, backend, backend_):
     """Two layers, so a router's choice may differ where scores are close; the losses stay together."""
+    backend = backend_
     losses = {}
     for implementation in (backend, "eager"):
         each = model(name, implementation)
@@ -108,9 +111,41 @@ def test_a_training_follows_that_of_eager(name, backend):
     assert max(apart) <= 0.03 and sum(apart) / len(apart) <= 0.01, (max(apart), losses)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("tokens", [1, 127, 1024])
+def test_whole_blocks(name, tokens, backend):
+    """Router, experts and shared expert against the block's own code in float64, where both choose alike."""
+    block = model(name, "fusekit-blocks").model.layers[0].mlp
+    wide = copy.deepcopy(block).double()
+    for module in wide.modules():
+        if hasattr(module, "config"):
+            module.config = copy.deepcopy(module.config)
+            module.config._experts_implementation_internal = "eager"
+    torch.manual_seed(1)
+    x = torch.randn(1, tokens, H, device="cuda").bfloat16()
+    dy = torch.randn(1, tokens, H, device="cuda").bfloat16()
+
+    def run(module, dtype):
+        given = x.detach().to(dtype, copy=True).requires_grad_()
+        y = module(given)
+        y = y[0] if isinstance(y, tuple) else y
+        y.backward(dy.to(y.dtype))
+        return y, given.grad
+
+    (y, dx), (want, want_dx) = run(block, torch.bfloat16), run(wide, torch.float64)
+    apart = (y.double() - want).norm(dim=-1) / want.norm(dim=-1)
+    same = apart.flatten() <= 2 * VALUES
+    assert same.double().mean() >= 0.97, apart
+    assert error(dx[0][same], want_dx[0][same]) <= GRADIENTS
+    routers = [(path, each) for path, each in block.named_parameters() if "gate.w" in path or "router" in path]
+    assert routers and all(each.grad is not None and each.grad.isfinite().all() for _, each in routers)
+
+
+@pytest.mark.parametrize("backend_", ["fusekit", "fusekit-blocks"])
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen3-moe"])
-def test_compiled_block(name, backend):
+def test_compiled_block(name, backend, backend_):
     torch._dynamo.reset()
+    backend = backend_
     block = model(name, backend).model.layers[0].mlp
     compiled = torch.compile(block, fullgraph=True, dynamic=True)
     for tokens in (64, 100):
