@@ -39,6 +39,8 @@ def read_model(text: str, source: str, family: str | None = None) -> Model:
         above = {name: outer.values.get(name) for name in shared}
         fields = Fields(above | {name: value for name, value in inner.items() if value is not None}, source)
         fields.notes.append("only text_config is read: other parts of the model, such as vision, have no kernels here")
+        if "talker_config" in outer.values:
+            fields.notes.append("the talker's layers are not in the file: give talker_config's text_config as a config")
     model_type = fields.word("model_type")
     name = family or model_type
     if name not in FAMILIES:

@@ -43,6 +43,7 @@ def _sparse(fields: Fields, total: int, dense: int) -> int:
         if isinstance(listed, list):
             if len(listed) != total:
                 raise fields.error(f"{name} has {len(listed)} items: there are {total} layers; give one for each")
+            fields.peek("first_k_dense_replace")  # the list follows from it
             return sum(kind not in ("dense", 0) for kind in listed)
     first = fields.size("first_k_dense_replace", default=dense, minimum=0)
     every = fields.size("moe_layer_freq", default=1, quiet=True)

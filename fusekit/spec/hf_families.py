@@ -114,8 +114,8 @@ def _gemma4(fields: Fields) -> Parts:
         why = "it normalises and scales x before the logits, and scales the weights of each expert"
         router = Router(fields.size("num_experts"), fields.size("top_k_experts"), {}, why=why)
     mlps.append(mlp_of(fields, "dense", fields.size("intermediate_size"), TANH))
-    if fields.flag("use_double_wide_mlp", default=False):
-        wide = fields.size("num_kv_shared_layers", default=0, minimum=0)
+    wide = fields.size("num_kv_shared_layers", default=0, minimum=0, quiet=True)
+    if fields.flag("use_double_wide_mlp", default=False) and wide:
         fields.notes.append(f"use_double_wide_mlp: the MLP of the last {wide} layers has twice the intermediate size")
     return tuple(mlps), router if router is None else checked(fields, router)
 
@@ -247,6 +247,7 @@ def _llama4(fields: Fields) -> Parts:
     size, total = fields.size("intermediate_size"), fields.size("num_hidden_layers", most=MAX_LAYERS)
     if "moe_layers" in fields.values:
         sparse = len(fields.layers("moe_layers"))
+        fields.peek("interleave_moe_layer_step")  # the list follows from it
     else:
         step = fields.size("interleave_moe_layer_step", default=1)
         sparse = len(range(step - 1, total, step))
@@ -300,6 +301,7 @@ FAMILIES: Mapping[str, Callable[[Fields], Parts]] = {
     "qwen3_5_moe": partial(_qwen_moe, expert_size="moe_intermediate_size", normalised=True, shared=True),
     "qwen3_5_moe_text": partial(_qwen_moe, expert_size="moe_intermediate_size", normalised=True, shared=True),
     "qwen3_omni_moe": partial(_qwen_moe, expert_size="moe_intermediate_size", normalised=True),
+    "qwen3_omni_moe_talker_text": partial(_qwen_moe, expert_size="moe_intermediate_size", shared=True),
     "qwen3_omni_moe_text": partial(_qwen_moe, expert_size="moe_intermediate_size", normalised=True),
     "deepseek_v2": partial(deepseek, score="softmax", shared=2),
     "deepseek_v3": _deepseek_v3,

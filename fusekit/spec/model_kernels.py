@@ -93,10 +93,11 @@ def router_section(router: Router, sizes: Sizes, request: Request) -> tuple[str,
 
 def mlp_title(model: Model, mlp: Mlp) -> str:
     """The title of an MLP's part of the file."""
+    rest = "next to the experts" if mlp.layers == "every layer" else "of the layers without experts"
     titles = {
         "experts": "The experts",
         "shared": "The shared experts, as one MLP that every token goes through",
-        "dense": "The MLP" if model.router is None else "The dense MLP of the layers without experts",
+        "dense": "The MLP" if model.router is None else f"The dense MLP {rest}",
     }
     where = f" ({mlp.layers})" if model.router is not None else ""
     return f"{titles[mlp.role]}{where}. I = {mlp.intermediate}"

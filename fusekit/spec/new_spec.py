@@ -44,7 +44,7 @@ def new_spec(model: Model, request: Request) -> NewSpec:
             for title, kernels in part.instead:
                 writer.section(title, kernels)
     if not writer.fits:
-        whys = dict.fromkeys((*writer.missing_layers.values(), *writer.missing_kernels.values()))
+        whys = dict.fromkeys(writer.missing_layers.values() or writer.missing_kernels.values())
         raise SpecError(f"{request.origin}: no kernel fits this model: {'; '.join(whys)}")
     text = "\n".join(writer.lines) + "\n"
     parse_text(text, request.name)  # what is written can be read

@@ -182,6 +182,26 @@ def test_a_field_that_the_model_type_does_not_read_is_said(config, changes, said
     assert said in notes[0]
 
 
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        ("glm-5", {"first_k_dense_replace": 3}),
+        ("llama-4-maverick", {"moe_layers": [1, 3], "interleave_moe_layer_step": 2, "num_hidden_layers": 4}),
+    ],
+)
+def test_a_field_that_a_list_of_layers_repeats_is_read(config, changes):
+    """Transformers writes both."""
+    assert not any("does not read it" in note for note in read(config, **changes).notes)
+
+
+def test_the_talker_of_an_omni_model_is_a_config_of_its_own():
+    assert any("give talker_config's text_config" in note for note in read("qwen3-omni-30b-a3b").notes)
+    fields = {"model_type": "qwen3_omni_moe_talker_text", "norm_topk_prob": False}
+    talker = read("qwen3.5-35b-a3b", text_config=None, **CONFIGS["qwen3.5-35b-a3b"]["text_config"] | fields)
+    assert [(mlp.role, mlp.scaled) for mlp in talker.mlps] == [("experts", False), ("shared", True)]
+    assert talker.router.keys == {"score_function": "softmax", "pre_softmax": True}
+
+
 def test_quantised_checkpoints_and_dtypes_are_said():
     assert any('quantised ("mxfp4")' in note for note in read("gpt-oss-20b").notes)
     assert any('recipe = "fp8-block" takes them as they are' in note for note in read("deepseek-v3").notes)
@@ -346,8 +366,8 @@ def test_every_family_has_a_config_or_a_likeness():
     alike = {
         "granite", "smollm3", "mistral", "qwen2", "olmo2", "gemma3_text", "glm4", "phi3", "nemotron", "gpt_neox",
         "olmoe", "qwen3_next", "deepseek_v32", "llama4_text", "granitemoe", "granitemoeshared", "qwen3_vl_moe_text",
-        "olmo3", "qwen3_5", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_omni_moe_text", "gemma4", "gemma4_text",
-        "mistral4",
+        "olmo3", "qwen3_5", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_omni_moe_text",
+        "qwen3_omni_moe_talker_text", "gemma4", "gemma4_text", "mistral4",
     }  # fmt: skip
     assert {config["model_type"] for config in CONFIGS.values()} - {"mistral3"} | alike == set(FAMILIES)
 

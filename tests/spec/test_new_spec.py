@@ -142,8 +142,18 @@ def test_what_does_not_fit_is_left_out_with_the_reason():
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("model", ["llama-3-8b", "mixtral-8x7b"])
 def test_a_model_that_fits_nowhere_is_refused(model, kernels):
-    with pytest.raises(SpecError, match=r"config\.json: no kernel fits this model: .* = 1001: .* a multiple of 16"):
+    with pytest.raises(
+        SpecError, match=r"config\.json: no kernel fits this model: .* = 1001: .* a multiple of 16"
+    ) as error:
         text_of(CONFIGS[model] | {"hidden_size": 1001, "intermediate_size": 1003}, kernels=kernels)
+    assert ("problem." in str(error.value)) == kernels  # of a layer, not of its kernels once more
+
+
+def test_a_dense_mlp_in_every_layer_is_next_to_the_experts():
+    text = {"model_type": "gemma4_text", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30}
+    sparse = {"enable_moe_block": True, "moe_intermediate_size": 704, "num_experts": 128, "top_k_experts": 8}
+    assert "The dense MLP next to the experts (every layer)" in text_of(text | sparse)
+    assert "The dense MLP of the layers without experts (16 of 32 layers)" in text_of("jamba")
 
 
 def test_each_key_is_explained_once():
