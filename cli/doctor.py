@@ -134,6 +134,7 @@ def _stores(session: Session, cuda: str | None) -> list[dict[str, Any]]:
             elif index and root in report.absent:
                 answer["problem"] = f"{report.absent[root]}; check FUSEKIT_STORES and that its file system is mounted"
             elif answer["exists"] and report.absent.get(root, "").endswith("no store of fusekit"):
+                answer["writable"] = None if index else False
                 answer["problem"] = f"{report.absent[root]}; nothing is written there; name another folder"
             elif report.open_to_all:
                 where = printable(report.open_to_all[0])

@@ -38,7 +38,9 @@ STDOUT = "-"
     show_default=True,
     help="With --wheel: where the wheel is written.",
 )
-@click.option("--force", is_flag=True, help="Replace a bundle that another key has signed, or this export would not.")
+@click.option(
+    "--force", is_flag=True, help="Replace a bundle or wheel that another key has signed, or this export would not."
+)
 @signing
 @common
 def command(
@@ -61,7 +63,7 @@ def command(
         if lang is not None:
             raise UsageError("export --wheel holds kernels for Python; leave --lang out")
         first = () if file is None else (stored_names(click.get_current_context(), click.Option(["--name"]), file),)
-        _wheel(session, wheel, Path(folder), (*first, *patterns), arch)
+        _wheel(session, wheel, Path(folder), (*first, *patterns), arch, force=force)
         return
     if given("folder"):
         raise UsageError("export -o is for wheels; give --wheel NAME-VERSION with it, or a bundle as FILE")
@@ -94,11 +96,8 @@ def command(
 
     store = session.open_store()
     signer = None if store.signer is None else store.signer.public.id
-    if file != STDOUT and not force and (before := signed_by(Path(file))) not in ("", signer):
-        by = "is not signed" if signer is None else f"is signed by {signer}"
-        raise UsageError(
-            f"{file} is signed by {before}, and this export {by}; give --force to replace it, or another FILE"
-        )
+    if file != STDOUT and not force:
+        _check_signer(file, signed_by(Path(file)), signer, "another FILE")
     selection = select(store, patterns, arch)
     output.note_left_out(session, selection.left_out)
     with _place(session, file) as path:
@@ -124,18 +123,30 @@ def command(
         output.answer(session, document, text)
 
 
-def _wheel(session: Session, wheel: str, folder: Path, patterns: tuple[str, ...], arch: str | None) -> None:
+def _check_signer(file: str | Path, before: str, signer: str | None, remedy: str) -> None:
+    """Refuse to replace a file that the key `before` signed, "" for none, by one that `signer` does."""
+    if before not in ("", signer):
+        by = "is not signed" if signer is None else f"is signed by {signer}"
+        raise UsageError(f"{file} is signed by {before}, and this export {by}; give --force to replace it, or {remedy}")
+
+
+def _wheel(
+    session: Session, wheel: str, folder: Path, patterns: tuple[str, ...], arch: str | None, *, force: bool
+) -> None:
     from fusekit.share.selection import select
-    from fusekit.share.wheel import check_wheel_name, export_wheel
+    from fusekit.share.wheel import check_wheel_name, export_wheel, signed_by, wheel_path
 
     name, version = check_wheel_name(wheel)
     store = session.open_store()
+    signer = None if store.signer is None else store.signer.public.id
+    if not force:
+        file = wheel_path(name, version, folder)
+        _check_signer(file, signed_by(file), signer, "another NAME-VERSION")
     selection = select(store, patterns, arch)
     output.note_left_out(session, selection.left_out)
     path, done = export_wheel(store, selection, name, version, folder)
     for pattern in patterns:
         note_unbuilt(session, pattern, [listed.record for listed in store.names(pattern, arch)])
-    signer = None if store.signer is None else store.signer.public.id
     document = {
         "file": str(path), "entries": done.entries, "names": done.names, "bytes": done.bytes, "signed_by": signer
     }  # fmt: skip

@@ -70,8 +70,7 @@ def command(
         session, document,
         lambda: click.echo(f"{file}: {output.plural(len(kernels), 'kernel')}, {output.size(len(data))}"),
     )  # fmt: skip
-    for problem in problems:
-        session.note(f"left out: {problem}")
+    output.note_left_out(session, problems)
     return 1 if problems else 0
 
 

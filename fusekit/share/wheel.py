@@ -18,7 +18,7 @@ import zipfile
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
@@ -53,14 +53,33 @@ def check_wheel_name(text: str) -> tuple[str, str]:
     return match[1], match[2]
 
 
+def module_name(name: str) -> str:
+    """The package in the wheel `name`."""
+    return re.sub(r"[-_.]+", "_", name).lower()
+
+
+def wheel_path(name: str, version: str, folder: Path) -> Path:
+    """The file of a wheel in `folder`."""
+    return folder / f"{module_name(name)}-{version}-py3-none-any.whl"
+
+
+def signed_by(path: Path) -> str:
+    """The id of a key that signed kernels of the wheel at `path`, unchecked; empty if there is none, or no wheel."""
+    with suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as wheel:
+        for member in wheel.namelist():
+            store, _, name = member.partition(f"/{STORE}/{'/'.join(SIGNATURES.parts)}/")
+            if SIGNATURES.ours.fullmatch(name) and "/" not in store:
+                return name.rpartition(".")[2]
+    return ""
+
+
 def export_wheel(store: Store, selection: Selection, name: str, version: str, folder: Path) -> tuple[Path, Transfer]:
     """Write `selection` of `store` as a wheel into `folder`, which is made if it is missing; signed if the store has a
     signing key. An existing file is replaced.
 
     Raises IntegrityError for a damaged cubin, StoreError if the file cannot be written; it is then unchanged.
     """
-    module = re.sub(r"[-_.]+", "_", name).lower()
-    path = folder / f"{module}-{version}-py3-none-any.whl"
+    module, path = module_name(name), wheel_path(name, version, folder)
     if not exists(folder):
         folder.mkdir(parents=True)
     with TemporaryDirectory(prefix="fusekit-wheel-") as scratch:

@@ -269,6 +269,7 @@ def test_a_folder_that_is_no_store_is_refused(store, fusekit, tmp_path):
         result = fusekit(*arguments, "--store", str(project), code=2, FUSEKIT_STORES=str(fusekit.root))
         assert f"{project} is no store of fusekit, and not empty" in result.err
         assert result.err.count("\n") <= 2
+    assert f"store   {project} (not writable)" in fusekit("doctor", "--store", str(project)).out
     message = fusekit("verify", "--store", str(project), code=3).err
     assert f"{project} is no store of fusekit: there is no store to check; nothing is written there" in message
     listed = fusekit("ls", "--json", "--store", str(project), code=1)
@@ -291,6 +292,21 @@ def test_a_wheel_of_kernels(store, fusekit, tmp_path):
     assert [store["path"] for store in fusekit("doctor", "--json", **environment).json["stores"]][1:] == [root]
     missing = fusekit("show", "quickstart/moe-fc1", code=3, **environment)
     assert "build it with: fusekit build quickstart/moe-fc1" in missing.err
+
+
+def test_a_signed_wheel_is_replaced_by_its_signer_alone(store, fusekit, tmp_path):
+    pytest.importorskip("cryptography")
+    for name in ("ours", "theirs"):
+        fusekit("key", "new", name)
+    wheel = ("export", "--wheel", "k-1")
+    fusekit(*wheel)
+    for _ in range(2):
+        assert fusekit(*wheel, "--sign", "ours", "--json").json["signed_by"]
+    for signed in ((), ("--sign", "theirs")):
+        message = fusekit(*wheel, *signed, code=2).err
+        assert "give --force to replace it, or another NAME-VERSION" in message
+    fusekit(*wheel, "--force")
+    assert fusekit(*wheel, "--sign", "theirs", "--json").json["signed_by"]
 
 
 def test_words_about_wheels(store, fusekit):
