@@ -142,7 +142,7 @@ def _take_over(kind: type) -> None:
     def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         experts = self.experts
         name = experts.config._experts_implementation
-        if not _serves(name) or args or kwargs or experts._is_expert_parallel or _is_watched(self):
+        if not _serves(name) or args or kwargs or getattr(experts, "_is_expert_parallel", False) or _is_watched(self):
             return original(self, hidden_states, *args, **kwargs)
         return _run(self, name, hidden_states)
 
