@@ -24,9 +24,10 @@ import torch
 from transformers import PreTrainedModel
 
 from fusekit.errors import ArgumentError, FusekitError
+from fusekit.interop.experts import Experts, layer_for
 from fusekit.interop.torch_layer import DTYPES, casting, launch, operator_of, quantised
 from fusekit.interop.torch_moe import at, joined, main_grad
-from fusekit.interop.transformers import NAMES, Experts, described_layer, layer_for
+from fusekit.interop.transformers import NAMES, described_layer
 from fusekit.library import Library, open_library
 
 ROUTERS = ("gate", "router")

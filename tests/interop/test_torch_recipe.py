@@ -175,8 +175,7 @@ def test_transformers_takes_layers_of_the_recipe():
     from dataclasses import replace
     from types import SimpleNamespace
 
-    from fusekit.interop import transformers
-    from fusekit.interop.transformers import Experts
+    from fusekit.interop.experts import Experts, layer_for
 
     table = {"router": {"input": "choices"}, "hidden": 144, "intermediate": 64, "dtype": "bf16"}
     layers = {name: host(**table, recipe=recipe).options for name, recipe in
@@ -186,18 +185,18 @@ def test_transformers_takes_layers_of_the_recipe():
         recipe: Experts(144, 64, 8, 3, "bf16", (("kind", "swiglu"),), "concat", False, "k", recipe)
         for recipe in ("none", "fp8-block")
     }
-    assert transformers.layer_for(library, "*", wanted["none"], "Experts") == "store/plain"
-    assert transformers.layer_for(library, "*", wanted["fp8-block"], "Experts") == "store/fp8"
+    assert layer_for(library, "*", wanted["none"], "Experts") == "store/plain"
+    assert layer_for(library, "*", wanted["fp8-block"], "Experts") == "store/fp8"
     layers["store/masters"] = host(**table, recipe="fp8-block", weight_dtype="f32").options
-    assert transformers.layer_for(library, "*", wanted["fp8-block"], "Experts") == "store/fp8"
+    assert layer_for(library, "*", wanted["fp8-block"], "Experts") == "store/fp8"
     masters = replace(wanted["fp8-block"], weight_dtype="f32")
-    assert transformers.layer_for(library, "*", masters, "Experts") == "store/masters"
+    assert layer_for(library, "*", masters, "Experts") == "store/masters"
     assert 'weight_dtype = "f32"' in masters.table()
     del layers["store/masters"]
-    assert transformers.layer_for(library, "*", masters, "Experts") == "store/fp8"  # and casts
+    assert layer_for(library, "*", masters, "Experts") == "store/fp8"  # and casts
     del layers["store/fp8"]
     with pytest.raises(NotBuiltError, match='recipe = "fp8-block"'):
-        transformers.layer_for(library, "*", wanted["fp8-block"], "Experts")
+        layer_for(library, "*", wanted["fp8-block"], "Experts")
 
 
 def _path(moe, path):

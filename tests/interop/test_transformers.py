@@ -233,7 +233,7 @@ def test_activations_are_recognised(name, act_fn, want):
 
     module = type("Gate", (), {"_apply_gate": moe._default_apply_gate})
     got, layout = interop.recognised(module, type(ACT2FN[name]), True, {})
-    assert (dict(interop._given_parameters(got)), layout) == (want, "concat")
+    assert (dict(interop.given_parameters(got)), layout) == (want, "concat")
 
 
 def test_plain_activations_are_recognised():
@@ -241,7 +241,7 @@ def test_plain_activations_are_recognised():
 
     for name, kind in (("relu2", "srelu"), ("silu", "silu"), ("gelu", "gelu"), ("relu", "relu")):
         got, layout = interop.recognised(object, type(ACT2FN[name]), False, {})
-        assert (dict(interop._given_parameters(got)), layout) == ({"kind": kind}, "none")
+        assert (dict(interop.given_parameters(got)), layout) == ({"kind": kind}, "none")
 
 
 def test_a_clamp_of_large_numbers_is_seen():
@@ -251,7 +251,7 @@ def test_a_clamp_of_large_numbers_is_seen():
 
     module, numbers = gate_of(clamped, limit=100.0)
     got, _ = interop.recognised(module, type(None), True, numbers)
-    assert dict(interop._given_parameters(got)) == {"kind": "swiglu", "limit": 100.0}
+    assert dict(interop.given_parameters(got)) == {"kind": "swiglu", "limit": 100.0}
 
 
 def test_an_activation_that_is_none_of_ours_is_refused():
