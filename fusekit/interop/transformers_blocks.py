@@ -270,12 +270,12 @@ def _compared(module: Any, config: Any, options: Any, paths: dict[str, tuple[str
     shared = _INTERMEDIATE * (options.shared // options.intermediate or 1) if options.shared else 0
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
             copied = kind(small).double().train(module.training)
+            generator = torch.Generator().manual_seed(0)  # not that of PyTorch, from which the model's weights come
             with torch.no_grad():
                 for tensor in (*copied.parameters(), *copied.buffers()):
-                    tensor.normal_(std=0.3)
-                x = torch.randn(2, _TOKENS // 2, _HIDDEN, dtype=torch.float64)
+                    tensor.normal_(std=0.3, generator=generator)
+                x = torch.randn(2, _TOKENS // 2, _HIDDEN, dtype=torch.float64, generator=generator)
                 own = copied(x.clone())
                 tensors = {name: _tensor(copied, each).numpy() for name, each in paths.items()}
     except Exception as error:  # of whatever the module's code needs beyond

@@ -180,6 +180,18 @@ def test_a_router_that_computes_something_else_is_refused(registered, monkeypatc
         models.model("mixtral", NAME, H, I)
 
 
+def test_random_numbers_of_the_caller_are_left_alone(registered, monkeypatch):
+    config = models.configs(H, I)["qwen3-moe"]
+    torch.manual_seed(5)
+    models.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    want = torch.rand(3)
+    torch.manual_seed(5)
+    for seed in ("manual_seed", "random.manual_seed", "cuda.manual_seed_all"):  # of whatever device
+        monkeypatch.setattr(f"torch.{seed}", lambda *_: pytest.fail("seeded"))
+    models.AutoModelForCausalLM.from_config(config, experts_implementation=NAME)
+    assert torch.equal(torch.rand(3), want)
+
+
 def test_noise_in_training_is_refused(registered):
     config = models.configs(H, I)["mixtral"]
     config.router_jitter_noise = 0.1
