@@ -67,8 +67,8 @@ def command(
     Parts of the model that are not supported become a comment with the reason; if the layer is not, those of its
     kernels that are supported are listed one by one.
 
-    --from runs a function that returns the arguments of cute.compile, names the arguments of its kernel, and leaves
-    their roles to be filled in.
+    --from runs a function that returns the arguments of cute.compile, and compiles the kernel: what that reads and
+    writes gives the roles of its arguments.
     """
     if (model is None) == (source is None):
         raise UsageError("give a MODEL, or --from MODULE:FUNCTION; one of the two")
@@ -134,7 +134,7 @@ def _foreign(
 ) -> None:
     import json
 
-    from fusekit.compiler.new_extern import new_extern, trace_source
+    from fusekit.compiler.new_extern import new_extern, role_of, trace_source
     from fusekit.plan.arch import FOREIGN
 
     if not re.fullmatch(r"[\w.]+:\w+", source):
@@ -153,7 +153,16 @@ def _foreign(
     kernel = _lower(re.sub(r"(?<=[a-z0-9])(?=[A-Z])|_", "-", traced["function"]))
     stem = name if name is not None else (_stem(kernel, out, kernel) if out is not None else kernel)
     spec = new_extern(kernel, source, arch, given, traced, stem)
-    _answer(session, spec, stem, out, force, source=source)
+    roles = {leaf["name"]: role_of(leaf) for leaf in traced["leaves"] if leaf["kind"] in ("tensor", "pointer")}
+    written = _answer(
+        session, spec, stem, out, force, source=source, roles={name: role for name, (role, _) in roles.items()}
+    )
+    if traced["why"]:
+        session.note(f"note: the kernel could not be compiled to see the roles: {traced['why']}")
+    for name, (role, origin) in roles.items():
+        session.note(f"{name}: {role}, {origin}")
+    file = shlex.quote(written or f"{stem}.toml")
+    session.note(f"next: check the roles in {file}, then fusekit build {file} --allow-extern")
 
 
 def _answer(session: Session, spec: str, stem: str, out: str | None, force: bool, **members: Any) -> str | None:

@@ -195,6 +195,11 @@ def cubin(compiled: Any, arch: str) -> bytes:
     return bytes(image)
 
 
+def ptx(compiled: Any) -> str:
+    """Its PTX; empty unless the options of its compilation keep it."""
+    return getattr(compiled, "__ptx__", None) or ""
+
+
 def host_module(compiled: Any) -> Any:
     """Its host code, in MLIR's LLVM dialect."""
     module = getattr(compiled, "ir_module", None)

@@ -1,4 +1,4 @@
-"""The text of a spec for a foreign kernel, as far as tracing its source gives it: `fusekit new --from`."""
+"""The text of a spec for a foreign kernel, as far as its source and its compiled code give it: `fusekit new --from`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,18 @@ from fusekit.errors import BuildError
 
 _BOOT = "import sys; sys.path[:] = sys.argv[2:]; from fusekit.compiler.new_extern import main; main(sys.argv[1])"
 _UNKNOWN = "?"
+_ROLES = {(True, False): "input", (False, True): "output", (True, True): "inout"}
+_USES = {"input": "the kernel reads it", "output": "the kernel writes it", "inout": "the kernel reads and writes it"}
+_NAMES = {
+    "input": re.compile(r"x|a|b|w|weights?|q|k|v|(?:.*_)?(?:in|inputs?|src|bias|residual)", re.IGNORECASE),
+    "output": re.compile(r"y|out|o|(?:.*_)?(?:outputs?|dst|results?)|out_.*", re.IGNORECASE),
+}
 
 
 def trace_source(source: str, arch: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """What one call of `source` gives: the name of its host function, and its run-time arguments. Runs it in a process
-    of its own; BuildError names what fails there; ToolchainError where there is no compiler.
+    """What one call of `source` gives: the name of its host function, and its run-time arguments, with the roles that
+    the compiled kernels give them. Runs it in a process of its own; BuildError names what fails there; ToolchainError
+    where there is no compiler.
     """
     distributions()
     request = json.dumps({"source": source, "arch": arch, "params": dict(params)})
@@ -72,7 +80,49 @@ def main(request: str) -> None:
         dims = _dims(traced, {key: name for key, (name, _) in local.items()})
         name = getattr(inspect.unwrap(function), "__name__", type(function).__name__)
         answer = {"function": name, "leaves": [_leaf(leaf, dims) for leaf in traced]}
+        roles, why = _roles(wanted, answer)
+        answer |= {"why": why, "leaves": [{**leaf, "role": roles.get(leaf["name"])} for leaf in answer["leaves"]]}
     sys.stdout.write("\n" + json.dumps(answer) + "\n")
+
+
+def _roles(wanted: Mapping[str, Any], answer: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+    """What the kernels do with each tensor: only read, only write, or both; and why nothing is known of one."""
+    from fusekit.abi import PointerParameter, StructParameter, TensorMapParameter
+    from fusekit.compiler import extern, hardware, hostcode
+    from fusekit.compiler.lift import LIFT_VALUES
+    from fusekit.compiler.ptx import accesses
+    from fusekit.compiler.trace import trace
+    from fusekit.errors import FusekitError
+    from fusekit.spec import ExternSpec, parse_text
+
+    leaves = [{**leaf, "role": "inout"} for leaf in answer["leaves"]]
+    for at, leaf in enumerate(leaves):
+        if leaf["kind"] == "pointer":
+            leaf["shape"] = [f"UNKNOWN_{at}"]
+    complete = {**answer, "leaves": leaves, "why": ""}
+    uses: dict[str, tuple[bool, bool]] = {}
+    try:
+        (spec,) = parse_text(
+            new_extern("kernel", wanted["source"], wanted["arch"], wanted["params"], complete, "k"), "k"
+        )
+        assert isinstance(spec, ExternSpec)
+        plan = extern.plan(spec).with_option("--keep-ptx")
+        with hardware.answering(LIFT_VALUES[0], plan.asked):
+            traced = trace(plan, Path.cwd())
+            _, record = hostcode.read(traced.module, plan, traced.cubin)
+        for launch in record.launches:
+            found = accesses(traced.ptx, launch.symbol)
+            for number, parameter in enumerate(launch.parameters):
+                fields = parameter.fields if isinstance(parameter, StructParameter) else (parameter,)
+                for field in fields:
+                    if isinstance(field, PointerParameter | TensorMapParameter):
+                        at = 0 if field is parameter else field.offset
+                        access = found.get((number, at), (False, False))
+                        before = uses.get(field.argument, (False, False))
+                        uses[field.argument] = before[0] or access[0], before[1] or access[1]
+    except (FusekitError, ValueError) as error:
+        return {}, " ".join(str(error).split()) or type(error).__name__
+    return {name: _ROLES[use] for name, use in uses.items() if use in _ROLES}, ""
 
 
 def _locals_of(function: str, local: dict[int, tuple[str, Any]]) -> Callable[..., None]:
@@ -125,14 +175,20 @@ def new_extern(
 ) -> str:
     """The text of the spec file `stem` with one kernel. answer: of `trace_source`.
 
-    Its tensors have their dtypes, ranks and fixed extents; a role that is to be filled in is "?".
+    Its tensors have their dtypes, ranks and fixed extents, and the role that the compiled kernel gives them, or their
+    name; a role that neither gives is "?".
     """
+    roles = [role_of(leaf) for leaf in answer["leaves"] if leaf["kind"] in ("tensor", "pointer")]
+    unknown = "?" in [role for role, _ in roles] or any(leaf["kind"] == "pointer" for leaf in answer["leaves"])
+    compiled = f"The kernel could not be compiled to see its roles: {answer['why']}" if answer["why"] else ""
     lines = [
         f"# The kernel {answer['function']}, with the arguments that {source} returns.",
         "#",
-        '# Fill in every "?": role = "input" is only read, "output" is written, "inout" is read and written;',
-        '# "workspace" is scratch memory, with bytes = its size instead of a shape. Dims may have any names; one name',
-        "# is one extent. doc and [kernel.dims], such as N = { skip_if_zero = true }, are optional.",
+        *textwrap.wrap(compiled, 116, initial_indent="# ", subsequent_indent="# "),
+        "# Check the roles" + (', and fill in every "?":' if unknown else ":"),
+        '# "input" is only read, "output" is written, "inout" is read and written; "workspace" is scratch memory,',
+        "# with bytes = its size instead of a shape. Dims may have any names; one name is one extent.",
+        "# doc and [kernel.dims], such as N = { skip_if_zero = true }, are optional.",
         "#",
         "# Check it:",
         f"#   fusekit build {stem}.toml --allow-extern   # runs {source}; proves the launch",
@@ -153,15 +209,28 @@ def new_extern(
     return "\n".join(lines) + "\n"
 
 
+def role_of(leaf: Mapping[str, Any]) -> tuple[str, str]:
+    """The role of a tensor, "?" if nothing gives it, and where it comes from. leaf: of `trace_source`."""
+    if leaf["role"]:
+        return leaf["role"], _USES[leaf["role"]]
+    named = (role for role, names in _NAMES.items() if names.fullmatch(leaf["name"]))
+    role = next(named, _UNKNOWN)
+    return role, "its role is unknown" if role == _UNKNOWN else "its role is guessed from its name"
+
+
 def _argument(leaf: Mapping[str, Any]) -> list[str]:
     name, kind = toml_key(leaf["name"]), leaf["kind"]
+    if kind in ("tensor", "pointer"):
+        role, origin = role_of(leaf)
     if kind == "tensor":
-        about = f"# {leaf['dtype']}, {leaf['align']}-byte aligned, strides: {', '.join(leaf['strides'])}"
-        return [about, f'{name} = {{ role = "{_UNKNOWN}", shape = {json.dumps(leaf["shape"])}, doc = "" }}']
+        about = f"# {leaf['dtype']}, {leaf['align']}-byte aligned, strides: {', '.join(leaf['strides'])}; {origin}"
+        return [about, f'{name} = {{ role = "{role}", shape = {json.dumps(leaf["shape"])}, doc = "" }}']
     if kind == "pointer":
+        shape = leaf.get("shape", [_UNKNOWN])
         return [
-            f"# a pointer to {leaf['dtype']}, which becomes a tensor without gaps: its shape in dims and numbers",
-            f'{name} = {{ role = "{_UNKNOWN}", shape = ["{_UNKNOWN}"], doc = "" }}',
+            f"# a pointer to {leaf['dtype']}, which becomes a tensor without gaps: its shape in dims and numbers;",
+            f"# {origin}",
+            f'{name} = {{ role = "{role}", shape = {json.dumps(shape)}, doc = "" }}',
         ]
     if leaf["extent"]:
         return [f"# {name} is the extent {leaf['extent']}: read from the tensors"]

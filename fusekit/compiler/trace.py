@@ -107,11 +107,14 @@ def _lifted(
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What the DSL made of a plan. module: its host code in MLIR's LLVM dialect; host_object: the same, compiled."""
+    """What the DSL made of a plan. module: its host code in MLIR's LLVM dialect; host_object: the same, compiled.
+    ptx: empty unless the plan's options keep it.
+    """
 
     cubin: bytes
     module: Any
     host_object: bytes
+    ptx: str
 
     def host(self, record: LaunchRecord) -> HostFunction:
         """The host code, to run the launches of `record`."""
@@ -136,4 +139,4 @@ def trace(plan: TracePlan, scratch: Path) -> Traced:
             f"the CuTe DSL refuses the kernel: {dsl.without_colours(str(error)) or repr(error)}"
         ) from error
     cubin = dsl.cubin(compiled, plan.signature.arch)
-    return Traced(cubin, dsl.host_module(compiled), dsl.host_object(compiled, _PREFIX))
+    return Traced(cubin, dsl.host_module(compiled), dsl.host_object(compiled, _PREFIX), dsl.ptx(compiled))

@@ -92,21 +92,26 @@ def test_a_source_has_an_environment_from_nothing(fusekit, spec, monkeypatch):
 
 
 def test_a_spec_is_begun_by_tracing(fusekit, spec, tmp_path):
-    written = fusekit("new", "--from", "mykernels:twice", "--params", '{"columns": 96}').out
-    assert 'x = { role = "?", shape = ["M", 96], doc = "" }' in written
-    assert "# f32, 16-byte aligned, strides: any multiple of 4, 1\n" in written
+    written = fusekit("new", "--from", "mykernels:twice", "--params", '{"columns": 96}')
+    assert 'x = { role = "input", shape = ["M", 96], doc = "" }' in written.out
+    assert "# f32, 16-byte aligned, strides: any multiple of 4, 1; the kernel reads it\n" in written.out
+    assert "y: inout, the kernel reads and writes it\n" in written.err
+    assert written.err.endswith("scale-twice.toml, then fusekit build scale-twice.toml --allow-extern\n")
     sized = fusekit("new", "--from", "mykernels:sized", "--name", "sums").out
     assert 'name = "some-of"' in sized  # as the host function
     assert "#   fusekit build sums.toml --allow-extern   # runs mykernels:sized; proves the launch\n" in sized
     assert "#   fusekit run sums/some-of --check --reference MODULE:FUNCTION" in sized
     assert "# sizes_0 is the extent N: read from the tensors\n# i32, passed by callers;" in sized
     assert "sizes_0 =" not in sized
-    assert 'y = { role = "?", shape = ["D0"], doc = "" }' in fusekit("new", "--from", "mykernels:filled").out
+    fusekit("new", "--from", "mykernels:filled", "-o", "filled.toml")
+    text = (tmp_path / "filled.toml").read_text()
+    assert 'y = { role = "output", shape = ["D0"], doc = "" }' in text
+    assert "its role is unknown\nmemory = " in text  # it is not touched
+    assert "# Check the roles, and fill in every" in text
+    refused = fusekit("build", "filled.toml", "--allow-extern", code=2)
+    assert 'arguments.memory.role = "?": must be one of input, output, inout, workspace' in refused.err
     fusekit("new", "--from", "mykernels:twice", "-o", "begun.toml")
-    text = (tmp_path / "begun.toml").read_text()
-    refused = fusekit("build", "begun.toml", "--allow-extern", code=2)
-    assert 'arguments.x.role = "?": must be one of input, output, inout, workspace' in refused.err
-    (tmp_path / "begun.toml").write_text(text.replace('role = "?"', 'role = "inout"'))
+    assert "?" not in (tmp_path / "begun.toml").read_text()
     assert (
         fusekit("build", "begun.toml", "--allow-extern", "--json").json["built"][0]["name"] == "begun/scale-twice@base"
     )

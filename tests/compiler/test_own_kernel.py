@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,6 +120,31 @@ def test_the_records_say_what_the_kernels_do(place):
     assert records["silu-add@base"].scalars[0].default == 1.0
     assert [launch.grid for launch in records["total@base"].launches] == [(256, 1, 1), (1, 1, 1)]
     assert (records["total@base"].scratch, records["total@base"].workspace) == (1024, 0)
+
+
+@pytest.mark.parametrize(
+    ("source", "roles"),
+    [
+        ("fusion:arguments", {"x": "input", "residual": "input", "y": "output"}),
+        ("gemm:arguments", {"a": "input", "b": "input", "c": "output"}),  # tensor maps
+        ("total:arguments", {"x": "input", "y": "output", "sums": "inout"}),  # two launches
+    ],
+)
+def test_new_finds_the_roles_of_the_page(place, source, roles):
+    begun = json.loads(run(["fusekit", "new", "--from", source, "--json"], place).stdout)
+    assert begun["roles"] == roles
+    (kernel,) = (item for item in tomllib.loads(SOURCES["kernels.toml"])["kernel"] if item["source"] == source)
+    given = {name: argument.get("role") for name, argument in kernel["arguments"].items()}
+    # A workspace is read and written, and nothing says that no caller gives it.
+    assert all(given[name] == role or (given[name], role) == ("workspace", "inout") for name, role in roles.items())
+
+
+def test_where_nothing_compiles_names_give_the_roles(place):
+    (place / "odd.py").write_text(SOURCES["fusion.py"].replace("grid=(blocks, 1, 1)", "grid=(blocks, missing, 1)"))
+    done = run(["fusekit", "new", "--from", "odd:arguments", "--json"], place)
+    assert json.loads(done.stdout)["roles"] == {"x": "input", "residual": "input", "y": "output"}
+    assert "note: the kernel could not be compiled to see the roles: " in done.stderr
+    assert "y: output, its role is guessed from its name" in done.stderr
 
 
 def test_building_again_does_nothing(place):
