@@ -41,16 +41,19 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of a worker
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files that take long and would begin last begin first: at the end one of them would keep one processor alone."""
+    if not config.getoption("--soak"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("soak")])
+        items[:] = [item for item in items if not item.get_closest_marker("soak")]
     items.sort(key=lambda item: item.path.name not in LONG)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[FIGURES] = []
-    # Random cases are the same in every run. --soak draws others, and keeps those that fail for the next run.
+    # Random cases are few and the same in every run. --soak draws others, and keeps those that fail for the next run.
     if not config.getoption("--soak"):
-        settings.register_profile("repeatable", derandomize=True)
+        settings.register_profile("repeatable", derandomize=True, max_examples=40)
         settings.load_profile(config.getoption("--hypothesis-profile", None) or "repeatable")
     # What a build keeps of installed files in the user's cache folder serves all tests and their processes.
     if hasattr(config, "cache"):

@@ -5,7 +5,9 @@ another path or environment is started. Imports the standard library alone.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import hashlib
 import importlib
 import json
@@ -18,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,6 +129,7 @@ def serve_compiler(prepare: Callable[[], tuple[int, str]]) -> None:
             self.control, self.cache = control, cache
 
         def run(self) -> None:
+            _share()
             _loop(self.control, owner, self.become)
 
         def become(self, request: dict[str, Any], connection: socket.socket, control: int, log: int) -> NoReturn:
@@ -188,10 +192,32 @@ def serve_commands() -> None:
         _fork(connection, *descriptors)
         _enter(request | {"paths": [request["folder"], *sys.path[1:]]}, *descriptors)
         sys.argv[:] = ["fusekit", *request["arguments"]]
-        runpy.run_module("fusekit", run_name="__main__", alter_sys=True)
-        sys.exit()
+        try:
+            runpy.run_module("fusekit", run_name="__main__", alter_sys=True)
+            sys.exit()
+        except SystemExit as ended:
+            if ended.code is None or isinstance(ended.code, int):
+                _end(ended.code or 0)
+            raise
 
+    _share()
     _loop(listener, owner, become)
+
+
+def _share() -> None:
+    """Memory of now stays shared with forks: no collection of theirs touches it."""
+    gc.collect()
+    gc.freeze()
+
+
+def _end(code: int) -> None:
+    """End as the interpreter does, without freeing each object; return where output cannot be written."""
+    with contextlib.suppress(OSError):
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
 
 
 def start(path: Path, command: Sequence[str], owner: int, **options: Any) -> None:

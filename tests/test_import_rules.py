@@ -28,6 +28,7 @@
 """
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -165,7 +166,12 @@ def imports_of(path: Path) -> list[Import]:
                 inner = top and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
                 yield from walk(ast.iter_child_nodes(node), inner)
 
-    return list(walk(ast.parse(path.read_text()).body, True))
+    return list(walk(tree_of(path).body, True))
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def room_of(path: Path) -> str:
@@ -225,7 +231,7 @@ def test_the_environment_is_read_in_one_place(path):
         return
     if path == PACKAGE / "cute" / "startup" / "sitecustomize.py":  # it may run where fusekit is not installed
         return
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     # Writing is another matter: an assignment or a deletion.
     writes = {
         id(node.value)
@@ -241,7 +247,7 @@ def test_the_environment_is_read_in_one_place(path):
 
 @pytest.mark.parametrize("path", [*LIBRARY_FILES, *CLI_FILES], ids=name_of)
 def test_no_module_level_mutable_state(path):
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     for node in ast.walk(tree):
         assert not isinstance(node, ast.Global), f"line {node.lineno}: global state"
     for node in tree.body:
@@ -281,7 +287,7 @@ def private_names(tree: ast.AST) -> Iterator[str]:
 
 
 def test_three_modules_hold_the_private_parts_of_the_dsl():
-    trees = {path: ast.parse(path.read_text()) for path in DSL_FILES}
+    trees = {path: tree_of(path) for path in DSL_FILES}
     defined = {*PRIVATE_PYTHON}
     for tree in trees.values():
         for node in ast.walk(tree):

@@ -25,6 +25,7 @@ from tests.bench.layer_stand_in import MS, install, publish
 from tests.bench.rig import PEER_MS, Rig
 from tests.benchmarks.pinned import main as bench_pinned
 from tests.plan.test_layer_program import CASES, options
+from tests.soak import sample
 
 # gpt-oss, DeepSeek, Llama-4, an MLP; inputs instead of x's logits; gradients that are added.
 ADDED = {"bias": True, "grad_dtype": "f32", "accumulate": True, "shared": 16}
@@ -44,7 +45,7 @@ def small(**said: Any) -> Any:
     return options(**{"hidden": 64, "intermediate": 32, "tokens": 40, "grad_dtype": "bf16"} | said)
 
 
-@pytest.mark.parametrize("case", [*CASES, *OTHERS])
+@pytest.mark.parametrize("case", sample([*CASES, *OTHERS], most=6))
 def test_a_right_layer_is_ok(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any, case: str) -> None:
     trial = small(**(CASES | OTHERS)[case])
     name = publish(tmp_path, trial)
@@ -114,17 +115,20 @@ def test_a_wrong_layer_is_noticed(
 
 @pytest.mark.parametrize(
     ("case", "part", "name", "change", "said"),
-    [
-        ("fp8", "quantise-x", "x_s", lambda scale: scale[::-1], {"y", "inference y"}),  # another block's scale
-        ("fp8", "quantise-w1", "w_ts", lambda scale: 2 * scale, {"dx"}),
-        ("fp8", "quantise-dz", "x_ts", lambda scale: np.roll(scale, 1, axis=0), {"dw1"}),  # another block of tokens
-        ("fp8", "quantise-a-turned", "x_t", lambda fp8: np.roll(fp8, 1, axis=0), {"dw2"}),
-        ("fp8", "quantise-dy", "x_q", lambda fp8: np.roll(fp8, 1, axis=0), {"dx", "drouter", "dw1"}),
-        ("fp8", "fc1-infer", "y_s", lambda scale: scale[::-1], {"inference y"}),
-        ("fp8-interleaved", "fc2-dgrad", "dz_q", lambda fp8: np.roll(fp8, 1, axis=0), {"dx"}),
-        ("fp8-interleaved", "fc2-dgrad", "dz_ts", lambda scale: np.roll(scale, 1, axis=0), {"dw1"}),
-        ("fp8-interleaved", "fc2-dgrad", "y_t", lambda fp8: np.roll(fp8, 1, axis=0), {"dw2"}),
-    ],
+    sample(
+        [
+            ("fp8", "quantise-x", "x_s", lambda scale: scale[::-1], {"y", "inference y"}),  # another block's scale
+            ("fp8", "quantise-w1", "w_ts", lambda scale: 2 * scale, {"dx"}),
+            ("fp8", "quantise-dz", "x_ts", lambda scale: np.roll(scale, 1, axis=0), {"dw1"}),  # another block of tokens
+            ("fp8", "quantise-a-turned", "x_t", lambda fp8: np.roll(fp8, 1, axis=0), {"dw2"}),
+            ("fp8", "quantise-dy", "x_q", lambda fp8: np.roll(fp8, 1, axis=0), {"dx", "drouter", "dw1"}),
+            ("fp8", "fc1-infer", "y_s", lambda scale: scale[::-1], {"inference y"}),
+            ("fp8-interleaved", "fc2-dgrad", "dz_q", lambda fp8: np.roll(fp8, 1, axis=0), {"dx"}),
+            ("fp8-interleaved", "fc2-dgrad", "dz_ts", lambda scale: np.roll(scale, 1, axis=0), {"dw1"}),
+            ("fp8-interleaved", "fc2-dgrad", "y_t", lambda fp8: np.roll(fp8, 1, axis=0), {"dw2"}),
+        ],
+        most=4,
+    ),
 )
 def test_wrong_fp8_values_are_noticed(
     rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any, case: str, part: str, name: str, change: Any,
@@ -371,6 +375,9 @@ def test_parts_that_share_a_row_of_the_table_are_swept_together(
         assert got[part]["chosen"] == layer.kernel_name(part, 80).partition("@")[2] == present
 
 
+@pytest.mark.soak(
+    "two sweeps of a layer; tests/layers/test_layer.py and tests/gpu/test_invariance.py hold the same rule"
+)
 def test_bits_that_depend_on_a_tile_depend_on_no_batch(
     rig: Rig, no_torch: None, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:

@@ -35,7 +35,7 @@ from tests.runtime.samples import Torchlike
 from .launcher import INVALID_ARGUMENT, OK
 from .recorder import STOCK_STEP, WORKSPACE, Recorder
 
-SETS = 48
+SETS = 24
 TORCH = {"bf16": "bfloat16", "fp16": "float16", "f32": "float32", "i32": "int32"}
 ENUMS = {
     "dtype": by("tensor_map", MAPS),

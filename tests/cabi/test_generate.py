@@ -119,21 +119,24 @@ def test_awkward_names_compile(tmp_path):
         compile_shared(tmp_path, [Exported("odd/kernel-1@x", launch, CUBIN)], "odd", language, ("-O0",))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "dims"),
-    [
-        (("x", "x_stride0"), ("M", "K")), (("int", "int_"), ("M", "K")), (("x", "dim_a"), ("A", "a")),
-        (("x", "y"), ("INT", "int")), (("NULL", "errno"), ("EOF", "eof")), (("priority", "priority_"), ("M", "K")),
-    ],
+MEETING = (
+    (("x", "x_stride0"), ("M", "K")), (("int", "int_"), ("M", "K")), (("x", "dim_a"), ("A", "a")),
+    (("x", "y"), ("INT", "int")), (("NULL", "errno"), ("EOF", "eof")), (("priority", "priority_"), ("M", "K")),
 )  # fmt: skip
-def test_names_that_meet_in_c_compile(tmp_path, arguments, dims):
-    launch = LaunchRecord(
-        symbol="kernel", arch="sm_90a", dims=tuple(map(Dim, dims)), constraints=(), grid=(1, 1, 1), block=(128, 1, 1),
-        arguments=tuple(TensorArgument(name, "input", "bf16", dims, (f"{name}.stride0", 1)) for name in arguments),
-        parameters=tuple(PointerParameter(f"p{at}", name, 8 * at) for at, name in enumerate(arguments)),
-    )  # fmt: skip
-    for language in ("c11", "c++17"):
-        compile_shared(tmp_path, [Exported("a/b@c", launch, CUBIN)], "odd", language, ("-O0",))
+
+
+@pytest.mark.parametrize("language", ["c11", "c++17"])
+def test_names_that_meet_in_c_compile(tmp_path, language):
+    kernels = []
+    for number, (arguments, dims) in enumerate(MEETING):
+        launch = LaunchRecord(
+            symbol="kernel", arch="sm_90a", dims=tuple(map(Dim, dims)), constraints=(), grid=(1, 1, 1),
+            block=(128, 1, 1), parameters=tuple(PointerParameter(f"p{at}", name, 8 * at)
+                                                for at, name in enumerate(arguments)),
+            arguments=tuple(TensorArgument(name, "input", "bf16", dims, (f"{name}.stride0", 1)) for name in arguments),
+        )  # fmt: skip
+        kernels.append(Exported(f"a/b{number}@c", launch, CUBIN))
+    compile_shared(tmp_path, kernels, "odd", language, ("-O0",))
 
 
 @pytest.mark.parametrize("prefix", ["", "9x", "a-b", "int", "_x", "fk", "namespace", "stdint", "cuda"])

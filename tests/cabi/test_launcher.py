@@ -12,6 +12,7 @@ from fusekit.abi import IntegerParameter, ScalarArgument
 from fusekit.cabi import Exported
 from tests.cubins import cubin_of
 from tests.runtime.samples import record
+from tests.soak import sample
 
 from .launcher import (
     CUBIN,
@@ -31,7 +32,7 @@ from .recorder import NO_TENSOR_MAPS, Recorder
 from .samples import samples
 
 
-@pytest.fixture(scope="module", params=sorted(LANGUAGES))
+@pytest.fixture(scope="module", params=sample(sorted(LANGUAGES), "c11"))
 def exported(request, tmp_path_factory):
     kernels = samples()
     return compile_shared(tmp_path_factory.mktemp("c"), kernels, "demo", request.param), kernels

@@ -16,6 +16,7 @@ from fusekit.share.loader import export_bundle
 from fusekit.share.selection import select
 from fusekit.store import Store
 from tests.cubins import cubin_of
+from tests.soak import sample
 
 from .bundles import BundleLauncher, Loader, arguments, bundle_of, entry_of, name_of, publish, tensor
 from .launcher import (
@@ -35,7 +36,7 @@ from .recorder import Recorder
 from .samples import samples
 
 
-@pytest.fixture(scope="module", params=sorted(LANGUAGES))
+@pytest.fixture(scope="module", params=sample(sorted(LANGUAGES), "c11"))
 def shared(request, tmp_path_factory):
     return build(tmp_path_factory.mktemp("loader"), generate_loader("demo"), "demo", request.param)
 

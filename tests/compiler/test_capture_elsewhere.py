@@ -135,6 +135,7 @@ def run(command, folder, environment):
     return done
 
 
+@pytest.mark.soak("six kernels more, compiled twice; the next test compares cubins in the same way")
 def test_the_cubins_are_the_same_in_another_process_and_folder(tmp_path):
     compiled, built = captured_elsewhere(tmp_path, OWN)
     assert len(compiled) == 6

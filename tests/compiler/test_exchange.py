@@ -15,6 +15,7 @@ from fusekit.plan import exchange
 from fusekit.plan.exchange import regions
 from fusekit.spec import parse_text
 from tests.compiler import sass
+from tests.soak import sample
 
 HEAD = 'schema = 1\n[[kernel]]\nname = "k"\narch = "sm_90a"\n'
 KERNELS = {
@@ -33,7 +34,9 @@ KERNELS = {
 }
 
 
-@pytest.fixture(scope="module", params=KERNELS)
+@pytest.fixture(
+    scope="module", params=sample(KERNELS, "dispatch-fp8", "choices", "rows", "combine-4", "combine-overflow")
+)
 def built(request, tmp_path_factory):
     """(spec, what it compiled to); the proof has passed."""
     (spec,) = parse_text(HEAD + KERNELS[request.param], "s")
@@ -72,7 +75,7 @@ def test_few_registers_are_spilled(built):
     assert compiled.resources["spill_bytes"] <= (few if spec.ranks <= 8 else 320)
 
 
-@pytest.mark.parametrize(("ranks", "most"), [(4, 64), (32, 160)])
+@pytest.mark.parametrize(("ranks", "most"), sample([(4, 64), (32, 160)], (32, 160)))
 def test_combine_of_many_ranks_spills_little(ranks, most, tmp_path):
     text = f'{HEAD}op = "moe-combine"\nranks = {ranks}\nexperts = 256\ntopk = 8\nweighted = true\noverflow = true\n'
     (spec,) = parse_text(text, "s")

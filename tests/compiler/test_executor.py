@@ -125,6 +125,7 @@ def test_the_stamp_is_of_contents(monkeypatch, tmp_path):
     assert executors._stamp() != before
 
 
+@pytest.mark.soak("an executor as the threads above and the cluster below, and two more imports of the compiler")
 def test_a_process_pool(tilecopy, store):
     with concurrent.futures.ProcessPoolExecutor(2, get_context("spawn")) as pool:
         report = build(store, kernels(3), tilecopy.plan, pool, jobs=2)
@@ -302,6 +303,7 @@ def test_a_kernel_that_kills_its_process_on_a_cluster(tilecopy, store, cluster):
         assert len(build(store, kernels(2), tilecopy.plan, executor).built) == 2  # the cluster is as well as before
 
 
+@pytest.mark.soak("--executor connects as the tests around it do")
 def test_the_command_line(tilecopy, cluster, tmp_path):
     url, *_ = cluster
     root = tmp_path / "given"

@@ -54,7 +54,7 @@ def values(source: random.Random) -> dict[str, int]:
     return results
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(EXPRESSIONS, st.integers())
 @example(("mul", ("mul", "s", "s"), ("mul", "s", "s")), 0)  # beyond what a bound can say
 def test_a_term_means_what_its_expression_means(expr: Any, seed: int) -> None:
@@ -82,7 +82,7 @@ def test_the_largest_product_may_be_that_of_the_lowest_factors() -> None:
     assert (square.low, square.high) == (-(2**31) * (2**31 - 1), 2**62)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(EXPRESSIONS)
 def test_writing_and_reading_a_term_again_changes_nothing(expr: Any) -> None:
     algebra = Algebra(RANGES)
@@ -184,7 +184,7 @@ def run(node: Bits, env: dict[str, int], graph: Graph) -> int:
     return result.number
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**64), st.sampled_from([32, 64]), st.integers(1, 5))
 def test_a_lowered_word_is_the_word_wherever_its_guards_hold(seed: int, width: int, depth: int) -> None:
     source, graph, algebra = random.Random(seed), Graph(), Algebra(RANGES)

@@ -23,6 +23,7 @@ from fusekit.spec import find, parse_file
 from fusekit.store import Store
 from tests.compiler import sass
 from tests.compiler.mutations import recorded_launches, tally
+from tests.soak import sample
 
 GPU = Path(__file__).parents[1] / "gpu"
 MATRIX = {
@@ -92,39 +93,39 @@ SPECS = (
     *CROWDED,
 )
 SPLIT = [spec for spec in MATRIX.values() if spec.operands["split"]]
-# Those that have a neighbour which stays.
-WITH_SOAK = (
-    "matrix/swiglu-interleaved-32@128x192-c1x2", "matrix/geglu-interleaved@64x128-c1x1", "matrix/dense@128x128-c1x1",
-    "matrix_backward/gather-dswiglu@128x128-c2x1-dynamic", "matrix_fp8/row-swiglu-concat@128x160-c2x1-dynamic",
-    "matrix_fp8/row-dense@128x160-c2x1", "matrix_fp8/block@256x128-c1x2-dynamic",
-    "mixtral-8x7b/fc2-fwd@128x256-c2x1-dynamic", "matrix_backward/wgrad-gather-x@128x192-c1x2",
-    "gpt-oss-120b/moe.fc2-dgrad@128x128-c2x1-dynamic", "deepseek-v3/moe.fc2-dgrad@128x128-c2x1-dynamic",
-    "deepseek-v3/moe-fp8.fc2-dgrad@128x128-c1x2-coop-dynamic",
-    "gpt-oss-120b/moe-fp8.fc2-dgrad@128x128-c1x2-coop-dynamic",
-    "qwen3-30b-a3b/moe-fp8.fc2-dgrad@128x128-c1x2-coop-dynamic",
-    "layers/mlp.fc2-dgrad@128x192-c2x1-dynamic", "layers/plain.fc2-dgrad@128x192-c2x1-dynamic",
-    "matrix_fp8_output/turned-kept-interleaved@128x256-c1x2",
-    "matrix_fp8_output/dz-turned-sums-plain@128x128-c2x1-coop-dynamic",
-    "matrix_fp8_output/dz-mx-turned-kept@128x128-c2x1-coop-dynamic",
-    "matrix_fp8_output/amax-coded@128x256-c1x2-dynamic",
+# What is built without --soak: of each main loop, epilogue, operand and way to store one, the most crowded.
+CORE = (
+    "quickstart/linear@128x128-c2x1", FC1, "matrix/whole-epilogue@128x128-c1x1", "matrix/dense-f32@64x64-c1x1",
+    "matrix/gather-awaits@128x192-c2x1-dynamic", "matrix_backward/dense-wgrad-accumulate@256x128-c1x2-dynamic",
+    "matrix_backward/wgrad-gather-dy@256x128-c2x1-dynamic", "matrix_fp8/row@256x192-c1x2-dynamic",
+    "matrix_fp8/block-dswiglu@128x128-c2x1-coop-dynamic", "matrix_fp8/wgrad-bf16@128x128-c1x2-coop",
+    "gpt-oss-120b/moe.fc2-dgrad@128x160-c2x1-dynamic", "deepseek-v3/moe-fp8.fc2-dgrad@128x128-c2x1-coop-dynamic",
+    "matrix_fp8_output/dz-turned-kept-sums@128x128-c1x2-coop",
+    "matrix_fp8_output/gathered-dz-kept@128x128-c2x1-dynamic",
+    "matrix_fp8_output/dz-mx-turned-bias@128x128-c1x2-coop-dynamic",
+    "matrix_fp8_output/dz-amax-interleaved-32@128x128-c2x1-dynamic",
 )  # fmt: skip
-assert {*(spec.full_name for spec in SPECS), *CODED_SAMPLE}.issuperset(WITH_SOAK)
+assert {*(spec.full_name for spec in SPECS), *CODED_SAMPLE}.issuperset(CORE)
 
 
 def coded(config):
     """The kernels that store FP8 values: all of the matrix with --soak."""
-    return CODED if config.getoption("--soak") else [name for name in CODED_SAMPLE if name not in WITH_SOAK]
+    return CODED if config.getoption("--soak") else [name for name in CODED_SAMPLE if name in CORE]
 
 
 def every(config):
     """What is built: all with --soak."""
-    leave = () if config.getoption("--soak") else WITH_SOAK
-    return *(spec for spec in SPECS if spec.full_name not in leave), *(MATRIX[name] for name in coded(config))
+    specs = SPECS if config.getoption("--soak") else [spec for spec in SPECS if spec.full_name in CORE]
+    return *specs, *(MATRIX[name] for name in coded(config))
 
 
 def pytest_generate_tests(metafunc):
     specs, names = every(metafunc.config), coded(metafunc.config)
-    cases = {"spec": specs, "gathering": [spec for spec in specs if spec.operands["gather"] != "none"], "split": SPLIT}
+    cases = {
+        "spec": specs,
+        "gathering": [spec for spec in specs if spec.operands["gather"] != "none"],
+        "split": sample(SPLIT, SPLIT[-1]),
+    }
     cases |= {"name": names, "summed": [name for name in names if "-sums" in name]}
     for argument in cases.keys() & set(metafunc.fixturenames):
         metafunc.parametrize(argument, cases[argument], ids=lambda each: getattr(each, "full_name", each))

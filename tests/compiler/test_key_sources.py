@@ -19,7 +19,8 @@ from fusekit.plan.operations import OPERATIONS
 from fusekit.plan.quant import Quant
 from fusekit.plan.tokens import TOKENS
 from fusekit.spec import KernelSpec, find
-from tests.compiler.keyed import EACH, PACKAGE, SOURCES, SPEC, key
+from tests.compiler.keyed import EACH, PACKAGE, SOURCES, SPEC, key, one_of_each
+from tests.soak import sample
 
 
 def own_modules(spec):
@@ -75,7 +76,7 @@ TABLES = ("fusekit.plan.operands.", "fusekit.plan.activations.")
 OF_GEMMS = ("fusekit.plan", "fusekit.spec.model")
 
 
-@EACH
+@pytest.mark.parametrize("spec", sample(one_of_each()), ids=lambda spec: spec.full_name)
 def test_what_is_loaded_while_a_kernel_is_compiled_is_in_its_key(spec):
     """By construction: every module of fusekit that the process has in the end counts, or is in the list above."""
     pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")

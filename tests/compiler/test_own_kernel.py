@@ -22,6 +22,7 @@ from fusekit.store import Store
 from tests.cabi.launcher import OK, Launcher, compile_shared
 from tests.runtime.fake import FakeDriver
 from tests.runtime.samples import Torchlike
+from tests.soak import sample
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
 
@@ -263,7 +264,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("text", CHANGES)
+@pytest.mark.parametrize("text", sample(CHANGES, most=2))
 def test_a_spec_that_is_wrong_is_refused_in_words(place, tmp_path, text):
     for path in FILES.glob("*.py"):
         shutil.copy(path, tmp_path)

@@ -1,6 +1,4 @@
-"""One kernel of each form of the packaged router and permutation kernels, and of those that the GPU tests launch: built
-and proved; with --soak all of them.
-"""
+"""The packaged router and permutation kernels, and those that the GPU tests launch: built and proved with --soak."""
 
 from pathlib import Path
 
@@ -18,23 +16,14 @@ SPECS = (
     *parse_file(GPU / "router-matrix.toml"),
     *parse_file(GPU / "permutation-matrix.toml"),
 )
-SIZES = ("experts", "topk", "warps", "operation")  # the last one says again what the others do
 
 
-def form(spec):
-    """What says which code a kernel has, sizes aside."""
-    keys = spec.device_spec()
-    return tuple((name, str(keys[name])) for name in sorted(keys) if name not in SIZES)
-
-
-def test_all_are_built_and_proved(tmp_path, soak):
-    forms = {form(spec): spec for spec in reversed(SPECS)}  # a packaged one where there is one
-    chosen = [spec for spec in SPECS if soak or forms[form(spec)] is spec]
-    assert {form(spec) for spec in chosen} == forms.keys()
+@pytest.mark.soak("a hundred kernels, of operations that test_router.py builds")
+def test_all_are_built_and_proved(tmp_path):
     store = Store(tmp_path)
-    report = execute(plan_build(chosen, store), store)
+    report = execute(plan_build(SPECS, store), store)
     assert not report.failed
-    for spec in chosen:
+    for spec in SPECS:
         entry = store.find_entry(store.find_name(spec.full_name, spec.arch).key)
         assert entry.proof["launches"] >= 64, spec.full_name
         if spec.file in ("router", "permutation"):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fusekit.compiler.scratch import ABANDONED_SECONDS, Scratch, remove_abandoned
+from tests.soak import sample
 
 OLD = time.time() - ABANDONED_SECONDS - 60
 
@@ -81,7 +82,7 @@ def test_folders_of_others_stay(temporary, monkeypatch):
     assert names(temporary) == ["fusekit-build-abcd1234"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", sample([signal.SIGTERM, signal.SIGHUP, signal.SIGINT], most=1))
 def test_a_build_that_is_stopped_leaves_nothing(temporary, tmp_path, number):
     pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
     code = (

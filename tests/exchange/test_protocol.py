@@ -21,13 +21,13 @@ SETTINGS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(SETTINGS)
 def test_every_row_arrives_and_nothing_is_overwritten(setting):
     assert Machine(setting).run() > 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(SETTINGS.filter(lambda setting: not {*"an"} & {*setting.program}))
 def test_ranks_share_a_gpu_where_all_but_one_leave_room_for_a_block(setting):
     """As docs/expert-parallelism.md has it."""

@@ -14,6 +14,7 @@ from tests.plan.test_layer_program import CASES, PLAIN, H, K, T, X, options
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 from tests.layers.host import HostLayer  # noqa: E402
+from tests.soak import sample  # noqa: E402
 
 from .plain_jax import arguments, plain  # noqa: E402
 
@@ -73,7 +74,7 @@ def floats(more):
     return {name: array for name, array in more.items() if name in ("logits", "weights")}
 
 
-@pytest.mark.parametrize("case", PLAIN)
+@pytest.mark.parametrize("case", sample(PLAIN, most=4))
 def test_values_and_gradients_are_those_of_plain_jax(jax_layer, case):
     layer, f = jax_layer(layer_of(case))
     x, params, more = inputs_of(layer)
@@ -92,7 +93,7 @@ def test_values_and_gradients_are_those_of_plain_jax(jax_layer, case):
     assert {stream for _, stream in layer.launched} == {STREAM}
 
 
-@pytest.mark.parametrize("case", ["fp8-gpt-oss", "fp8-deepseek", "fp8-mlp"])
+@pytest.mark.parametrize("case", sample(["fp8-gpt-oss", "fp8-deepseek", "fp8-mlp"], most=1))
 def test_a_layer_with_a_recipe(jax_layer, case):
     """Near to plain JAX, and with FP8 values for several calls the same bits."""
     layer, f = jax_layer(layer_of(case))
@@ -181,7 +182,7 @@ def test_tokens_of_the_whole_step_and_a_traced_coefficient(jax_layer):
 
 
 @pytest.mark.parametrize(
-    "tokens", [0, 1, T - 1, np.int64(T), np.uint8(9), [T], np.array([T]), [jnp.int32(T)], 2**31 - 1]
+    "tokens", sample([0, 1, T - 1, np.int64(T), np.uint8(9), [T], np.array([T]), [jnp.int32(T)], 2**31 - 1], most=4)
 )
 def test_any_count_of_tokens_for_the_loss(jax_layer, tokens):
     """0 counts as 1. Fewer than the tokens of x are right where some rows of x are padding."""
@@ -211,7 +212,7 @@ def test_layers_in_a_scan_with_recomputation(jax_layer):
     close(loss(f, remat=True), wanted, 2e-4)
 
 
-@pytest.mark.parametrize("case", ["gpt-oss", "deepseek", "recompute", "mlp", "fp8-gpt-oss"])
+@pytest.mark.parametrize("case", sample(["gpt-oss", "deepseek", "recompute", "mlp", "fp8-gpt-oss"], most=2))
 def test_backward_passes_in_place(jax_layer, case):
     """The same bits, also of a second pass over what the same forward pass kept: XLA copies that before the first."""
     layer, f = jax_layer(layer_of(case), in_place=True)
@@ -244,7 +245,7 @@ def test_rows_have_leading_dims(jax_layer):
     close(y, f(x, params, **more).reshape(2, 3, H), 0)
 
 
-@pytest.mark.parametrize("case", ["gpt-oss", "deepseek", "choices", "mlp"])
+@pytest.mark.parametrize("case", sample(["gpt-oss", "deepseek", "choices", "mlp"], most=2))
 def test_no_tokens(jax_layer, case):
     layer, f = jax_layer(layer_of(case))
     x, params, more = inputs_of(layer, tokens=0)

@@ -12,11 +12,11 @@ import pytest
 
 
 @pytest.mark.parametrize("program", ["jax_calls.py", "jax_layers.py", "jax_ragged_dot.py", "jax_rank_layers.py"])
-def test_calls_of_jax(program):
+def test_calls_of_jax(program, soak):
     if importlib.util.find_spec("jax") is None:
         pytest.skip("JAX is not installed")
     path = Path(__file__).parent / program
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path), *(["--soak"] if soak else [])]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # the driver is a fake one, also where there is a GPU
     environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # most of the time goes into compiling what runs once
     done = subprocess.run(

@@ -21,6 +21,7 @@ from tests.interop.rank_layers import Meeting, RankedStandIn, StandIn  # noqa: E
 from tests.layers.host_ranks import HostLibrary  # noqa: E402
 from tests.plan.test_layer_program import K  # noqa: E402
 from tests.plan.test_layer_ranks import PARTS, alone, over  # noqa: E402
+from tests.soak import sample  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 COEFFICIENT = 0.3
@@ -192,7 +193,7 @@ except PeerTimeoutError as error:
 """
 
 
-@pytest.mark.parametrize("missing", ["", "never", "later"])
+@pytest.mark.parametrize("missing", sample(["", "never", "later"], "never"))
 def test_processes_find_each_other_or_say_so_in_time(tmp_path, missing):
     begin = time.monotonic()
     started = [

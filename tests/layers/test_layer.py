@@ -17,6 +17,7 @@ from fusekit.runtime import Driver
 from tests.layers.samples import library
 from tests.plan.test_layer_program import CASES, options
 from tests.runtime.samples import Torchlike
+from tests.soak import sample
 
 T = 40
 TYPES = {"bf16": "torch.bfloat16", "f32": "torch.float32", "i32": "torch.int32", "e4m3": "torch.float8_e4m3fn"}
@@ -44,7 +45,7 @@ def memory(layer, tokens=T):
     return {"kept": kept, "scratch": Torchlike((sizes.scratch,), "torch.uint8", SCRATCH)}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sample(CASES, most=5))
 @pytest.mark.parametrize(("bound", "in_place"), [(True, False), (False, False), (True, True), (False, True)])
 def test_every_launch_is_given_the_memory_of_its_buffers(tmp_path, name, bound, in_place):
     layer, fake = opened(tmp_path, name)

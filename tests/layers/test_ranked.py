@@ -20,6 +20,7 @@ from tests.layers.samples import library
 from tests.layers.test_layer import KEPT, SCRATCH, TYPES, opened
 from tests.plan.test_layer_ranks import LAYERS, over
 from tests.runtime.samples import Torchlike
+from tests.soak import sample
 
 T = 40
 FIRST = 0x7F00_0000_0000  # tensors and memory of a test lie apart from windows
@@ -61,7 +62,7 @@ def needed(layer, which):
     return layer.program.needed(which, layer.outputs(which))
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", sample(LAYERS, most=6))
 def test_every_launch_is_given_the_memory_of_its_buffers(ranked, name):
     layers, fake = ranked(over(2, name), tokens=100)
     for layer in layers:

@@ -96,6 +96,7 @@ def errors(name, outliers=False, **more):
 
 
 @pytest.mark.parametrize(("name", "major"), [("qwen3", "k"), ("gpt-oss", "n")])
+@pytest.mark.soak("an option of the recipe, whose scales tests/reference/test_quantise.py checks")
 def test_squares_cost_nothing_that_shows(name, major):
     """Scales are powers of two, so FP8 values differ only where numbers are tiny next to the largest."""
     ours, yardstick, _ = errors(name, outliers=True, x_blocks="128x128", b_major=major)

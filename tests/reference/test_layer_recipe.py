@@ -140,6 +140,7 @@ def losses_of(layer, steps):
     return np.array(result)
 
 
+@pytest.mark.soak("500 steps of training; the bounds above are those of each of its products")
 def test_a_training_follows_bf16s():
     """250 steps on the same data; the mean of the last 50 losses is within 1 %."""
     wide = losses_of(InBf16(ROUTER | {"experts": 4, "topk": 2}, SWIGLU, "concat"), 250)

@@ -6,6 +6,7 @@ import pytest
 from fusekit.reference import activations, layouts
 from fusekit.reference.layer import Layer, backward, forward
 from fusekit.spec import Activation
+from tests.soak import sample
 
 H, I = 6, 4  # noqa: E741 - the field's own names
 SWIGLU = Activation("swiglu")
@@ -95,7 +96,7 @@ def test_the_layer_is_what_each_token_makes_of_its_experts(name):
     assert kept.offsets[-1] == kept.indices.size == len(kept.z)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sample(CASES, most=4))
 def test_every_gradient_is_the_derivative(name):
     layer, x, tensors, grad_y = problem(name)
     _, _, kept = forward(layer, x, tensors)

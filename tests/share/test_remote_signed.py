@@ -14,6 +14,7 @@ from fusekit.store import Store
 from fusekit.store.keys import sha256
 from fusekit.store.signature import Trust, read_signing_key
 from tests.share.remotes import NAMES, damage, fill, paths_of, remote
+from tests.soak import sample
 from tests.store.samples import build_entry, build_record, files
 
 
@@ -90,7 +91,7 @@ def test_a_forged_remote(store, url, keys):
     assert len(pull(trusting(keys, "again"), Remote(url)).failed) >= 1
 
 
-@pytest.mark.parametrize("where", ["here", "elsewhere"])
+@pytest.mark.parametrize("where", sample(["here", "elsewhere"], most=1))
 def test_a_push_that_is_killed_at_each_step(keys, where):
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "tests.share.killed_pusher", keys, where]

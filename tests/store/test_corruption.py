@@ -290,7 +290,7 @@ def one():
         yield store
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(kind=st.sampled_from(["blob", "entry", "name"]), data=st.data())
 def test_any_changed_byte_is_seen(one, kind, data):
     path = files(one)[kind]
@@ -307,7 +307,7 @@ def test_any_changed_byte_is_seen(one, kind, data):
     assert load(one) is not None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=80) | st.text(max_size=80).map(str.encode) | st.just(b"[" * 100_000) | st.just(b"9" * 5000))
 def test_no_bytes_make_the_reader_fail_otherwise(data):
     with pytest.raises(IntegrityError):
@@ -320,7 +320,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.dictionaries(st.text().filter(lambda name: name != "digest"), values))
 def test_what_is_sealed_is_unsealed(document):
     document["schema"] = 1

@@ -19,6 +19,7 @@ from fusekit.store.layout import MARKER
 from fusekit.store.lockfile import Lock, lock_file
 from fusekit.store.publishing import Publisher
 from fusekit.store.signature import generate
+from tests.soak import sample
 from tests.store.attacks import COMMANDS, attempt, folders_of, state, victim_of, whole_store
 from tests.store.collecting import DAY, age, everything, held
 from tests.store.samples import build_entry, build_record
@@ -145,7 +146,7 @@ class Swapper:
 
 
 @pytest.mark.parametrize("command", ["gc", "rm", "build", "load"])
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", sample(FOLDERS, most=6))
 def test_a_folder_that_becomes_a_link_at_any_moment(tmp_path, aside, folder, command, soak):
     step, reached = 1 if soak else 4 if command == "load" else 19, 0
     for at in range(1, 3000, step):

@@ -47,7 +47,7 @@ def whole(root, count):
 
 @pytest.mark.parametrize("locks", ["locks", "unless held"])
 def test_sixteen_cold_processes_compile_each_key_once(tmp_path, soak, figure, locks):
-    count = 200 if soak else 12
+    count = 200 if soak else 6
     compiled = race(tmp_path / "store", count, locks)
     assert compiled == {build_entry(number)[0].key: 1 for number in range(count)}
     whole(tmp_path / "store", count)
@@ -57,7 +57,7 @@ def test_sixteen_cold_processes_compile_each_key_once(tmp_path, soak, figure, lo
 
 @pytest.mark.parametrize("locks", ["none", "local"])
 def test_without_locks_there_is_more_work_and_one_truth(tmp_path, soak, figure, locks):
-    count = 100 if soak else 6
+    count = 100 if soak else 3
     compiled = race(tmp_path / "store", count, locks)
     assert set(compiled) == {build_entry(number)[0].key for number in range(count)}
     assert compiled.total() <= PROCESSES * count
