@@ -248,10 +248,13 @@ def _drawn(
     if not _fits(headings, cells, console.width, prose):
         begin = _common([row[0] for row in cells])
         cells = [[row[0].removeprefix(begin), *row[1:]] for row in cells]
-        if not _fits(headings, cells, console.width, prose):
-            return 0  # a name that is folded cannot be copied
+    fits = _fits(headings, cells, console.width, prose)
+    if not fits and not set(headings) & set(prose):
+        return 0  # a name that is folded cannot be copied
     if begin:
         click.echo(f"{headings[0]} begins with {begin}")
+    if not fits:
+        return _stacked(headings, cells, console.width, prose)
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
         justify: Any = "right" if heading in right else "left"
@@ -263,8 +266,22 @@ def _drawn(
     # The escape sequences are those of rich; the cells have none left.
     getattr(sys.stdout, "write_drawn", sys.stdout.write)(captured.get())
     if dropped:
-        session.note(f"not shown in {console.width} columns: {', '.join(dropped)}; --json has all")
+        note = f"not shown in {console.width} columns: {', '.join(dropped)}; --json has all"
+        session.note("\n".join(textwrap.wrap(note, console.width)))
     return captured.get().count("\n")
+
+
+def _stacked(headings: Sequence[str], cells: Sequence[Sequence[str]], width: int, prose: Sequence[str]) -> int:
+    """Print each row as the cells that are no prose, and below them those that are; returns the number of lines."""
+    stacked = [f"{', '.join(heading for heading in headings if heading not in prose)}; below: {', '.join(prose)}"]
+    for row in cells:
+        stacked.append("  ".join(cell for heading, cell in zip(headings, row, strict=True) if heading not in prose))
+        for text in (cell for heading, cell in zip(headings, row, strict=True) if heading in prose):
+            stacked += textwrap.wrap(
+                text, width, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+            )
+    click.echo("\n".join(stacked))
+    return len(stacked)
 
 
 def _flat(value: Any) -> bool:

@@ -151,3 +151,28 @@ def test_plurals():
         "2 entries",
         "0 names",
     ]
+
+
+def test_where_names_leave_no_room_the_text_is_below(monkeypatch, tmp_path, capsys):
+    """The rows of two models have nothing in common that could be printed once."""
+    pytest.importorskip("rich")
+    rows = [(f"{model}/moe-fp8.quantise-x-turned@128x192-c2x1-dynamic", "sm_90a", "why it is so " * 9)
+            for model in ("qwen3-30b-a3b", "deepseek")]  # fmt: skip
+    count, lines = on_terminal(
+        monkeypatch, 70,
+        lambda: output.table(session(tmp_path, False), ("NAME", "ARCH", "WHY"), rows, spare=("ARCH",), prose=("WHY",)),
+    )  # fmt: skip
+    assert count == len(lines)
+    assert max(map(len, lines)) <= 70
+    assert [line for line in lines if "/" in line] == [row[0] for row in rows]
+    assert " ".join(" ".join(lines[2:]).split()).startswith(rows[0][2].strip())
+
+
+def test_what_a_narrow_table_leaves_out_is_wrapped_too(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("rich")
+    headings = ("NAME", "TOOLCHAIN", "REGISTERS", "SPILLED", "PART OF")
+    table = [("a-name", *("x" * 20 for _ in headings[1:]))]
+    on_terminal(monkeypatch, 40, lambda: output.table(session(tmp_path, False), headings, table, spare=headings[1:]))
+    notes = capsys.readouterr().err.splitlines()
+    assert max(map(len, notes)) <= 40
+    assert "TOOLCHAIN, REGISTERS, SPILLED;" in " ".join(notes)
