@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fusekit.bench.layer_tensors import LOSS, definitions, random_tensor
-from fusekit.bench.layer_trial import _limit, _router_keys
+from fusekit.bench.layer_trial import _limit
 from fusekit.errors import CapacityError
 from fusekit.exchange import Ranks
 from fusekit.library import Library
@@ -19,6 +19,7 @@ from fusekit.plan.layer import program
 from fusekit.plan.layer.program import BACKWARD, FORWARD, QUANTISE
 from fusekit.reference import decode, encode, held
 from fusekit.reference import layer as definition
+from fusekit.reference.layer import _router_keys
 from fusekit.runtime import DeviceArray
 from fusekit.spec import Activation
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from tests.layers.host import host  # noqa: E402
 from tests.plan.test_layer_program import CASES, defined  # noqa: E402
+from tests.soak import sample  # noqa: E402
 
 TOKENS = 130
 SAID = {"hidden": 144, "intermediate": 64, "grad_dtype": "f32"}
@@ -48,7 +49,7 @@ def step(moe, x, call=None):
 NAMES = ("fp8", "fp8-gpt-oss", "fp8-interleaved", "fp8-deepseek", "fp8-llama4", "fp8-mlp", "fp8-mlp-as-stored")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sample(NAMES))
 def test_values_and_gradients_are_the_definitions(name):
     moe = module(name)
     x = x_of(moe)
