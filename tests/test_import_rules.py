@@ -102,6 +102,7 @@ MAY = {
 # A framework is imported by one module, which a program imports that uses it; the benchmarks run PyTorch beside.
 FRAMEWORKS = {
     "torch": {
+        "fusekit/interop/sglang.py",
         "fusekit/interop/torch.py",
         "fusekit/interop/torch_define.py",
         "fusekit/interop/torch_layer.py",
@@ -114,6 +115,8 @@ FRAMEWORKS = {
         "fusekit/bench/torch_router.py",
     },
     "transformers": {"fusekit/interop/transformers.py", "fusekit/interop/transformers_blocks.py"},
+    "vllm": {"fusekit/interop/vllm.py"},
+    "sglang": {"fusekit/interop/sglang.py"},
     "jax": {f"fusekit/interop/{name}.py" for name in ("jax", "jax_calls", "jax_ragged", "jax_ranks")},
 }
 

@@ -53,8 +53,8 @@ class Experts:
             and all(getattr(options, name) == getattr(self, name) for name in _COPIED)
         )
 
-    def table(self, arch: str = DEFAULT.name) -> str:
-        """A spec file with this layer, for `arch`."""
+    def table(self, arch: str = DEFAULT.name, inference: bool = False) -> str:
+        """A spec file with this layer, for `arch`. inference: without a backward pass."""
         activation = ", ".join(f"{name} = {_toml(value)}" for name, value in self.activation)
         lines = ["schema = 1", "", "[[kernel]]", 'name = "moe"', 'kind = "moe"', f'arch = "{arch}"']
         for name in ("dtype", "hidden", "intermediate", "experts", "topk"):
@@ -70,7 +70,16 @@ class Experts:
         if self.recipe != "none":
             lines += [f"recipe = {_toml(self.recipe)}"]
             lines += [f"weight_dtype = {_toml(self.weight_dtype)}"] if self.weight_dtype == "f32" else []
+        lines += ['keep = "none"'] if inference else []
         return "\n".join(lines) + "\n"
+
+    def size(self) -> str:
+        """In words, for messages."""
+        bias = ", with biases" if self.bias else ""
+        return (
+            f"experts {self.experts} x [{self.hidden} -> {self.intermediate}], top {self.topk}, {self.activation[0][1]}"
+            f" ({self.glu_layout}){bias}, {self.dtype}"
+        )
 
 
 _COPIED = ("hidden", "intermediate", "experts", "topk", "dtype", "glu_layout", "bias", "b_major", "recipe", "shared",

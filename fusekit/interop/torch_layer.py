@@ -182,7 +182,7 @@ class Operator:
     def _run_quantise(self, *weights: Any) -> tuple[Any, ...]:
         given = dict(zip(self.weights, map(_dense, weights), strict=True))
         fp8 = self._new_fp8(weights[0])
-        self.layer.quantise(**given, **dict(zip(self.fp8, fp8, strict=True)), stream=_stream(weights[0]))
+        self.layer.quantise(**given, **dict(zip(self.fp8, fp8, strict=True)), stream=stream_of(weights[0]))
         return fp8
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class Operator:
         if self.loss:
             arguments["loss"] = results[1]
         self.layer.forward(
-            **arguments, kept=results[-1] if keep else None, scratch=scratch, stream=_stream(x),
+            **arguments, kept=results[-1] if keep else None, scratch=scratch, stream=stream_of(x),
             cluster_margin=self.cluster_margin,
         )  # fmt: skip
         return results
@@ -353,7 +353,7 @@ class Operator:
         if self.in_place:
             increment_version(kept)
         self.layer.backward(
-            dy=dy, **arguments, **outputs, kept=kept, scratch=scratch, stream=_stream(dy),
+            dy=dy, **arguments, **outputs, kept=kept, scratch=scratch, stream=stream_of(dy),
             cluster_margin=self.cluster_margin, in_place=self.in_place,
         )  # fmt: skip
         return results
@@ -486,6 +486,7 @@ def _leads_to_sums() -> bool:
     return not leaves or any(_is_wanted(leaf) for leaf in leaves)
 
 
-def _stream(tensor: Any) -> int | None:
+def stream_of(tensor: Any) -> int | None:
+    """PyTorch's current stream on the tensor's device; None on the CPU."""
     # What torch.cuda.current_stream(...).cuda_stream is, for a tenth of its time.
     return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else None

@@ -1,0 +1,151 @@
+"""fusekit as an MoE runner of SGLang 0.5.23: a plugin, by the entry point `sglang.srt.plugins`.
+
+SGLang keeps routing and communication. Where its runner for bf16 experts would be Triton's and a layer of the store
+computes these experts, fusekit runs them, on SGLang's weights as they are; elsewhere SGLang's choice stays.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from fusekit.interop.experts import Experts, given_parameters
+from fusekit.interop.serving import Chooser
+from fusekit.library import Library
+
+NAME = "fusekit"
+"""Of the runner: --moe-runner-backend fusekit, which differs from auto in what a refusal says alone."""
+
+TOKENS = 8192
+"""Most tokens of a step that kernels are loaded for before the first."""
+
+_HOOKED = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.create_moe_runner"
+_GATED = {"gelu": {"kind": "geglu"}, "gelu_tanh": {"kind": "geglu", "approximate": "tanh"}}
+_PLAIN = {"silu": {"kind": "silu"}, "gelu": {"kind": "gelu"}, "relu2": {"kind": "srelu"}}
+
+
+def register(library: Library | None = None, layers: str = "*") -> None:
+    """Lets SGLang's unquantized experts choose fusekit. The entry point calls it in each process of SGLang.
+
+    Parameters
+    ----------
+    library : Library, optional
+        Default: the library of the environment, opened when the first MoE layer is made.
+    layers : str
+        Glob of the names of layers to choose from. If several fit, one without a backward pass is taken, then the
+        first by name.
+    """
+    if NAME in MOE_RUNNER_BACKEND_CHOICES:
+        return
+    MOE_RUNNER_BACKEND_CHOICES.append(NAME)
+    chooser = Chooser(library, layers, logging.getLogger("sglang.fusekit"))
+
+    def create_moe_runner(original: Any, method: Any, layer: Any, moe_runner_config: Any) -> None:
+        original(method, layer, moe_runner_config)
+        _replace(chooser, method, layer, moe_runner_config)
+
+    HookRegistry.register(_HOOKED, create_moe_runner, HookType.AROUND)
+
+
+def described(config: Any, bias: bool) -> Experts | None:
+    """SGLang's experts as keys of a spec; None if fusekit has no kernels for their activation or dtype."""
+    import torch
+
+    activation, layout = _GATED.get(config.activation), "concat"
+    if not config.is_gated:
+        activation, layout = _PLAIN.get(config.activation), "none"
+    elif config.activation == "silu":
+        activation = {"kind": "swiglu", "limit": config.gemm1_clamp_limit}
+        if config.gemm1_alpha is not None:  # that of gpt-oss, whose up projection has 1 added to it
+            activation |= {"alpha": config.gemm1_alpha, "up_offset": 1.0}
+            layout = "interleaved" if config.gate_up_interleaved else "concat"
+        elif config.gemm1_clamp_limit is None:
+            activation["limit"] = config.swiglu_limit
+    if activation is None or config.params_dtype is not torch.bfloat16:
+        return None
+    return Experts(
+        config.hidden_size, config.intermediate_size_per_partition, config.num_local_experts, config.top_k, "bf16",
+        given_parameters(activation), layout, bias, "k",
+    )  # fmt: skip
+
+
+def _refusal(config: Any, experts: Experts | None) -> str:
+    """Why experts are not fusekit's; empty if they can be."""
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+    from sglang.srt.runtime_context import get_lora
+
+    if experts is None:
+        return f"no kernels for {config.activation} (is_gated = {config.is_gated}) of {config.params_dtype}"
+    if not get_moe_a2a_backend().is_none():
+        return f"none for the layout of --moe-a2a-backend {get_moe_a2a_backend().value}"
+    if get_lora().enable_lora or get_lora().lora_paths:
+        return "none for LoRA"
+    if config.apply_router_weight_on_input or config.no_combine:
+        return "none for weights on the input or rows that are not combined"
+    return ""
+
+
+def _replace(chooser: Chooser, method: Any, layer: Any, config: Any) -> None:
+    """Gives a method of Triton's the runner of fusekit, if there is a layer."""
+    from sglang.srt.layers.moe.moe_runner import MoeRunner
+    from sglang.srt.layers.moe.utils import get_moe_runner_backend
+
+    wanted = get_moe_runner_backend()
+    if not method.runner.runner_backend.is_triton() or not (wanted.is_auto() or wanted.value == NAME):
+        return
+    experts = described(config, method.with_bias)
+    if why := _refusal(config, experts):
+        chooser.refuse(why)
+        return
+    assert experts is not None
+    served = chooser.served(experts, TOKENS, layer.w13_weight.device.type == "cpu")
+    if served is not None:
+        method.runner = MoeRunner(_backend(), config)
+        method.runner.runner_core.served = served
+
+
+def _backend() -> Any:
+    """The runner backend of this name, with its core."""
+    from sglang.srt.layers.moe.moe_runner import runner
+    from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
+
+    try:
+        return resolve_moe_runner_backend(NAME)
+    except ValueError:
+        runner.register_moe_runner_core(NAME, _core_class())
+    return resolve_moe_runner_backend(NAME)
+
+
+def _core_class() -> Any:
+    import torch
+    from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+
+    from fusekit.interop.torch_layer import stream_of
+
+    class FusekitRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
+        served: Any = None
+
+        @property
+        def runner_backend(self) -> Any:
+            return _backend()
+
+        def run_from_dispatch(
+            self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None
+        ) -> Any:
+            x, weights, indices = dispatch_output.hidden_states, *dispatch_output.topk_output[:2]
+            y = torch.empty_like(x)
+            if len(x):
+                if (factor := runner_config.routed_scaling_factor) not in (None, 1.0):
+                    weights = weights * factor
+                biases = [None if bias is None else bias.to(x.dtype) for bias in (quant_info.b13, quant_info.b2)]
+                scratch = torch.empty(self.served.scratch_bytes(len(x)), dtype=torch.uint8, device=x.device)
+                self.served(
+                    y, x, indices, weights, quant_info.w13_weight, quant_info.w2_weight, *biases, scratch, stream_of(x)
+                )
+            return StandardCombineInput(hidden_states=y)
+
+    return FusekitRunnerCore

@@ -1,0 +1,184 @@
+"""fusekit as an experts kernel of vLLM 0.33: a plugin, by the entry point `vllm.general_plugins`.
+
+vLLM keeps routing, expert maps and communication. Where its automatic choice for bf16 experts is Triton and a layer of
+the store computes these experts, fusekit runs them, on vLLM's weights as they are; elsewhere vLLM's choice stays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as method
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationConfig
+from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.oracle import unquantized as oracle
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.platforms import current_platform
+
+from fusekit.errors import NotBuiltError
+from fusekit.interop.experts import Experts, given_parameters
+from fusekit.interop.serving import Chooser, Served
+from fusekit.interop.torch_layer import DTYPES, stream_of
+from fusekit.library import Library
+
+NAME = "FusekitExperts"
+_GATED = {
+    "silu": {"kind": "swiglu"},
+    "gelu": {"kind": "geglu"},
+    "gelu_tanh": {"kind": "geglu", "approximate": "tanh"},
+    "swigluoai": {"kind": "swiglu", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0},
+    "swigluoai_uninterleave": {"kind": "swiglu"},
+}
+_PLAIN = {
+    "silu_no_mul": {"kind": "silu"},
+    "gelu_no_mul": {"kind": "gelu"},
+    "gelu_tanh_no_mul": {"kind": "gelu", "approximate": "tanh"},
+    "relu2_no_mul": {"kind": "srelu"},
+}
+
+
+def register(library: Library | None = None, layers: str = "*") -> None:
+    """Lets vLLM's unquantized experts choose fusekit. The entry point calls it in each process of vLLM.
+
+    Parameters
+    ----------
+    library : Library, optional
+        Default: the library of the environment, opened when the first MoE layer is made.
+    layers : str
+        Glob of the names of layers to choose from. If several fit, one without a backward pass is taken, then the
+        first by name.
+    """
+    if getattr(oracle.select_unquantized_moe_backend, "fusekit", False):  # vLLM may load plugins more than once
+        return
+    theirs = oracle.select_unquantized_moe_backend
+    experts_class = _experts_class(Chooser(library, layers, init_logger("vllm.fusekit")))
+
+    def select(moe_config: Any) -> tuple[Any, Any]:
+        backend, kernel = theirs(moe_config)
+        if backend is oracle.UnquantizedMoeBackend.TRITON and moe_config.moe_backend == "auto":
+            standard = mk.FusedMoEActivationFormat.Standard
+            supported, why = experts_class.is_supported_config(experts_class, moe_config, None, None, standard)
+            if supported:
+                return backend, experts_class
+            if why is not None:
+                experts_class.chooser.refuse(why)
+        return backend, kernel
+
+    select.fusekit = True  # type: ignore[attr-defined]
+    oracle.select_unquantized_moe_backend = method.select_unquantized_moe_backend = select
+
+
+def described(moe_config: Any, quant_config: Any) -> Experts | None:
+    """vLLM's experts as keys of a spec; None if fusekit has no kernels for their activation or dtype."""
+    name = moe_config.activation.value
+    activation = _GATED.get(name) or _PLAIN.get(name)
+    dtypes = [dtype for dtype, known in DTYPES.items() if known == moe_config.in_dtype]
+    if activation is None or dtypes != ["bf16"]:
+        return None
+    numbers = ApplyMoEActivationConfig.from_configs(moe_config, quant_config)
+    if name in ("silu", "swigluoai_uninterleave"):
+        activation = {**activation, "limit": numbers.clamp_limit}
+    if name == "swigluoai_uninterleave":
+        activation |= {"alpha": numbers.alpha, "up_offset": numbers.beta}
+    layout = "none" if name in _PLAIN else "interleaved" if name == "swigluoai" else "concat"
+    return Experts(
+        moe_config.hidden_dim, moe_config.intermediate_size_per_partition, moe_config.num_local_experts,
+        moe_config.experts_per_token, dtypes[0], given_parameters(activation), layout, moe_config.has_bias, "k",
+    )  # fmt: skip
+
+
+def _experts_class(chooser_: Chooser) -> Any:
+    """vLLM's experts with layers that the chooser finds."""
+
+    class FusekitExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
+        chooser = chooser_
+
+        def __init__(self, moe_config: Any, quant_config: Any, **more: Any) -> None:
+            super().__init__(moe_config, quant_config, **more)
+            served = _served(self.chooser, moe_config, quant_config)
+            if served is None:  # the numbers of the activation came after the choice, and are others
+                experts = described(moe_config, quant_config)
+                wanted = "" if experts is None else f"\n\n{experts.table(inference=True)}"
+                raise NotBuiltError(
+                    f"no layer of the store computes these experts of vLLM, with the activation's numbers"
+                    f" {self.activation_config}; build one, or serve with --moe-backend triton{wanted}"
+                )
+            self._served = served
+
+        @staticmethod
+        def is_supported_config(
+            cls: Any, moe_config: Any, weight_key: Any, activation_key: Any, activation_format: Any
+        ) -> tuple[bool, str | None]:
+            given = moe_config, weight_key, activation_key, activation_format
+            supported, why = mk.FusedMoEExperts.is_supported_config(cls, *given)
+            if not supported:
+                return False, why
+            quant_config = FusedMoEQuantConfig.make()
+            if described(moe_config, quant_config) is None:
+                return False, f"kernel does not support {moe_config.activation} of {moe_config.in_dtype}"
+            return _served(cls.chooser, moe_config, quant_config) is not None, None
+
+        @staticmethod
+        def activation_format() -> Any:
+            return mk.FusedMoEActivationFormat.Standard
+
+        @staticmethod
+        def _supports_current_device() -> bool:
+            return bool(current_platform.is_cuda() or current_platform.is_cpu())
+
+        @staticmethod
+        def _supports_no_act_and_mul() -> bool:
+            return True
+
+        @staticmethod
+        def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+            return weight_key is None and activation_key is None
+
+        @staticmethod
+        def _supports_activation(activation: Any) -> bool:
+            return activation.value in _GATED or activation.value in _PLAIN
+
+        @staticmethod
+        def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+            return not (
+                moe_parallel_config.use_fi_nvl_two_sided_kernels or moe_parallel_config.use_fi_nvl_one_sided_kernels
+            )
+
+        @staticmethod
+        def _supports_batch_invariance() -> bool:
+            return True
+
+        def finalize_weight_and_reduce_impl(self) -> Any:
+            return TopKWeightAndReduceNoOP()  # y is weighted and summed
+
+        def workspace_shapes(
+            self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int,  # noqa: N803
+            expert_tokens_meta: Any, activation: Any,
+        ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+            # The output lies in the first workspace. In elements of two bytes.
+            return (0,), (M, -(-self._served.scratch_bytes(M) // (2 * M))), (M, K)
+
+        def apply(
+            self, output: Any, hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any,
+            activation: Any, global_num_experts: int, expert_map: Any, a1q_scale: Any, a2_scale: Any,
+            workspace13: Any, workspace2: Any, expert_tokens_meta: Any, apply_router_weight_on_input: bool,
+        ) -> None:  # fmt: skip
+            if expert_map is not None:  # another rank's experts are -1, as is a choice that counts for nothing
+                topk_ids = expert_map[topk_ids].where(topk_ids >= 0, -1)
+            if apply_router_weight_on_input:  # vLLM has multiplied x by them
+                topk_weights = topk_weights.new_ones(topk_weights.shape)
+            self._served(
+                output, hidden_states, topk_ids, topk_weights, w1, w2, self.w1_bias, self.w2_bias, workspace2,
+                stream_of(hidden_states),
+            )  # fmt: skip
+
+    FusekitExperts.__qualname__ = NAME
+    return FusekitExperts
+
+
+def _served(chooser: Chooser, moe_config: Any, quant_config: Any) -> Served | None:
+    experts = described(moe_config, quant_config)
+    cpu = "cpu" in str(moe_config.device)
+    return None if experts is None else chooser.served(experts, moe_config.max_num_tokens, cpu)

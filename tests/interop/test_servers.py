@@ -1,0 +1,167 @@
+"""Layers for the experts of servers, and the door to vLLM with stand-ins for its classes."""
+
+import enum
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("numpy", reason="numpy is not installed")
+
+from fusekit.errors import ArchMismatchError  # noqa: E402
+from fusekit.interop.experts import Experts, given_parameters  # noqa: E402
+from fusekit.interop.serving import Chooser  # noqa: E402
+from tests.doors.served import GPT_OSS, E, H, I, K, Problem, error, library  # noqa: E402
+
+SILU = given_parameters({"kind": "swiglu"})
+
+
+@pytest.fixture
+def records(caplog):
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+def chooser(stored, layers="*"):
+    return Chooser(stored, layers, logging.getLogger("server"))
+
+
+def experts(**changed):
+    fields = {"hidden": H, "intermediate": I, "experts": E, "topk": K, "dtype": "bf16", "activation": SILU,
+              "glu_layout": "concat", "bias": False, "b_major": "k"}  # fmt: skip
+    return Experts(**fields | changed)
+
+
+def test_a_layer_for_inference_is_preferred_and_named_once(records):
+    chosen = chooser(library())
+    assert chosen.served(experts(), 64, cpu=True) is chosen.served(experts(), 64, cpu=True)
+    assert [record.message for record in records.records] == [
+        f"fusekit: the layer store/plain runs experts 8 x [{H} -> {I}], top 2, swiglu (concat), bf16"
+    ]
+    assert chooser(library(), "*/trained").served(experts(), 64, cpu=True).layer.options.keep == "z"
+
+
+def test_a_layer_that_does_not_load_leaves_the_next(records):
+    stored = library()
+
+    def refuse(tokens):
+        raise ArchMismatchError("it is for sm_90a", expected="sm_90a", found="sm_80")
+
+    stored.layer("store/plain", device="cpu").load = refuse
+    assert chooser(stored).served(experts(), 64, cpu=True).layer.options.keep == "z"
+    assert chooser(stored, "*/plain").served(experts(), 64, cpu=True) is None
+    assert "store/plain: it is for sm_90a" in records.records[-1].message
+
+
+def test_refusals_are_logged_once(records):
+    chosen = chooser(library())
+    for _ in range(2):
+        assert chosen.served(experts(topk=3), 64, cpu=True) is None
+        chosen.refuse("no kernels for LoRA")
+    first, second = (record.message for record in records.records)
+    assert "topk = 3" in first and 'keep = "none"' in first and second.startswith("fusekit: no kernels for LoRA")
+
+
+class Activation(enum.Enum):
+    SILU, SWIGLUOAI, SITU = "silu", "swigluoai", "situ"
+
+
+class Format(enum.Enum):
+    Standard = 1
+
+
+class Backend(enum.Enum):
+    TRITON, CPU = 1, 2
+
+
+class Base:
+    def __init__(self, moe_config, quant_config):
+        self.quant_config = quant_config
+        self.w1_bias, self.w2_bias = quant_config.biases
+
+    @staticmethod
+    def is_supported_config(cls, config, weight_key, activation_key, activation_format):
+        return cls._supports_activation(
+            config.activation
+        ) and activation_format is cls.activation_format(), "it says so"
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """vLLM's modules as far as the door reads them."""
+    select = lambda config: (Backend.TRITON, Base)  # noqa: E731
+    quant = SimpleNamespace(make=lambda: SimpleNamespace(biases=(None, None)))
+    numbers = SimpleNamespace(
+        from_configs=lambda moe, quant: SimpleNamespace(clamp_limit=moe.swiglu_limit, alpha=1.0, beta=0.0)
+    )
+    fused_moe = "vllm.model_executor.layers.fused_moe"
+    modules = {
+        "vllm.logger": {"init_logger": logging.getLogger},
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cuda=lambda: False, is_cpu=lambda: True)},
+        f"{fused_moe}.modular_kernel": {
+            "FusedMoEExperts": Base, "FusedMoEExpertsModular": Base, "FusedMoEActivationFormat": Format,
+        },
+        f"{fused_moe}.unquantized_fused_moe_method": {"select_unquantized_moe_backend": select},
+        f"{fused_moe}.activation": {"ApplyMoEActivationConfig": numbers},
+        f"{fused_moe}.config": {"FusedMoEQuantConfig": quant},
+        f"{fused_moe}.oracle": {},
+        f"{fused_moe}.oracle.unquantized": {"select_unquantized_moe_backend": select, "UnquantizedMoeBackend": Backend},
+        f"{fused_moe}.topk_weight_and_reduce": {"TopKWeightAndReduceNoOP": object},
+    }  # fmt: skip
+    names = {".".join(name.split(".")[:count]) for name in modules for count in range(1, name.count(".") + 2)}
+    for name in sorted(names):
+        module = ModuleType(name)
+        vars(module).update(modules.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, module)
+    monkeypatch.delitem(sys.modules, "fusekit.interop.vllm", raising=False)
+    from fusekit.interop import vllm as door
+
+    yield door
+    sys.modules.pop("fusekit.interop.vllm", None)
+
+
+def config(**changed):
+    return SimpleNamespace(**{
+        "hidden_dim": H, "intermediate_size_per_partition": I, "num_local_experts": E, "experts_per_token": K,
+        "in_dtype": torch.bfloat16, "activation": Activation.SILU, "has_bias": False, "swiglu_limit": None,
+        "max_num_tokens": 64, "device": "cpu", "moe_backend": "auto", **changed,
+    })  # fmt: skip
+
+
+def test_vllm_chooses_and_falls_back(vllm):
+    vllm.register(library())
+    vllm.register(library())
+    for select in (vllm.oracle.select_unquantized_moe_backend, vllm.method.select_unquantized_moe_backend):
+        assert select(config())[1].__qualname__ == vllm.NAME
+        for changed in (
+            {"moe_backend": "triton"}, {"topk": 3, "experts_per_token": 3}, {"activation": Activation.SITU},
+            {"in_dtype": torch.float16}, {"swiglu_limit": 5.0},
+        ):  # fmt: skip
+            assert select(config(**changed)) == (Backend.TRITON, Base)
+
+
+@pytest.mark.parametrize("gpt_oss", [False, True])
+def test_vllm_runs_a_layer(vllm, gpt_oss):
+    vllm.register(library())
+    problem = Problem(bias=gpt_oss)
+    settings = config(activation=Activation.SWIGLUOAI if gpt_oss else Activation.SILU, has_bias=gpt_oss)
+    kernel = vllm.oracle.select_unquantized_moe_backend(settings)[1](
+        settings, SimpleNamespace(biases=(problem.b1, problem.b2))
+    )
+    first, second, out = kernel.workspace_shapes(len(problem.x), 2 * I, H, K, E, E, None, settings.activation)
+    output = torch.empty(out, dtype=torch.bfloat16)
+    given = output, problem.x, problem.w1, problem.w2, problem.weights, problem.ids, settings.activation, E
+    workspaces = torch.empty(first, dtype=torch.bfloat16), torch.empty(second, dtype=torch.bfloat16)
+    kernel.apply(*given, None, None, None, *workspaces, None, False)
+    assert error(output, problem.wanted(gpt_oss=gpt_oss)) < 0.01
+    expert_map = torch.arange(E, dtype=torch.int32).where(torch.arange(E) < 4, -1)
+    kernel.apply(*given, expert_map, None, None, *workspaces, None, False)
+    assert error(output, problem.wanted(gpt_oss=gpt_oss, local=range(4))) < 0.01
+    assert dict(vllm.described(settings, None).activation) == dict(
+        given_parameters(GPT_OSS if gpt_oss else {"kind": "swiglu"})
+    )
