@@ -23,8 +23,8 @@ TOKENS = 8192
 """Most tokens of a step that kernels are loaded for before the first."""
 
 _HOOKED = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.create_moe_runner"
-_GATED = {"gelu": {"kind": "geglu"}, "gelu_tanh": {"kind": "geglu", "approximate": "tanh"}}
-_PLAIN = {"silu": {"kind": "silu"}, "gelu": {"kind": "gelu"}, "relu2": {"kind": "srelu"}}
+_GATED: dict[str, dict[str, Any]] = {"gelu": {"kind": "geglu"}, "gelu_tanh": {"kind": "geglu", "approximate": "tanh"}}
+_PLAIN: dict[str, dict[str, Any]] = {"silu": {"kind": "silu"}, "gelu": {"kind": "gelu"}, "relu2": {"kind": "srelu"}}
 
 
 def register(library: Library | None = None, layers: str = "*") -> None:
@@ -136,7 +136,8 @@ def _core_class() -> Any:
         def run_from_dispatch(
             self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None
         ) -> Any:
-            x, weights, indices = dispatch_output.hidden_states, *dispatch_output.topk_output[:2]
+            x: Any = dispatch_output.hidden_states
+            weights, indices = dispatch_output.topk_output[:2]
             y = torch.empty_like(x)
             if len(x):
                 if (factor := runner_config.routed_scaling_factor) not in (None, 1.0):

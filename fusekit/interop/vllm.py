@@ -24,14 +24,14 @@ from fusekit.interop.torch_layer import DTYPES, stream_of
 from fusekit.library import Library
 
 NAME = "FusekitExperts"
-_GATED = {
+_GATED: dict[str, dict[str, Any]] = {
     "silu": {"kind": "swiglu"},
     "gelu": {"kind": "geglu"},
     "gelu_tanh": {"kind": "geglu", "approximate": "tanh"},
     "swigluoai": {"kind": "swiglu", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0},
     "swigluoai_uninterleave": {"kind": "swiglu"},
 }
-_PLAIN = {
+_PLAIN: dict[str, dict[str, Any]] = {
     "silu_no_mul": {"kind": "silu"},
     "gelu_no_mul": {"kind": "gelu"},
     "gelu_tanh_no_mul": {"kind": "gelu", "approximate": "tanh"},
