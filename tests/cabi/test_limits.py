@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -105,11 +106,11 @@ def mutants(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize(
     "name", sample(["sample/peers@1", "sample/schema-2@1", "sample/every-field@1"], "sample/schema-2@1")
 )
-def test_whatever_python_takes_is_within_the_limits_of_c(hostile, tmp_path, name):
-    """Each number, text and array of a record at and beyond the limits."""
+def test_whatever_python_takes_is_within_the_limits_of_c(hostile, tmp_path, name, soak):
+    """Each number, text and array of a record at and beyond the limits; one in five of these without --soak."""
     kernel = next(kernel for kernel in hand_written() if kernel.name == name)
     taken, refused = [], 0
-    for mutant in mutants(kernel.record.to_json()):
+    for mutant in islice(mutants(kernel.record.to_json()), 0, None, 1 if soak else 5):
         try:
             launch = LaunchRecord.from_json(mutant)
         except RecordError:
