@@ -15,6 +15,7 @@ Keys = Mapping[str, Any]
 Extent = int | str | list[Any]
 Rule = tuple[Any, str]  # of a constraint of the launch record: an expression that must be 0, and the rule in words
 ROUTER, PERMUTATION, EXCHANGE, CHECK = "router", "permutation", "exchange", "check"
+NORM_TOKENS = 32  # of a row of `partial` of rms-norm-bwd
 INPUT, OUTPUT, INOUT, SCALAR, PEERS = "input", "output", "inout", "scalar", "peers"
 
 
@@ -23,10 +24,10 @@ class TokenOperand:
     """A tensor, or a scalar, or the windows of all ranks; these have no shape.
 
     dtype: a type, or the key of the spec that says it. shape: dims in a row. T tokens, M rows, H elements of a row, B
-    blocks of 128 of them and E groups are known at a launch; X experts, K choices of a token, TK choices of all tokens,
-    NX terms of X numbers, W words of a routing map and numbers when a kernel is built. when: whether a kernel with
-    these keys has it. sparse: whether only the chosen experts' elements of [T, X] are read. bounds: minimum, maximum
-    and divisor of a scalar. size: bytes of a window.
+    blocks of 128 of them, P blocks of a norm's tokens and E groups are known at a launch; X experts, K choices of a
+    token, TK choices of all tokens, NX terms of X numbers, W words of a routing map and numbers when a kernel is built.
+    when: whether a kernel with these keys has it. sparse: whether only the chosen experts' elements of [T, X] are read.
+    bounds: minimum, maximum and divisor of a scalar. size: bytes of a window.
     """
 
     name: str
@@ -43,7 +44,7 @@ class TokenOperand:
         """The shape: numbers, names of dims, and an expression for TK."""
         experts, topk = keys["experts"], keys["topk"]
         known: dict[str, Extent] = {"X": experts, "K": topk, "W": -(-experts // 32), "TK": ["mul", topk, "T"]}
-        known |= {"NX": keys.get("terms", 0) * experts, "B": ["ceildiv", "H", SIDE]}
+        known |= {"NX": keys.get("terms", 0) * experts, "B": ["ceildiv", "H", SIDE], "P": ["ceildiv", "T", NORM_TOKENS]}
         return tuple(int(dim) if dim.isdigit() else known.get(dim, dim) for dim in self.shape.split())
 
     def dtype_of(self, keys: Keys) -> str:

@@ -16,6 +16,7 @@ from fusekit.plan.token_operation import (
     EXCHANGE,
     INOUT,
     INPUT,
+    NORM_TOKENS,
     OUTPUT,
     PEERS,
     PERMUTATION,
@@ -33,6 +34,11 @@ def _where(key: str, *values: Any) -> Callable[[Keys], bool]:
     return lambda keys: keys[key] in values
 
 
+def _key(name: str) -> Callable[[Keys], Any]:
+    """A condition: the kernel has this option."""
+    return lambda keys: keys[name]
+
+
 _COMPACT, _DENSE = _where("outputs", "compact"), _where("outputs", "dense")
 _LOGITS = TokenOperand("logits", INPUT, "dtype", "T X", "The router's logits of each token, x . Wr^T.")
 _GRAD_LOGITS = TokenOperand("grad_logits", OUTPUT, "dtype", "T X", "The gradient of logits.")
@@ -48,6 +54,12 @@ _WEIGHTS = TokenOperand("weights", INPUT, "f32", "T K", "The router's weights.",
 _SCALES = TokenOperand("x_s", INPUT, "f32", "B T", "For FP8 values: the scale of each 128 elements of a row.", coded)
 _ROW_SCALE = "The weight of each row, which the second projection takes as row_scale."
 _GRAD_WEIGHTS = TokenOperand("grad_weights", OUTPUT, "f32", "T K", "The gradient of weights.")
+
+_NORM_WEIGHTS = TokenOperand("w", INPUT, "dtype", "1 H", "The norm's weights.")
+
+
+def _rstd(role: str) -> TokenOperand:
+    return TokenOperand("rstd", role, "f32", "T", "1 / sqrt(mean of the squares + eps) of each token.")
 
 
 _ADDENDS = (
@@ -340,6 +352,45 @@ _ROWS = (
                          "Each token's products with the first terms, then with the second."),
             TokenOperand("bias", INPUT, "f32", "X", "Added to the sums.", lambda keys: keys["bias"]),
             TokenOperand("y", OUTPUT, "f32", "T X", "The sums of the terms' products: the logits."),
+        ),
+    ),
+    TokenOperation(
+        "rms-norm",
+        PERMUTATION,
+        "fusekit.kernels.permutation.norm:RmsNorm",
+        (
+            TokenOperand("x", INPUT, "dtype", "T H", "The tokens."),
+            TokenOperand("residual", INPUT, "dtype", "T H", "Added to x, before the norm.", _key("residual")),
+            _NORM_WEIGHTS,
+            TokenOperand("y", OUTPUT, "dtype", "T H", "The normalised tokens, times w."),
+            TokenOperand("sum", OUTPUT, "dtype", "T H", "x + residual: the next residual, and x of the backward pass.",
+                    _key("residual")),
+            _rstd(OUTPUT),
+            TokenOperand("eps", SCALAR, "f32", "", "Added to the mean of the squares; left out: the spec's."),
+        ),
+    ),
+    TokenOperation(
+        "rms-norm-bwd",
+        PERMUTATION,
+        "fusekit.kernels.permutation.norm:RmsNormBackward",
+        (
+            TokenOperand("dy", INPUT, "dtype", "T H", "The gradient of y."),
+            TokenOperand("x", INPUT, "dtype", "T H", "What the norm was of: x, or sum with a residual."),
+            _NORM_WEIGHTS,
+            _rstd(INPUT),
+            TokenOperand("addend", INPUT, "dtype", "T H", "Added to the gradient: that of sum, by another way.",
+                    _key("addend")),
+            TokenOperand("dx", OUTPUT, "dtype", "T H", "The gradient of x, and of the residual."),
+            TokenOperand("partial", OUTPUT, "f32", "P H", f"What {NORM_TOKENS} tokens each add to the gradient of w."),
+        ),
+    ),
+    TokenOperation(
+        "rms-norm-wgrad",
+        PERMUTATION,
+        "fusekit.kernels.permutation.norm:RmsNormWeights",
+        (
+            TokenOperand("partial", INPUT, "f32", "T H", "As rms-norm-bwd stored it."),
+            TokenOperand("dw", OUTPUT, "dtype", "1 H", "The gradient of w: the sum of the rows."),
         ),
     ),
     TokenOperation(

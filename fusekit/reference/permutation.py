@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fusekit.plan.quantise import SIDE
+from fusekit.plan.token_operation import NORM_TOKENS
 from fusekit.reference.formats import Array, decode, encode, poisoned, values
 from fusekit.reference.inputs import bits
 from fusekit.reference.measure import Expected, Measurement, measure
@@ -31,6 +32,7 @@ SAMPLED = 10**8  # elements of a large problem that sums are compared for, in ab
 
 # Which input has a row for each token, and which has one for each row of an expert.
 BY_TOKEN = {"moe-permute": "x", "moe-permute-bwd": "x", "moe-unpermute-bwd": "grad_y"}
+NORMS = ("rms-norm", "rms-norm-bwd", "rms-norm-wgrad")
 BY_EXPERT = {"moe-permute-bwd": "grad_y", "moe-unpermute": "x", "moe-unpermute-bwd": "x"}
 
 
@@ -119,6 +121,18 @@ def gate(x: Array, w: Array) -> Array:
     return factors
 
 
+def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
+    """y [T, H] and rstd [T]: the norm of x [T, H] by its root mean square, times w [1, H]."""
+    rstd: Array = 1 / np.sqrt(np.square(x).mean(axis=1) + eps)
+    return x * rstd[:, None] * w, rstd
+
+
+def rms_norm_gradient(dy: Array, x: Array, w: Array, rstd: Array) -> tuple[Array, Array]:
+    """The gradient of x [T, H], and [T, H] what each token adds to that of w."""
+    normal, gradient = x * rstd[:, None], dy * w
+    return rstd[:, None] * (gradient - normal * (gradient * normal).mean(axis=1)[:, None]), dy * normal
+
+
 def split(w: Array, terms: int) -> Array:
     """uint16[terms * T, H]: bf16 terms of float32 numbers [T, H], each of what the ones before have left."""
     parts, rest = [], np.asarray(w, np.float32)
@@ -156,6 +170,8 @@ def permutation_inputs(
         return inputs | ({"bias": rng.standard_normal(experts, np.float32)} if keys["bias"] else {})
     if keys["op"] in ("moe-gate", "moe-gate-bwd"):
         return _gate_inputs(keys, T, H, seed)
+    if keys["op"] in NORMS:
+        return _norm_inputs(keys, T, H, seed)
     if keys["op"] == "moe-zero":
         ends = np.sort(rng.integers(0, T - T // 4 + 1, GROUPS))
         return {"offsets": ends.astype(np.int32)}
@@ -216,6 +232,8 @@ def permutation_check(
         return [_measure("grad_bias", outputs["grad_bias"], "f32", *sums, 2.0**-24 * float(np.sqrt(longest)))], []
     if keys["op"] in ("moe-gate", "moe-gate-bwd"):
         return _check_gate(keys, inputs, outputs)
+    if keys["op"] in NORMS:
+        return _check_norm(keys, inputs, outputs), []
     if keys["op"] == "moe-zero":
         return [], _check_zero(inputs["offsets"], outputs["y"])
     if keys["op"] == "router-split":
@@ -290,6 +308,59 @@ def _check_gate(
     rows = np.arange(len(scale), dtype=np.int32)
     problems = [] if np.array_equal(outputs["token"], rows) else ["token: it does not count the rows"]
     return measured, problems + ([] if outputs["offsets"].tolist() == [len(rows)] else ["offsets: it is not T"])
+
+
+def _norm_inputs(keys: Mapping[str, Any], tokens: int, hidden: int, seed: int) -> dict[str, Array]:
+    """Tokens of different sizes; rstd is theirs."""
+    rng = np.random.default_rng(seed)
+
+    def numbers(rows: int, mean: float = 0.0) -> Array:
+        array = (mean + rng.standard_normal((rows, hidden)) * np.exp2(rng.integers(-3, 4, (rows, 1)))).astype(
+            np.float32
+        )
+        return encode(array, "bf16") if keys["dtype"] == "bf16" else array
+
+    if keys["op"] == "rms-norm-wgrad":
+        return {"partial": rng.standard_normal((tokens, hidden), np.float32)}
+    x, w = numbers(tokens), numbers(1, 1.0)
+    if keys["op"] == "rms-norm":
+        return {"x": x, **({"residual": numbers(tokens)} if keys["residual"] else {}), "w": w}
+    rstd = rms_norm(_wide(keys, x), _wide(keys, w), 1e-6)[1].astype(np.float32)
+    inputs = {"dy": numbers(tokens), "x": x, "w": w, "rstd": rstd}
+    return inputs | ({"addend": numbers(tokens)} if keys["addend"] else {})
+
+
+def _check_norm(keys: Mapping[str, Any], inputs: Mapping[str, Any], outputs: Mapping[str, Array]) -> list[Measurement]:
+    dtype = keys["dtype"]
+    if keys["op"] == "rms-norm-wgrad":
+        partial = inputs["partial"].astype(np.float64)
+        size = np.abs(partial).sum(axis=0, keepdims=True)
+        return [_measure("dw", outputs["dw"], dtype, partial.sum(axis=0, keepdims=True), size)]
+    w = _wide(keys, inputs["w"])
+    if keys["op"] == "rms-norm":
+        x, measured = _wide(keys, inputs["x"]), []
+        if keys["residual"]:
+            added = x + _wide(keys, inputs["residual"])
+            measured.append(_measure("sum", outputs["sum"], dtype, added, np.abs(added)))
+            x = _wide(keys, outputs["sum"])  # rounded, as the norm reads it
+        y, rstd = rms_norm(x, w, float(inputs.get("eps", keys["eps"])))
+        size = np.abs(y) * (2.0 ** (12 if keys["rounded"] and dtype == "bf16" else 2))  # of a first rounding to bf16
+        measured.append(_measure("rstd", outputs["rstd"][:, None], "f32", rstd[:, None], rstd[:, None]))
+        return [*measured, _measure("y", outputs["y"], dtype, y, size)]
+    x, dy, rstd = _wide(keys, inputs["x"]), _wide(keys, inputs["dy"]), inputs["rstd"].astype(np.float64)
+    dx, each = rms_norm_gradient(dy, x, w, rstd)
+    mean = np.abs(dy * w * x).mean(axis=1) * rstd * rstd
+    size = rstd[:, None] * (np.abs(dy * w) + np.abs(x) * mean[:, None]) * 4
+    if keys["addend"]:
+        addend = _wide(keys, inputs["addend"])
+        dx, size = dx + addend, size + np.abs(addend)
+    starts = np.arange(0, len(x), NORM_TOKENS)
+    sums = np.add.reduceat(each, starts) if len(x) else each
+    sizes = np.add.reduceat(np.abs(each), starts) if len(x) else each
+    return [
+        _measure("dx", outputs["dx"], dtype, dx, size),
+        _measure("partial", outputs["partial"], "f32", sums, 4 * sizes),
+    ]
 
 
 def _check_zero(offsets: Array, y: Array) -> list[str]:

@@ -16,6 +16,7 @@ BACKWARDS = (PERMUTE_BACKWARD, UNPERMUTE_BACKWARD)
 WEIGHTS_BACKWARD, BIAS_BACKWARD = "moe-weights-bwd", "moe-bias-bwd"
 SPLIT, SUM, ZERO = "router-split", "router-sum", "moe-zero"
 GATE, GATE_BACKWARD = "moe-gate", "moe-gate-bwd"
+NORM, NORM_BACKWARD, NORM_WEIGHTS = "rms-norm", "rms-norm-bwd", "rms-norm-wgrad"
 INDEX_WARPS = 32
 VECTOR_BYTES = 16
 MOST_ADDENDS = 2
@@ -53,6 +54,13 @@ _INDEX = (
     PROBLEM,
 )  # fmt: skip
 _ADDEND = Field("addend", "bool", "Adds addend[t, indices[t, k]], the gradient by another way.", default=False)
+_NORM_ADDEND = replace(_ADDEND, doc="Adds addend[T, H]: the gradient that reaches x by another way.")
+_RESIDUAL = Field("residual", "bool", "Takes residual[T, H], and gives sum[T, H]: the norm is of x + residual.",
+                default=False)  # fmt: skip
+_ROUNDED = Field("rounded", "bool", "The normalised row is rounded before w multiplies it, as in Llama's code.",
+               default=False)  # fmt: skip
+_EPS = Field("eps", "float", "Added to the mean of the squares; may be changed at launch.", default=1e-6)
+_WEIGHTS_DTYPE = replace(DTYPE, doc="Type of w and its gradient.")
 _BIAS = Field("bias", "bool", "Adds bias[X], f32.", default=False)
 _ONE_WARP = Field("warps", "int", "Warps of a thread block: 1.", minimum=1, default=1, sweep=True)
 PERMUTATION_FIELDS = {
@@ -63,6 +71,9 @@ PERMUTATION_FIELDS = {
     WEIGHTS_BACKWARD: (*_HEAD, TOPK, _EXPERTS, _ADDEND, _WARPS, PROBLEM),
     BIAS_BACKWARD: (*_HEAD, TOPK, _EXPERTS, DTYPE, _WARPS, _MOVED),
     **dict.fromkeys((GATE, GATE_BACKWARD), (*_HEAD, DTYPE, _WARPS, _MOVED)),
+    NORM: (*_HEAD, DTYPE, _RESIDUAL, _ROUNDED, _EPS, _WARPS, _MOVED),
+    NORM_BACKWARD: (*_HEAD, DTYPE, _NORM_ADDEND, _WARPS, _MOVED),
+    NORM_WEIGHTS: (*_HEAD, _WEIGHTS_DTYPE, _WARPS, _MOVED),
     ZERO: (*_HEAD, ZERO_DTYPE, _WARPS, _MOVED),
     SPLIT: (*_HEAD, _TERMS, _WARPS, _MOVED),
     SUM: (*_HEAD, _EXPERTS, _TERMS, _BIAS, _WARPS, PROBLEM),
@@ -97,7 +108,16 @@ class PermutationSpec(TokenSpec):
     addends: int = 0
     terms: int = 0
     bias: bool = False
+    residual: bool = False
+    rounded: bool = False
+    eps: float = 1e-6
     layer: Any = None
+
+    APART = (*TokenSpec.APART, "eps")
+
+    def defaults(self) -> dict[str, float | int]:
+        """eps, of a norm."""
+        return {"eps": self.eps} if self.op == NORM else {}
 
 
 def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> PermutationSpec:
@@ -120,6 +140,8 @@ def broken_permutation_rules(spec: PermutationSpec) -> list[Broken]:
         refusals.append(("scaled", True, rule))
     if spec.scaled and spec.dtype == "e4m3":
         refusals.append(("scaled", True, "FP8 values are moved as they are; scale the rows before they are quantised"))
+    if spec.op == NORM and not 0 < spec.eps < 1:
+        refusals.append(("eps", spec.eps, "must be above 0, so that a row of zeros has a norm, and below 1"))
     if spec.bounded and not spec.tokens:
         refusals.append(("bounded", True, "the rows' tokens say where rows end; say tokens = true"))
     warps = {INDEX: (INDEX_WARPS,), CHECK: (1,)}.get(spec.op, (1, 2, 4, 8))

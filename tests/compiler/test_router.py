@@ -109,6 +109,10 @@ KERNELS = {
     "gate": ('op = "moe-gate"', "x w y", 0),
     "gate-f32": ('op = "moe-gate"\ndtype = "f32"\nwarps = 1', "x w y", 0),
     "gate-bwd": ('op = "moe-gate-bwd"', "grad_y scale w addend grad_logits token offsets dx", 0),
+    "norm": ('op = "rms-norm"\nresidual = true\nrounded = true', "x residual w y sum rstd", 0),
+    "norm-f32": ('op = "rms-norm"\ndtype = "f32"\nwarps = 1', "x w y rstd", 0),
+    "norm-bwd": ('op = "rms-norm-bwd"\naddend = true', "dy x w rstd addend dx partial", 32 * 8),
+    "norm-wgrad": ('op = "rms-norm-wgrad"', "partial dw", 8 * 128 * 4),
     "zero": ('op = "moe-zero"', "offsets y", 0),
     "split": ('op = "router-split"', "w terms", 0),
     "split-one-warp": ('op = "router-split"\nterms = 1\nwarps = 1', "w terms", 0),
@@ -165,9 +169,8 @@ def test_the_record(built):
     cluster = spec.op in ("moe-aux-loss", "moe-index")  # work of a fixed number of blocks, which write without tokens
     assert launch["block"] == [1024 if cluster else 32 * spec.warps, 1, 1]
     assert launch["cluster"] == [8 if cluster else 1, 1, 1]
-    assert launch["skip_if_zero"] == (
-        [] if cluster or spec.op in ("moe-check", "moe-bias-bwd", "moe-gate-bwd") else ["T"]
-    )
+    without_tokens = ("moe-check", "moe-bias-bwd", "moe-gate-bwd", "rms-norm-bwd", "rms-norm-wgrad")
+    assert launch["skip_if_zero"] == ([] if cluster or spec.op in without_tokens else ["T"])
     assert compiled.proof["launches"] >= 64
     largest = "largest E" if spec.op == "moe-check" else "largest T"
     assert {"smallest", "next to smallest", largest} <= set(compiled.proof["edges"])

@@ -17,7 +17,8 @@ TYPES = {"f32": np.float32, "i32": np.int32, "bf16": np.uint16}
 
 
 def spec_of(op, **keys):
-    keys = ({} if op.startswith("router-") or op in ("moe-zero", "moe-gate", "moe-gate-bwd") else {"topk": 2}) | keys
+    plain = op.startswith(("router-", "rms-")) or op in ("moe-zero", "moe-gate", "moe-gate-bwd")
+    keys = ({} if plain else {"topk": 2}) | keys
     lines = "\n".join(f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}".replace("'", '"')
                       for key, value in keys.items())  # fmt: skip
     (spec,) = parse_text(f'schema = 1\n[[kernel]]\nname = "k"\narch = "sm_90a"\nop = "{op}"\n{lines}\n', "s")
@@ -82,7 +83,8 @@ def test_the_backward_of_unpermute_is_the_derivative():
         ("moe-weights-bwd", {"experts": 5}),
         ("moe-weights-bwd", {"experts": 5, "addend": True}), ("moe-bias-bwd", {"experts": 5}),
         ("moe-zero", {}), ("moe-gate", {}), ("moe-gate-bwd", {}), ("router-split", {}),
-        ("router-sum", {"experts": 5, "bias": True}),
+        ("router-sum", {"experts": 5, "bias": True}), ("rms-norm", {"residual": True}), ("rms-norm-bwd", {}),
+        ("rms-norm-wgrad", {}),
         ("moe-index", {"experts": 5, "tokens": True, "bounded": True}),
     ],
 )  # fmt: skip
@@ -98,6 +100,49 @@ def test_poison_is_wrong(op, keys):
     }
     measured, problems = permutation_check(spec, inputs, outputs)
     assert problems or not all(each.ok for each in measured)
+
+
+def test_the_gradients_of_a_norm_are_its_derivatives():
+    rng = np.random.default_rng(4)
+    x, w, dy = rng.standard_normal((3, 8)), rng.standard_normal((1, 8)), rng.standard_normal((3, 8))
+    rstd = permutation.rms_norm(x, w, 1e-3)[1]
+    dx, each = permutation.rms_norm_gradient(dy, x, w, rstd)
+
+    def loss(tokens, weights):
+        return float((permutation.rms_norm(tokens, weights, 1e-3)[0] * dy).sum())
+
+    for tensor, got in ((x, dx), (w, each.sum(axis=0, keepdims=True))):
+        for index in np.ndindex(tensor.shape):
+            step = np.zeros_like(tensor)
+            step[index] = 1e-6
+            sides = [(x + s * step, w) if tensor is x else (x, w + s * step) for s in (1, -1)]
+            assert np.isclose((loss(*sides[0]) - loss(*sides[1])) / 2e-6, got[index], atol=1e-7)
+
+
+def test_a_norm_with_one_wrong_number_is_seen():
+    """Each output of a norm and of its gradient is compared."""
+    for op, keys in (
+        ("rms-norm", {"residual": True, "dtype": "f32"}),
+        ("rms-norm-bwd", {"addend": True, "dtype": "f32"}),
+    ):
+        spec = spec_of(op, **keys)
+        inputs = permutation_inputs(spec, T=70, H=8, seed=3)
+        wide = {name: array.astype(np.float64) for name, array in inputs.items()}
+        if op == "rms-norm":
+            added = (inputs["x"] + inputs["residual"]).astype(np.float32)
+            y, rstd = permutation.rms_norm(added.astype(np.float64), wide["w"], spec.eps)
+            outputs = {"y": y, "sum": added, "rstd": rstd}
+        else:
+            dx, each = permutation.rms_norm_gradient(wide["dy"], wide["x"], wide["w"], wide["rstd"])
+            sums = np.stack([each[start : start + 32].sum(axis=0) for start in (0, 32, 64)])
+            outputs = {"dx": dx + wide["addend"], "partial": sums}
+        outputs = {name: array.astype(np.float32) for name, array in outputs.items()}
+        assert all(each.ok for each in permutation_check(spec, inputs, outputs)[0])
+        for name, array in outputs.items():
+            wrong = array.copy()
+            wrong.reshape(-1)[-1] *= 1 + 2**-12
+            measured = permutation_check(spec, inputs, {**outputs, name: wrong})[0]
+            assert next(each.name for each in measured if not each.ok) == name
 
 
 def test_spare_rows_alone_become_zeros():
