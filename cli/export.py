@@ -53,8 +53,9 @@ def command(
     With --wheel, every argument is a NAME, and the kernels go into DIR/NAME_VERSION-py3-none-any.whl. Where pip has
     installed it, every store has them, read-only.
 
-    With --lang c, FILE is a folder for PREFIX.h and PREFIX.c: typed functions that load and launch the kernels,
-    with their cubins. The source is C11 and C++17, needs only libdl, and opens the driver at run time.
+    With --lang c, FILE is a folder for PREFIX.h and PREFIX.c: typed functions that load and launch the kernels, with
+    their cubins, and launch the passes of a layer (file/layer). The source is C11 and C++17, needs only libdl, and
+    opens the driver at run time.
 
     With --lang c --loader the source has no kernels, but functions that load those of a bundle, by name, at run time;
     it takes no NAME, reads no store, and is the same for every bundle.

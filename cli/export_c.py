@@ -2,50 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from fusekit.errors import FusekitError, NotBuiltError, StoreError
 from fusekit_cli import output
-from fusekit_cli.lookup import check_alike, chosen, is_layer, note_unbuilt
+from fusekit_cli.lookup import check_alike, chosen, is_whole_layer, note_unbuilt, stored
 from fusekit_cli.options import Session
+
+if TYPE_CHECKING:
+    from fusekit.abi.layer_record import LayerRecord
+    from fusekit.store import NameRecord, Store
 
 
 def run(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: str | None = None) -> None:
     """Write the two files and print their paths."""
-    from fusekit.cabi import Exported, generate
+    from fusekit.cabi import Exported, ExportedLayer, generate
     from fusekit.choice.variants import check_name
     from fusekit.runtime.wellformed import launch_record
 
     store = session.open_store()
     kernels: dict[str, Exported] = {}
+    layers: dict[str, ExportedLayer] = {}
     for name in names:
-        listings = chosen(store, name, arch)
+        listings = stored(store, name, arch)
+        layer = is_whole_layer(name, [listed.record for listed in listings])
+        listings = listings if layer else chosen(store, name, arch)
         check_alike(listings)
         records = [listed.record for listed in listings]
         note_unbuilt(session, name, records)
-        if is_layer(name, records):
-            session.note(
-                f"{name} is a layer: each of its kernels has functions of its own; `fusekit show {name}` shows in "
-                "which order they are launched, and on what memory"
-            )
+        if layer:
+            record, used = layer_record_of(store, name, records)
+            layers[name] = ExportedLayer(record, {each.key: each.name for each in used})
+            listings = [listed for listed in listings if listed.record in used]
         for listed in listings:
-            record = listed.record
-            check_name(record)
-            stored = store.load(record.key)
-            if stored is None:
+            named = listed.record
+            check_name(named)
+            loaded = store.load(named.key)
+            if loaded is None:
                 raise NotBuiltError.of(
-                    record.name, record.arch, f"its name points to entry {record.key}, which no root holds"
+                    named.name, named.arch, f"its name points to entry {named.key}, which no root holds"
                 )
-            entry, cubin = stored
+            entry, cubin = loaded
             launch = launch_record(entry)
-            if record.name in kernels and kernels[record.name].record != launch:
-                raise FusekitError(f"{record.name} is stored for several architectures; choose one with --arch")
-            kernels[record.name] = Exported(record.name, launch, cubin, dict(record.defaults))
-    _answer(session, out, generate(list(kernels.values()), prefix), sorted(kernels), prefix)
+            if named.name in kernels and kernels[named.name].record != launch:
+                raise FusekitError(f"{named.name} is stored for several architectures; choose one with --arch")
+            kernels[named.name] = Exported(named.name, launch, cubin, dict(named.defaults))
+    texts = generate(list(kernels.values()), prefix, list(layers.values()))
+    _answer(session, out, texts, sorted(kernels), prefix, sorted(layers))
+
+
+def layer_record_of(store: Store, name: str, records: Sequence[NameRecord]) -> tuple[LayerRecord, list[NameRecord]]:
+    """The record of a layer, with the variants that are taken where no device is known, and those of its kernels."""
+    from fusekit.choice import tuning
+    from fusekit.choice.variants import choose
+    from fusekit.plan.layer import program, stored_options
+    from fusekit.plan.layer.record import layer_record
+    from fusekit.plan.operations import OPERATIONS
+
+    archs = sorted({record.arch for record in records})
+    if len(archs) > 1:
+        raise FusekitError(f"{name} is stored for several architectures ({', '.join(archs)}); choose one with --arch")
+    options = stored_options(name, {record.name: record.spec for record in records})
+    assert options is not None
+    plan, table = program(options), tuning.load(store, archs[0])
+    variants = {
+        part: [record for record in records if record.name.startswith(f"{name}.{part}@")] for part in plan.parts
+    }
+    used: dict[str, NameRecord] = {}
+
+    def key(part: str, tokens: int) -> str:
+        keys, dims = plan.parts[part], plan.dims(tokens)
+        operation, problem = OPERATIONS[keys["op"]], {"T": dims["T"]}
+        if operation.gemm:
+            problem = {**keys["problem"], "M": dims["M"] if operation.ragged else dims["T"]}
+        found = choose(variants[part], problem, table)
+        used[found.key] = found
+        return found.key
+
+    record = layer_record(options, archs[0], key)
+    named = {key for ladder in record.parts.values() for _, key in ladder}
+    return record, [each for key, each in used.items() if key in named]
 
 
 def run_loader(session: Session, out: Path, prefix: str) -> None:
@@ -55,9 +96,11 @@ def run_loader(session: Session, out: Path, prefix: str) -> None:
     _answer(session, out, generate_loader(prefix), [], prefix)
 
 
-def _answer(session: Session, out: Path, texts: Mapping[str, str], kernels: list[str], prefix: str) -> None:
+def _answer(
+    session: Session, out: Path, texts: Mapping[str, str], kernels: list[str], prefix: str, layers: Sequence[str] = ()
+) -> None:
     written = _write(out, texts)
-    document = {"files": written, "kernels": kernels, "prefix": prefix}
+    document = {"files": written, "kernels": kernels, "layers": list(layers), "prefix": prefix}
     output.answer(session, document, lambda: click.echo("\n".join(written)))
 
 

@@ -41,6 +41,19 @@ def unbuilt(name: str, parts: Iterable[str], records: Sequence[NameRecord]) -> l
     return [kernel for part in parts if (kernel := f"{name}.{part}") not in built]
 
 
+def is_whole_layer(name: str, records: Sequence[NameRecord]) -> bool:
+    """Whether `records` have every kernel of the layer `name`."""
+    if not is_layer(name, records):
+        return False
+    from fusekit.plan.layer import program, stored_options
+
+    try:
+        options = stored_options(name, {record.name: record.spec for record in records})
+    except (IntegrityError, UsageError):  # its kernels are usable without it
+        return False
+    return options is not None and not unbuilt(name, program(options).parts, records)
+
+
 def note_unbuilt(session: Session, name: str, records: Sequence[NameRecord]) -> None:
     """Print which kernels are missing if `name` is a layer, of which a store has `records`."""
     if not is_layer(name, records):

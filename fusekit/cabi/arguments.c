@@ -125,6 +125,13 @@ static int fk_overlap(const fk_extent *one, uint64_t first, const fk_extent *oth
     return column < one->width || column + other->width > one->pitch;
 }
 
+/* Whether one of two tensors may be written over the other, and is: with the same strides at the same place. */
+static int fk_in_place(const fk_record *record, const fk_call *call, const fk_extent *extents, int one, int other) {
+    const fk_tensor *first = &record->tensors[one], *second = &record->tensors[other];
+    return (first->written == 2 + other || second->written == 2 + one) && call->addresses[one] == call->addresses[other] &&
+           memcmp(extents[one].strides, extents[other].strides, (size_t)first->rank * sizeof(int64_t)) == 0;
+}
+
 static fusekit_status fk_check_places(const fk_record *record, const fk_call *call, const fk_extent *extents,
                                       fusekit_error *error) {
     int one, other;
@@ -139,7 +146,7 @@ static fusekit_status fk_check_places(const fk_record *record, const fk_call *ca
                            record->name, tensor->name, (unsigned long long)call->addresses[one],
                            (long long)tensor->alignment);
         for (other = 0; other < one; ++other)
-            if ((tensor->written || record->tensors[other].written) &&
+            if ((tensor->written || record->tensors[other].written) && !fk_in_place(record, call, extents, one, other) &&
                 fk_overlap(&extents[other], call->addresses[other], &extents[one], call->addresses[one]))
                 return fk_fail(error, FUSEKIT_INVALID_ARGUMENT,
                                "%s: %s overlaps %s in memory; an output must not share memory with another argument",

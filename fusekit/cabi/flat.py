@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fusekit.abi import (
@@ -23,9 +24,11 @@ from fusekit.abi import (
     variables,
 )
 from fusekit.abi.floats import FloatExpr, evaluate_float
-from fusekit.abi.limits import LAUNCH_VARIABLES
+from fusekit.abi.layer_record import LayerPass, LayerRecord, Layout
+from fusekit.abi.limits import LAUNCH_VARIABLES, WORD
 from fusekit.abi.parameters import ENCODINGS, INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZLE_BYTES, Scalar
-from fusekit.cabi.layout import DTYPES, KINDS, OPERATORS, TABLES, Field
+from fusekit.cabi.layout import DTYPES, KINDS, OPERATORS, PASSES, PLACES, TABLES, Field
+from fusekit.dtypes import DTYPES as TYPES
 from fusekit.errors import UsageError
 
 _CODES = {name: code for code, name in enumerate(OPERATORS)}
@@ -108,20 +111,101 @@ def of_arch(arch: str) -> dict[str, Any]:
     return {"arch": arch, "major": int(numbers[0]), "minor": int(numbers[1]), "suffix": _SUFFIXES.index(numbers[2])}
 
 
-def record(name: str, launch: LaunchRecord, defaults: Mapping[str, Any]) -> bytes:
-    """A complete launch record. name: the kernel's; defaults: the spec's, which come before the record's."""
-    return encode(name, "record", [record_row(name, launch, defaults)])
+def record(name: str, launch: LaunchRecord, defaults: Mapping[str, Any], *, in_place: bool = True) -> bytes:
+    """A complete launch record. name: the kernel's; defaults: the spec's, which come before the record's. in_place:
+    False for a loader of before, which refuses every output in another argument's memory.
+    """
+    return encode(name, "record", [record_row(name, launch, defaults, in_place=in_place)])
 
 
-def record_row(name: str, launch: LaunchRecord, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def record_row(
+    name: str, launch: LaunchRecord, defaults: Mapping[str, Any], *, in_place: bool = True
+) -> dict[str, Any]:
     """The same as the one row of its table."""
     _check_defaults(name, launch, defaults)
-    return _RecordWriter(name, launch, defaults).row()
+    return _RecordWriter(name, launch, defaults, in_place).row()
+
+
+def layer(record: LayerRecord, keys: Sequence[str]) -> bytes:
+    """A layer record. keys: of the kernels, by the number that C has for each. Raises UsageError for one over ranks."""
+    if any(buffer.place not in PLACES for buffer in record.buffers.values()):
+        raise UsageError(
+            f"{record.name} is over ranks, whose windows C does not know; launch it from Python, or export its kernels"
+            " one by one by their names"
+        )
+    dims = list(record.dims)
+    names = {name: index for index, name in enumerate(("T", *dims))}
+    buffers = {name: index for index, name in enumerate(record.buffers)}
+    parts = {name: index for index, name in enumerate(record.parts)}
+    numbers = {key: index for index, key in enumerate(keys)}
+
+    def steps(each: LayerPass) -> list[dict[str, Any]]:
+        bits = {name: index for index, name in enumerate(each.outputs)}
+        return [
+            {
+                "part": parts[step.part], "outputs": 0 if step.outputs is None else _mask(step.outputs, each.outputs),
+                "needs": bits.get(step.needs, -1), "unless": bits.get(step.unless, -1),
+                "operands": [
+                    {"name": argument, "buffer": buffers[name], "written": int(name in step.writes)}
+                    for argument, name in step.arguments.items()
+                ],
+            }
+            for step in each.steps
+        ]  # fmt: skip
+
+    def layout(each: Layout, outputs: Sequence[str]) -> dict[str, Any]:
+        return {
+            "outputs": _mask(each.outputs, outputs), "lends": _mask(each.lends, outputs),
+            "in_place": int(each.in_place), "since": each.since,
+            "until": WORD if each.until == math.inf else int(each.until),
+            "places": [
+                {"buffer": buffers[place.buffer], "home": buffers.get(place.home, -1),
+                 "above": _indices(map(buffers.__getitem__, place.above))}
+                for place in each.places
+            ],
+        }  # fmt: skip
+
+    def of_pass(which: str) -> dict[str, Any]:
+        if which not in record.passes:
+            return {}
+        each = record.passes[which]
+        return {
+            "inputs": _indices(map(buffers.__getitem__, each.inputs)),
+            "outputs": _indices(map(buffers.__getitem__, each.outputs)), "steps": steps(each),
+            "layouts": [layout(item, each.outputs) for item in each.layouts], "in_place": _indices(each.in_place),
+        }  # fmt: skip
+
+    row = {
+        "name": record.name, "arch": record.arch, "kernel_count": len(keys), "variable_count": len(names),
+        "dims": [{"expression": _steps_of(expr, names)} for expr in record.dims.values()],
+        "buffers": [
+            {"name": name, "dtype": DTYPES.index(each.dtype), "itemsize": TYPES[each.dtype].bytes,
+             "rank": len(each.shape), "place": PLACES.index(each.place),
+             "shape": [_steps_of(extent, names) for extent in each.shape]}
+            for name, each in record.buffers.items()
+        ],
+        "parts": [
+            {"name": name, "rungs": [
+                {"tokens": WORD if most is None else most, "kernel": numbers[key]} for most, key in ladder
+            ]}
+            for name, ladder in record.parts.items()
+        ],
+        "passes": [of_pass(which) for which in PASSES],
+    }  # fmt: skip
+    return encode(record.name, "layer", [row])
+
+
+def _mask(names: Collection[str], outputs: Sequence[str]) -> int:
+    return sum(1 << index for index, name in enumerate(outputs) if name in names)
+
+
+def _indices(numbers: Iterable[int]) -> list[dict[str, int]]:
+    return [{"index": number} for number in numbers]
 
 
 class _RecordWriter:
-    def __init__(self, name: str, launch: LaunchRecord, defaults: Mapping[str, Any]) -> None:
-        self._name = name
+    def __init__(self, name: str, launch: LaunchRecord, defaults: Mapping[str, Any], in_place: bool) -> None:
+        self._name, self._in_place = name, in_place
         self._launch = launch
         self._defaults = defaults
         self._tensors = [tensor.name for tensor in launch.tensors]
@@ -171,9 +255,10 @@ class _RecordWriter:
 
     def _tensor(self, tensor: TensorArgument, first_stride: int) -> dict[str, Any]:
         free = [tensor.reads_stride(index) for index in range(tensor.rank)]
+        over = 2 + self._tensors.index(tensor.in_place_of) if self._in_place and tensor.in_place_of else 0
         return {
-            "name": tensor.name, "written": int(tensor.written), "itemsize": tensor.itemsize, "rank": tensor.rank,
-            "alignment": tensor.alignment, "stride_divisor": tensor.stride_divisor,
+            "name": tensor.name, "written": over or int(tensor.written), "itemsize": tensor.itemsize,
+            "rank": tensor.rank, "alignment": tensor.alignment, "stride_divisor": tensor.stride_divisor,
             "free_strides": sum(is_free << index for index, is_free in enumerate(free)),
             "first_stride": first_stride,
             "shape": [self._steps(extent) for extent in tensor.shape],
@@ -231,18 +316,7 @@ class _RecordWriter:
         }  # fmt: skip
 
     def _steps(self, expr: Expr) -> Steps:
-        """Postfix order. The first two operands of a longer sum are added first, so the stack stays as deep as the
-        expression.
-        """
-        if isinstance(expr, int):
-            return [(_CODES["push"], expr)]
-        if isinstance(expr, str):
-            return [(_CODES["variable"], self._variables[expr])]
-        operator, *operands = expr
-        if operator == "if":
-            condition, then, other = (self._steps(item) for item in operands)
-            return [*condition, (_CODES["unless"], len(then) + 1), *then, (_CODES["jump"], len(other)), *other]
-        return list(_postfix(operator, [self._steps(item) for item in operands]))
+        return _steps_of(expr, self._variables)
 
     def _float_steps(self, expr: FloatExpr) -> Steps:
         if isinstance(expr, list | tuple):
@@ -251,6 +325,21 @@ class _RecordWriter:
             return [(_CODES["variable"], self._floats.index(str(expr)))]
         (bits,) = struct.unpack("<I", struct.pack("<f", evaluate_float(expr, {})))
         return [(_CODES["push"], bits)]
+
+
+def _steps_of(expr: Expr, names: Mapping[str, int]) -> Steps:
+    """Postfix order. The first two operands of a longer sum are added first, so the stack stays as deep as the
+    expression. names: the index of each variable.
+    """
+    if isinstance(expr, int):
+        return [(_CODES["push"], expr)]
+    if isinstance(expr, str):
+        return [(_CODES["variable"], names[expr])]
+    operator, *operands = expr
+    if operator == "if":
+        condition, then, other = (_steps_of(item, names) for item in operands)
+        return [*condition, (_CODES["unless"], len(then) + 1), *then, (_CODES["jump"], len(other)), *other]
+    return list(_postfix(operator, [_steps_of(item, names) for item in operands]))
 
 
 def _single(argument: Argument) -> tuple[TensorArgument | ScalarArgument, ...]:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from fusekit.abi import LaunchRecord
+from fusekit.abi.layer_record import LayerRecord
 from fusekit.cabi import flat
 from fusekit.cabi.identifiers import check_prefix, kernel_identifiers
-from fusekit.cabi.layout import declarations, loader_declarations
+from fusekit.cabi.layer_wrappers import LayerWrapper
+from fusekit.cabi.layout import declarations, layer_declarations, loader_declarations
 from fusekit.cabi.wrappers import Wrapper
 from fusekit.errors import UsageError
 
@@ -22,7 +24,8 @@ PARTS = (
     "driver.c", "layout", "record.c", "expressions.c", "reader.c", "arguments.c", "workspace.c", "maps.c", "launch.c",
     "load.c",
 )  # fmt: skip
-LOADER_PARTS = ("listing", "sha256.c", "bundle.c", "kernels.c", "named.c")
+LAYER_PARTS = ("dims.c", "layer", "layer.c")
+LOADER_PARTS = ("listing", "sha256.c", "bundle.c", "kernels.c", "dims.c", "named.c")
 _ABOUT = "/* Written by fusekit; changes are lost when it is written again. */\n"
 _PREFIXED = re.compile(r"\b(fusekit|FUSEKIT)_")
 _PER_LINE = 6
@@ -38,30 +41,50 @@ class Exported:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-def generate(kernels: Sequence[Exported], prefix: str = "fusekit") -> dict[str, str]:
+@dataclass(frozen=True, slots=True)
+class ExportedLayer:
+    """A layer to export. kernels: the full name of each kernel that `record` names, by its key."""
+
+    record: LayerRecord
+    kernels: Mapping[str, str]
+
+
+def generate(
+    kernels: Sequence[Exported], prefix: str = "fusekit", layers: Sequence[ExportedLayer] = ()
+) -> dict[str, str]:
     """File name -> text of ``<prefix>.h`` and ``<prefix>.c``, for C11 and C++17 alike.
 
-    prefix: what every public name begins with, so that several exports can be linked into one program. Raises
-    UsageError for a prefix that is no identifier, names that collide, or a record beyond the launcher's limits.
+    prefix: what every public name begins with, so that several exports can be linked into one program. layers: their
+    kernels are among `kernels`. Raises UsageError for a prefix that is no identifier, names that collide, a record
+    beyond the launcher's limits, or a layer over ranks.
     """
     check_prefix(prefix)
     if not kernels:
         raise UsageError("no kernel to export; name at least one")
-    identifiers = kernel_identifiers([kernel.name for kernel in kernels])
+    names = [kernel.name for kernel in kernels]
+    identifiers = kernel_identifiers([*names, *(layer.record.name for layer in layers)])
+    numbers = {name: number for number, name in enumerate(names)}
     cubins: dict[bytes, str] = {}
     declarations, definitions = [], []
-    for number, (kernel, identifier) in enumerate(zip(kernels, identifiers, strict=True)):
+    for number, (kernel, identifier) in enumerate(zip(kernels, identifiers, strict=False)):
         kernel.record.check_complete()
         label = cubins.setdefault(kernel.cubin, f"fk_cubin_{len(cubins)}")
         source = _source_of(number, kernel, label)
         wrapper = Wrapper(prefix, identifier, number, kernel.name, kernel.record, kernel.defaults)
         declarations.append(wrapper.declarations())
         definitions.append(f"/* ---- {kernel.name} */\n\n{source}\n{wrapper.definitions()}")
-    header = _header(prefix, [_part("core.h", prefix), *declarations])
+    for number, (layer, identifier) in enumerate(zip(layers, identifiers[len(kernels) :], strict=True)):
+        layer_wrapper = LayerWrapper(prefix, identifier, number, layer.record)
+        declarations.append(layer_wrapper.declarations())
+        definitions.append(
+            f"/* ---- {layer.record.name} */\n\n{_layer_source(number, layer, numbers)}\n{layer_wrapper.definitions()}"
+        )
+    headers, parts = (("core.h", "layer.h"), (*PARTS, *LAYER_PARTS)) if layers else (("core.h",), PARTS)
+    header = _header(prefix, [*(_part(part, prefix) for part in headers), *declarations])
     source = _source(
         prefix,
         [
-            *(_part(part, prefix) for part in PARTS),
+            *(_part(part, prefix) for part in parts),
             "/* ---- Cubins, as little-endian words. */\n",
             *(_embedded(label, cubin) for cubin, label in cubins.items()),
             *definitions,
@@ -95,8 +118,9 @@ def _source(prefix: str, parts: Sequence[str]) -> str:
 
 def _part(name: str, prefix: str) -> str:
     """A file of this folder with the launcher's public names under `prefix`, or what `layout` declares."""
-    if name in ("layout", "listing"):
-        return declarations() if name == "layout" else loader_declarations()
+    tables = {"layout": declarations, "layer": layer_declarations, "listing": loader_declarations}
+    if name in tables:
+        return tables[name]()
     text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     if prefix == "fusekit":
         return text
@@ -112,6 +136,24 @@ def _source_of(number: int, kernel: Exported, cubin: str) -> str:
         f'static const char fk_name_{number}[] = "{shown}";\n'
         f"static const fk_source fk_source_{number} = {{(const int64_t *)fk_words_{number}, {len(record) // 8},\n"
         f"    (const unsigned char *){cubin}, {len(kernel.cubin)}}};\n"
+    )
+
+
+def _layer_source(number: int, layer: ExportedLayer, numbers: Mapping[str, int]) -> str:
+    """A layer record, and what leads to it and its kernels."""
+    keys = list(dict.fromkeys(key for ladder in layer.record.parts.values() for _, key in ladder))
+    kernels = [numbers[layer.kernels[key]] for key in keys]
+    record = flat.layer(layer.record, keys)
+    return (
+        f"{_embedded(f'fk_layer_words_{number}', record)}\n"
+        f'static const char fk_layer_name_{number}[] = "{layer.record.name}";\n'
+        f"static const fk_source fk_layer_source_{number} = {{(const int64_t *)fk_layer_words_{number},"
+        f" {len(record) // 8}, NULL, 0}};\n"
+        f"static const fk_source *const fk_layer_kernels_{number}[] = {{\n    "
+        + ",\n    ".join(f"&fk_source_{kernel}" for kernel in kernels)
+        + f"\n}};\nstatic const char *const fk_layer_titles_{number}[] = {{\n    "
+        + ",\n    ".join(f"fk_name_{kernel}" for kernel in kernels)
+        + "\n};\n"
     )
 
 

@@ -185,16 +185,21 @@ static fusekit_status fk_pack(const fk_kernel *kernel, const fk_call *call, fuse
     return status == FUSEKIT_OK ? fk_ok(error) : status;
 }
 
-/* Memory for a launch and all that it points to. */
-static fusekit_launch *fk_new_launch(const fk_kernel *kernel) {
-    const fk_record *record = kernel->record;
+/* Of a launch and all that it points to. */
+static size_t fk_launch_bytes(const fk_record *record) {
     size_t size = sizeof(fusekit_launch) + (size_t)record->node_count * sizeof(fk_packed);
-    fusekit_launch *launch;
-    unsigned char *at;
     int index;
     for (index = 0; index < record->node_count; ++index) size += fk_space(&record->nodes[index]);
-    launch = (fusekit_launch *)calloc(1, size);
-    if (launch == NULL) return NULL;
+    return (size + sizeof(int64_t) - 1) / sizeof(int64_t) * sizeof(int64_t);
+}
+
+/* A launch in memory of so many bytes. */
+static fusekit_launch *fk_place_launch(const fk_kernel *kernel, void *memory) {
+    const fk_record *record = kernel->record;
+    fusekit_launch *launch = (fusekit_launch *)memory;
+    unsigned char *at;
+    int index;
+    memset(memory, 0, fk_launch_bytes(record));
     launch->kernel = kernel;
     launch->nodes = (fk_packed *)(launch + 1);
     at = (unsigned char *)(launch->nodes + record->node_count);
@@ -278,10 +283,12 @@ void fusekit_launch_free(fusekit_launch *launch) { free(launch); }
 
 static fusekit_status fk_bind(const fk_kernel *kernel, const fk_call *call, fusekit_launch **out,
                               fusekit_error *error) {
-    fusekit_launch *launch = fk_new_launch(kernel);
+    void *memory = malloc(fk_launch_bytes(kernel->record));
+    fusekit_launch *launch;
     fusekit_status status;
     *out = NULL;
-    if (launch == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory for a launch", kernel->record->name);
+    if (memory == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory for a launch", kernel->record->name);
+    launch = fk_place_launch(kernel, memory);
     status = fk_pack(kernel, call, launch, error);
     if (status == FUSEKIT_OK)
         *out = launch;

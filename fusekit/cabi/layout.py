@@ -54,6 +54,11 @@ DTYPES = tuple(_NUMBERED.get(number, "") for number in range(max(_NUMBERED) + 1)
 # field says that holds the rows, `value` the values before this one.
 LIMITS = ("none", "first_stride", "first_value", "variable_count", "float_count", "tensor_count", "outer", "value")
 
+PASSES = ("forward", "inference", "backward", "quantise")
+PLACES = ("argument", "kept", "scratch")
+FIRST_LAYER_DIM = 1
+"""Before the dims of a layer come its tokens."""
+BUFFERS, STEPS, OUTPUTS = 128, 64, 30
 RANK = 5
 STACK = 40  # values of an expression that is nested as deep as a record allows
 DOCUMENT, CUBIN = 16 << 20, 1 << 30  # bytes
@@ -90,6 +95,10 @@ def _flag(name: str) -> Field:
     return Field(name, high=1)
 
 
+def _index(name: str, low: int = 0, limit: str = "none") -> Field:
+    return Field(name, low=low, high=INT, limit=limit)
+
+
 def _place(what: str, most: int) -> tuple[Field, ...]:
     """Where `what` lies: how many bytes before the directory it begins, size, SHA-256."""
     digest = Field(f"{what}_digest", low=-WORD - 1, count=4)
@@ -99,7 +108,8 @@ def _place(what: str, most: int) -> tuple[Field, ...]:
 TABLES: dict[str, tuple[Field, ...]] = {
     "dim": (_text("name"), Field("divisor", low=1), Field("minimum"), Field("maximum")),
     "tensor": (
-        _text("name"), _flag("written"), Field("itemsize", low=1, high=8), Field("rank", high=RANK),
+        # written: 0, 1, or 2 and more: over the tensor of that number from 2 on, if both are the same memory
+        _text("name"), Field("written", high=TENSORS + 1), Field("itemsize", low=1, high=8), Field("rank", high=RANK),
         Field("alignment", low=1, high=1 << 30), Field("stride_divisor", low=1),
         Field("free_strides", high=2**RANK - 1),  # bit i: stride i is the caller's
         Field("first_stride", high=VARIABLES),  # index of its first stride among the variables
@@ -143,6 +153,35 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _rows("values", "own_value", VARIABLES),
         _rows("skips", "skip", VARIABLES), _rows("nodes", "node", LAUNCHES, low=1),
     ),
+    # Of layers: see fusekit.abi.layer_record. Sets of outputs are masks over those of the pass.
+    "layer_buffer": (  # place: that of PLACES, or further on a window's
+        _text("name"), Field("dtype", high=len(DTYPES) - 1), Field("itemsize", low=1, high=8), Field("rank", high=RANK),
+        Field("place", high=len(PLACES) - 1), _expression("shape", "variable_count", RANK),
+    ),
+    "layer_rung": (Field("tokens"), _index("kernel")),
+    "layer_part": (_text("name"), _rows("rungs", "layer_rung", 256, 1)),
+    "layer_operand": (_text("name"), _index("buffer"), _flag("written")),
+    "layer_step": (  # outputs: those for which it is queued, 0: always
+        _index("part"), Field("outputs", high=INT), _index("needs", -1), _index("unless", -1),
+        _rows("operands", "layer_operand", TENSORS),
+    ),
+    "layer_index": (_index("index"),),
+    "layer_place": (_index("buffer"), _index("home", -1), _rows("above", "layer_index", BUFFERS)),
+    "layer_layout": (
+        Field("outputs", high=INT), Field("lends", high=INT), _flag("in_place"), Field("since"), Field("until"),
+        _rows("places", "layer_place", BUFFERS),
+    ),
+    "layer_pass": (
+        _rows("inputs", "layer_index", BUFFERS), _rows("outputs", "layer_index", OUTPUTS),
+        _rows("steps", "layer_step", STEPS), _rows("layouts", "layer_layout", 1 << 16),
+        _rows("in_place", "layer_index", STEPS),
+    ),
+    "layer": (
+        _text("name"), _text("arch"), Field("kernel_count", low=1, high=1 << 12),
+        Field("variable_count", high=VARIABLES), _rows("dims", "own_value", VARIABLES),
+        _rows("buffers", "layer_buffer", BUFFERS), _rows("parts", "layer_part", STEPS),
+        _rows("passes", "layer_pass", len(PASSES), len(PASSES)),
+    ),
     # Of the loader alone: what a bundle holds for it (`member`). suffix: 0, 1 for f, 2 for a; problem: why there is no
     # record. Candidates come last.
     "listed": (
@@ -158,6 +197,23 @@ TABLES: dict[str, tuple[Field, ...]] = {
 
 
 LOADER_TABLES = ("listed", "directory", "footer")
+LAYER_TABLES = tuple(name for name in TABLES if name.partition("_")[0] == "layer")
+
+
+def layer_declarations() -> str:
+    """The structures and rules of layers."""
+    constants = {
+        "MOST_BUFFERS": BUFFERS, "MOST_STEPS": STEPS, "PASSES": len(PASSES), "FIRST_LAYER_DIM": FIRST_LAYER_DIM
+    }  # fmt: skip
+    names = ", ".join(f'"{name}"' for name in PASSES)
+    return "\n".join([
+        "/* ---- What a layer's passes launch, in words of 64 bits. */\n",
+        _enum(None, [f"FK_{name} = {value}" for name, value in constants.items()]),
+        _enum("fk_pass", [f"FK_PASS_{name.upper()}" for name in PASSES]),
+        _enum("fk_where", [f"FK_IN_{name.upper()}" for name in PLACES]),
+        f"static const char *const fk_pass_names[] = {{{names}}};\n",
+        *(text(name, TABLES[name]) for name in LAYER_TABLES for text in (_structure, _rules)),
+    ])  # fmt: skip
 
 
 def loader_declarations() -> str:
@@ -199,7 +255,7 @@ def declarations() -> str:
         "struct fk_type {\n    const fk_field *fields;\n    int count;\n    size_t words;\n};\n",
     ]
     for name, fields in TABLES.items():
-        if name not in LOADER_TABLES:
+        if name not in (*LOADER_TABLES, *LAYER_TABLES):
             parts += [_structure(name, fields), _rules(name, fields)]
     return "\n".join(parts)
 

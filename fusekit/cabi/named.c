@@ -1,4 +1,4 @@
-/* ---- Calls by name: a tensor's shape says what the dims are, as everywhere but in the typed structures. */
+/* ---- Calls by name. */
 
 typedef struct {
     int64_t dims[FK_MOST_VARIABLES], integers[FK_MOST_SCALARS];
@@ -71,30 +71,6 @@ static fusekit_status fk_take_tensors(const fusekit_kernel *kernel, const fuseki
     return FUSEKIT_OK;
 }
 
-/* The dim that an expression is, or -1. */
-static int fk_bare_dim(const fk_expression *expression) {
-    return expression->count == 1 && expression->steps->operation == FK_VARIABLE
-               ? (int)expression->steps->value - FK_FIRST_DIM
-               : -1;
-}
-
-/* Each dim off the first shape that has it by its bare name, inputs before outputs: an output is what gets blamed. */
-static void fk_take_dims(const fk_record *record, fk_named *values) {
-    unsigned char known[FK_MOST_VARIABLES];
-    int written, tensor, index;
-    memset(known, 0, sizeof known);
-    for (written = 0; written < 2; ++written)
-        for (tensor = 0; tensor < record->tensor_count; ++tensor) {
-            if (record->tensors[tensor].written != written) continue;
-            for (index = 0; index < record->tensors[tensor].rank; ++index) {
-                int dim = fk_bare_dim(&record->tensors[tensor].shape[index]);
-                if (dim < 0 || known[dim]) continue;
-                known[dim] = 1;
-                values->dims[dim] = values->given[tensor].shape[index];
-            }
-        }
-}
-
 static fusekit_status fk_take_scalars(const fusekit_kernel *kernel, const fusekit_arguments *arguments,
                                       fk_named *values, fusekit_error *error) {
     const fk_record *record = kernel->loaded->record;
@@ -148,7 +124,7 @@ static fusekit_status fk_by_index(const fusekit_kernel *kernel, const fusekit_ar
     call->priority = arguments->priority;
     status = fk_take_tensors(kernel, arguments, values, error);
     if (status != FUSEKIT_OK) return status;
-    fk_take_dims(kernel->loaded->record, values);
+    fk_take_dims(kernel->loaded->record, values->given, values->dims);
     return fk_take_scalars(kernel, arguments, values, error);
 }
 

@@ -218,6 +218,9 @@ static int fk_check_record(const fk_reader *reader, const fk_record *record) {
         if (tensor->first_stride != next)
             return fk_refuse(reader, &at, "first_stride", "is %lld; it must be %lld", (long long)tensor->first_stride,
                              (long long)next);
+        if (tensor->written > 1 && (tensor->written - 2 >= record->tensor_count ||
+                                    record->tensors[tensor->written - 2].rank != tensor->rank))
+            return fk_refuse(reader, &at, "written", "is over no such tensor");
         next += tensor->rank;
     }
     for (index = 0; index < record->argument_count; ++index) {

@@ -233,7 +233,8 @@ class _Reader:
         """The member for the C loader must follow from the documents, byte for byte; a digest does not show that."""
         from fusekit.share.loader import derived
 
-        if loader != derived(names, candidates, before(index.members[:-1]))[0]:
+        places = before(index.members[:-1])
+        if all(loader != derived(names, candidates, places, in_place=in_place)[0] for in_place in (True, False)):
             raise self._bad(
                 f"has a {LOADER} that does not follow from its entries and names: it was changed, or written by another"
                 " version of fusekit",

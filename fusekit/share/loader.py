@@ -40,13 +40,15 @@ def member(selection: Selection, before: Mapping[str, int]) -> tuple[bytes, str]
 
 
 def derived(
-    names: Sequence[tuple[NameRecord, Entry]], candidates: Sequence[tuple[NameRecord, Entry]], before: Mapping[str, int]
-) -> tuple[bytes, str]:
+    names: Sequence[tuple[NameRecord, Entry]], candidates: Sequence[tuple[NameRecord, Entry]],
+    before: Mapping[str, int], *, in_place: bool = True,
+) -> tuple[bytes, str]:  # fmt: skip
     """The member and the SHA-256 of its directory, derived from names and entries in the bundle's order. candidates:
-    earlier builds of the names. before: digest of each cubin -> how many bytes before the member it begins.
+    earlier builds of the names. before: digest of each cubin -> how many bytes before the member it begins. in_place:
+    False for the member that fusekit 0.2 wrote.
     """
     kernels = [*names, *candidates]
-    records = [_record(named, entry) for named, entry in kernels]
+    records = [_record(named, entry, in_place) for named, entry in kernels]
     left = size = sum(len(data) for data, _ in records)
     rows = []
     for index, ((named, entry), (data, problem)) in enumerate(zip(kernels, records, strict=True)):
@@ -67,14 +69,14 @@ def derived(
     return b"".join(content), digest.hexdigest()
 
 
-def _record(named: NameRecord, entry: Entry) -> tuple[bytes, str]:
+def _record(named: NameRecord, entry: Entry, in_place: bool) -> tuple[bytes, str]:
     """The flat record and no problem, or no bytes and the problem."""
     try:
         launch = LaunchRecord.from_json(dict(entry.launch))
         launch.check_complete()
         if launch.arch != named.arch:
             raise UsageError(f"its launch record is for {launch.arch}")
-        return flat.record(named.name, launch, named.defaults), ""
+        return flat.record(named.name, launch, named.defaults, in_place=in_place), ""
     except (RecordError, UsageError, ValueError, OverflowError, struct.error) as error:
         return b"", str(error).removeprefix(f"{named.name}: ")[:200]
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from fusekit.cabi import Exported, generate, generate_loader
-from fusekit.spec import find
+from fusekit.spec import find, parse_file
+from tests.layers.samples import library
 from tests.records import read_record
 
-from .launcher import CUBIN, complete
+from .launcher import CUBIN, NO_DRIVER, complete
+from .layers import exported
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "c"
 COMMANDS = {
@@ -38,3 +41,51 @@ def test_it_compiles(example, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert subprocess.run([tmp_path / "fc1"], capture_output=True, check=False).returncode == 2  # usage
+
+
+@pytest.fixture(scope="module")
+def layer(tmp_path_factory):
+    """moe.h, moe.c and moe.o of the layer of the examples, whose kernels take the addresses of their tensors."""
+    if shutil.which("gcc") is None:
+        pytest.skip("gcc is not installed")
+    folder = tmp_path_factory.mktemp("layer")
+    table = next(spec.layer for spec in parse_file(EXAMPLES.parent / "layer.toml") if "." in spec.name)
+    opened, _ = library(folder / "store", table)
+    python = opened.layer("layer/moe")
+    of_layer, kernels = exported(opened, python, python.kernel_name)
+    for name, text in generate(kernels, "moe", [of_layer]).items():
+        (folder / name).write_text(text)
+    run(folder, "gcc", "-std=c11", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-c", "moe.c", "-o", "moe.o")
+    return folder
+
+
+no_driver = pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="it says that there is no driver")
+
+
+def run(folder, *command, status=0):
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stderr
+
+
+def test_a_layer_is_trained_in_c(layer):
+    command = ["gcc", "-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-Wpedantic", "-I."]
+    run(layer, *command, EXAMPLES / "train.c", "moe.o", "-ldl", "-o", "train")
+    assert "usage" in run(layer, "./train", status=2)
+
+
+@no_driver
+def test_a_layer_is_launched_by_rust(layer):
+    if shutil.which("rustc") is None:
+        pytest.skip("rustc is not installed")
+    run(layer, "ar", "rcs", "libmoe.a", "moe.o")
+    command = ["rustc", "--edition", "2021", "-L", ".", "-l", "static=moe", "-l", "dl", "-o", "of_rust"]
+    run(layer, *command, EXAMPLES.parent / "rust" / "layer.rs")
+    assert "no NVIDIA driver" in run(layer, "./of_rust", status=NO_DRIVER)
+
+
+@no_driver
+def test_a_layer_is_launched_by_ctypes(layer):
+    run(layer, "gcc", "-shared", "moe.o", "-ldl", "-o", "moe.so")
+    program = EXAMPLES.parent / "layer_ctypes.py"
+    assert "no NVIDIA driver" in run(layer, sys.executable, "-S", program, "./moe.so", status=1)

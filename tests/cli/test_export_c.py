@@ -17,6 +17,7 @@ def test_it_writes_two_files_and_says_so(stocked, tmp_path):
     assert result.json == {
         "files": ["out/c/moe.h", "out/c/moe.c"],
         "kernels": ["sample/fc1@128x160-c2x1", "sample/fc2@128x160-c2x1"],
+        "layers": [],
         "prefix": "moe",
     }
     folder = tmp_path / "out" / "c"
@@ -40,7 +41,7 @@ def test_a_folder_that_cannot_be_made(stocked, tmp_path):
 
 def test_the_loader_is_the_same_for_every_kernel(fusekit, stocked, tmp_path):
     result = stocked("export", "--lang", "c", "--loader", "out", "--prefix", "moe", "--json")
-    assert result.json == {"files": ["out/moe.h", "out/moe.c"], "kernels": [], "prefix": "moe"}
+    assert result.json == {"files": ["out/moe.h", "out/moe.c"], "kernels": [], "layers": [], "prefix": "moe"}
     assert "moe_status moe_bundle_open(" in (tmp_path / "out" / "moe.h").read_text()
     first = (tmp_path / "out" / "moe.c").read_bytes()
     fusekit("--store", str(tmp_path / "none"), "export", "--lang", "c", "--loader", "out", "--prefix", "moe")

@@ -164,10 +164,12 @@ def test_an_export_of_half_a_layer_says_what_is_missing(fusekit, store, language
     assert "not built" not in fusekit("export", *language, "model/moe.fc2-dgrad", "model/fc1").err
 
 
-def test_a_layer_is_exported_as_its_kernels_in_c(fusekit, store, tmp_path):
+def test_a_layer_is_exported_with_its_passes_in_c(fusekit, store, tmp_path):
     done = fusekit("export", "--lang", "c", "out", "model/moe", "--json")
-    assert sorted(done.json["kernels"]) == NAMES
-    assert "model/moe is a layer: each of its kernels has functions of its own" in done.err
+    assert sorted(done.json["kernels"]) == NAMES and done.json["layers"] == ["model/moe"]
+    header = (tmp_path / "out" / "fusekit.h").read_text()
+    for name in ("load", "sizes", "forward", "bind_forward", "inference", "backward", "unload"):
+        assert f"fusekit_status fusekit_model_moe_{name}(" in header
 
 
 def test_load_of_a_layer_says_how_it_is_launched(store):

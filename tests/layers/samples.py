@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,18 @@ def records(options: Options) -> dict[str, LaunchRecord]:
     return got
 
 
-def library(root: Path, options: Options) -> tuple[Library, FakeDriver]:
-    """A library whose store at `root` holds the layer, on a fake driver."""
+def library(root: Path, options: Options, variants: int = 1) -> tuple[Library, FakeDriver]:
+    """A library whose store at `root` holds the layer, on a fake driver. variants: of each kernel."""
     store = Store.open(Config(store=root))
     layer_records = records(options)
+    layer_records = {
+        (part, number): replace(record, symbol=f"{record.symbol}{f'_{number}' if number else ''}")
+        for part, record in layer_records.items()
+        for number in range(variants)
+    }
     cubin = cubin_of(*(record.symbol for record in layer_records.values()))
-    for part, record in layer_records.items():
-        fields = {"arch": record.arch, "spec": part}
+    for (part, number), record in layer_records.items():
+        fields = {"arch": record.arch, "spec": f"{part}{number or ''}"}
         entry = Entry(
             key=key_of(fields), fields=fields, cubin_sha256=hashlib.sha256(cubin).hexdigest(), cubin_bytes=len(cubin),
             launch=record.to_json(), resources={}, proof={}, toolchain={}, seconds=1.0,
@@ -69,8 +75,9 @@ def library(root: Path, options: Options) -> tuple[Library, FakeDriver]:
         op = program(options).parts[part]["op"]
         spec: dict[str, Any] = {"op": op, "layer": options.canonical()}
         gemm = OPERATIONS[op].gemm if op in OPERATIONS else False
-        spec |= {"tile": [128, 128], "cluster": [1, 1]} if gemm else {"warps": 8}
-        name = f"{options.file}/{options.name}.{part}@{'128x128-c1x1' if gemm else 'w8'}"
+        columns, warps = 128 + 32 * number, 8 << number
+        spec |= {"tile": [128, columns], "cluster": [1, 1]} if gemm else {"warps": warps}
+        name = f"{options.file}/{options.name}.{part}@{f'128x{columns}-c1x1' if gemm else f'w{warps}'}"
         store.publish_name(NameRecord(name, record.arch, entry.key, spec, {}))
     kernels = {
         record.symbol: [(each.offset, each.size) for each in record.parameters] for record in layer_records.values()
