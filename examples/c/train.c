@@ -1,6 +1,6 @@
 /* A C11 program that trains a mixture-of-experts layer: ten steps, SGD on the host, no Python, framework or CUDA toolkit.
  *
- *     fusekit build examples/layer.toml
+ *     fusekit build layer
  *     fusekit export --lang c build layer/moe --prefix moe
  *     gcc -std=c11 -O2 -Ibuild examples/c/train.c build/moe.c -ldl -o train
  *     ./train FOLDER TOKENS

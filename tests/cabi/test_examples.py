@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fusekit.cabi import Exported, generate, generate_loader
-from fusekit.spec import find, parse_file
+from fusekit.spec import find
 from tests.layers.samples import library
 from tests.records import read_record
 
@@ -49,7 +49,7 @@ def layer(tmp_path_factory):
     if shutil.which("gcc") is None:
         pytest.skip("gcc is not installed")
     folder = tmp_path_factory.mktemp("layer")
-    table = next(spec.layer for spec in parse_file(EXAMPLES.parent / "layer.toml") if "." in spec.name)
+    table = next(spec.layer for spec in find(["layer"]) if "." in spec.name)
     opened, _ = library(folder / "store", table)
     python = opened.layer("layer/moe")
     of_layer, kernels = exported(opened, python, python.kernel_name)

@@ -1,6 +1,6 @@
 """Layers exported as C on the GPU: a program in C gives the bits that Python gives.
 
-fusekit --store STORE build examples/layer.toml gpt-oss-20b
+fusekit --store STORE build layer gpt-oss-20b
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_c_layer.py
 """
 
