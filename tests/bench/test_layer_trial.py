@@ -411,7 +411,7 @@ def test_a_large_layer_is_checked_with_few_tokens(monkeypatch: Any) -> None:
 
 def test_the_example(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     root = Path(__file__).parents[2] / "examples"
-    (table,) = tomllib.loads((root / "layer.toml").read_text())["kernel"]
+    (table,) = tomllib.loads((root.parent / "kernel_specs" / "layer.toml").read_text())["kernel"]
     sizes = {name: table[name] for name in ("hidden", "intermediate", "experts", "topk")}
     publish(tmp_path, options(file="layer", tokens=1024, grad_dtype="bf16", **sizes))
     install(monkeypatch, rig)
