@@ -52,6 +52,14 @@ def options(*verbs):
     return {"--help", "-h", *named}
 
 
+def test_every_example_is_linked():
+    """A reader of the site gets a file by a link alone."""
+    links = ((page, link) for page in PAGES for link in re.findall(r"\]\((?!\w+:)([^)#\s]+)", page.read_text()))
+    linked = {(page.parent / link).resolve() for page, link in links}
+    files = {path for path in (ROOT / "examples").rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert files - set(PAGES) <= linked
+
+
 @pytest.mark.parametrize(("page", "example"), [(README, "train.py"), (ROOT / "docs" / "start.md", "first.py")])
 def test_a_page_shows_its_example(page, example):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)

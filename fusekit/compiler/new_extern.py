@@ -90,6 +90,7 @@ def _roles(wanted: Mapping[str, Any], answer: Mapping[str, Any]) -> tuple[dict[s
     from fusekit.abi import PointerParameter, StructParameter, TensorMapParameter
     from fusekit.compiler import extern, hardware, hostcode
     from fusekit.compiler.lift import LIFT_VALUES
+    from fusekit.compiler.places import with_places
     from fusekit.compiler.ptx import accesses
     from fusekit.compiler.trace import trace
     from fusekit.errors import FusekitError
@@ -120,8 +121,10 @@ def _roles(wanted: Mapping[str, Any], answer: Mapping[str, Any]) -> tuple[dict[s
                         access = found.get((number, at), (False, False))
                         before = uses.get(field.argument, (False, False))
                         uses[field.argument] = before[0] or access[0], before[1] or access[1]
-    except (FusekitError, ValueError) as error:
-        return {}, " ".join(str(error).split()) or type(error).__name__
+    except FusekitError as error:
+        return {}, " ".join(str(with_places(error)).split())
+    except ValueError as error:
+        return {}, str(error)
     return {name: _ROLES[use] for name, use in uses.items() if use in _ROLES}, ""
 
 

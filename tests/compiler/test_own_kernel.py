@@ -145,6 +145,7 @@ def test_where_nothing_compiles_names_give_the_roles(place):
     done = run(["fusekit", "new", "--from", "odd:arguments", "--json"], place)
     assert json.loads(done.stdout)["roles"] == {"x": "input", "residual": "input", "y": "output"}
     assert "note: the kernel could not be compiled to see the roles: " in done.stderr
+    assert "odd.py" in done.stderr
     assert "y: output, its role is guessed from its name" in done.stderr
 
 
