@@ -1,0 +1,140 @@
+"""SGLang's unquantised MoE method and runner, by its own Python, with layers on the CPU."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from tests.doors.absent import stand_in  # noqa: E402
+
+stand_in("IPython", "compressed_tensors", "gguf", "partial_json_parser", "sentencepiece", "starlette", "torchvision")
+pytest.importorskip("sglang", reason="sglang is not installed")
+
+from sglang.srt.layers.moe import utils  # noqa: E402
+from sglang.srt.layers.moe.fused_moe_native import moe_forward_native  # noqa: E402
+from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig  # noqa: E402
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput  # noqa: E402
+from sglang.srt.layers.moe.topk import StandardTopKOutput  # noqa: E402
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod  # noqa: E402
+from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
+
+from fusekit.interop import sglang as door  # noqa: E402
+from tests.doors.served import E, H, I, K, Problem, error, library  # noqa: E402
+
+GPT_OSS = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}
+
+
+@pytest.fixture
+def store(monkeypatch):
+    original = UnquantizedFusedMoEMethod.create_moe_runner
+    lora = SimpleNamespace(enable_lora=False, lora_paths=None)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_lora", lambda: lora)
+    stored = library()
+    door.register(stored)
+    door.register(stored)
+    HookRegistry.apply_hooks()
+    yield stored
+    UnquantizedFusedMoEMethod.create_moe_runner = original
+    door.MOE_RUNNER_BACKEND_CHOICES.remove(door.NAME)
+    HookRegistry.reset()
+
+
+class Served:
+    """A method of SGLang's with the weights of a problem."""
+
+    def __init__(self, problem, **changed):
+        fields = {
+            "num_experts": E,
+            "num_local_experts": E,
+            "hidden_size": H,
+            "intermediate_size_per_partition": I,
+            "top_k": K,
+            "params_dtype": torch.bfloat16,
+            "num_fused_shared_experts": 0,
+        }
+        self.config = MoeRunnerConfig(**fields | changed)
+        self.layer, self.problem = torch.nn.Module(), problem
+        self.layer.moe_runner_config, self.layer.num_experts = self.config, self.config.num_local_experts
+        self.method = UnquantizedFusedMoEMethod()
+        sizes = self.config.num_local_experts, H, I, torch.bfloat16
+        self.method.create_weights(self.layer, *sizes, with_bias=problem.b1 is not None)
+        given = {"w13_weight": problem.w1, "w2_weight": problem.w2, "w13_weight_bias": problem.b1,
+                 "w2_weight_bias": problem.b2}  # fmt: skip
+        for name, parameter in self.layer.named_parameters():
+            if parameter.shape == given[name].shape:
+                parameter.data.copy_(given[name])
+        self.method.create_moe_runner(self.layer, self.config)
+
+    @property
+    def backend(self):
+        return self.method.get_moe_runner_backend(self.layer).value
+
+    def topk(self):
+        return StandardTopKOutput(self.problem.weights, self.problem.ids, None)
+
+    def run(self):
+        with torch.inference_mode():
+            given = StandardDispatchOutput(self.problem.x, None, self.topk())
+            return self.method.forward_cuda(self.layer, given).hidden_states
+
+
+def test_silu_as_the_native_implementation(store):
+    served = Served(problem := Problem())
+    assert served.backend == door.NAME and error(served.run(), problem.wanted()) < 0.01
+    native = moe_forward_native(served.layer, problem.x, served.topk(), served.config)
+    assert error(served.run(), native.float()) < 0.01
+    assert store.searched == 1
+
+
+def test_gpt_oss_with_float32_biases(store):
+    served = Served(problem := Problem(bias=True, bias_dtype=torch.float32), **GPT_OSS)
+    assert error(served.run(), problem.wanted(gpt_oss=True)) < 0.01
+
+
+def test_the_scaling_factor_of_routed_experts(store):
+    served = Served(problem := Problem(), routed_scaling_factor=2.5)
+    assert error(served.run(), 2.5 * problem.wanted()) < 0.01
+
+
+def test_experts_of_another_rank_add_nothing(store):
+    problem = Problem()
+    wanted = problem.wanted(local=range(4))
+    problem.w1, problem.w2, problem.ids = problem.w1[:4], problem.w2[:4], problem.ids.where(problem.ids < 4, -1)
+    assert error(Served(problem, num_local_experts=4).run(), wanted) < 0.01
+
+
+def test_no_tokens(store):
+    served = Served(problem := Problem())
+    problem.x, problem.weights, problem.ids = problem.x[:0], problem.weights[:0], problem.ids[:0]
+    assert served.run().shape == (0, H)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"top_k": 3}, {"activation": "gelu"}, {"activation": "situ"}, {"params_dtype": torch.float16},
+        {"gemm1_clamp_limit": 5.0}, {"swiglu_limit": 10}, {"no_combine": True}, {"apply_router_weight_on_input": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_elsewhere_sglang_chooses(store, changed):
+    assert Served(Problem(), **changed).backend == "triton"
+
+
+def test_another_backend_that_was_asked_for_stays(store, monkeypatch):
+    monkeypatch.setattr(utils, "get_moe_runner_backend", lambda: utils.MoeRunnerBackend.TRITON)
+    assert Served(Problem()).backend == "triton"
+    monkeypatch.setattr(utils, "get_moe_runner_backend", door._backend)
+    assert Served(Problem()).backend == door.NAME
+
+
+def test_a_refusal_is_logged_once(store, monkeypatch):
+    records = []
+    monkeypatch.setattr(
+        logging.getLogger("sglang.fusekit"), "warning", lambda text, *given: records.append(text % given)
+    )
+    for _ in range(2):
+        Served(Problem(), top_k=3)
+    assert len(records) == 1 and "topk = 3" in records[0]
