@@ -26,6 +26,13 @@ def families(ctx: click.Context, parameter: click.Parameter, incomplete: str) ->
     return sorted(name for name in FAMILIES if name.startswith(incomplete))
 
 
+def doors(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Trainers and servers of `new --for`."""
+    from fusekit.spec.doors import DOORS
+
+    return [name for name in DOORS if name.startswith(incomplete)]
+
+
 def packaged(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """Names of packaged specs, and spec files."""
     from fusekit.spec.catalog import packaged_files

@@ -42,6 +42,7 @@ def command(session: Session) -> None:
         "gpus": driver["gpus"],
         "stores": _stores(session, driver["cuda"]),
         "trust": _trust(session),
+        "doors": _doors(session),
     }
     output.answer(session, document, lambda: _print(document))
 
@@ -202,6 +203,31 @@ def _trust(session: Session) -> dict[str, Any] | None:
         return {"keys": [], "problem": _text(error)}
 
 
+def _doors(session: Session) -> list[dict[str, Any]]:
+    """For each trainer and server its package here, the version that was tried, and the layers that it could use."""
+    from importlib import metadata
+
+    from fusekit.library import Library
+    from fusekit.spec.doors import DOORS
+
+    layers, problem = {}, None
+    try:
+        layers = Library(session.open_store()).layers()
+    except Exception as error:
+        problem = _text(error)
+    answers = []
+    for name, door in DOORS.items():
+        installed = None
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            installed = metadata.version(door.package)
+        fitting = sorted(layer for layer, options in layers.items() if door.fits(options))
+        answers.append(
+            {"door": name, "package": door.package, "installed": installed, "tried": door.tried, "layers": fitting,
+             "problem": problem}
+        )  # fmt: skip
+    return answers
+
+
 def _text(error: Exception) -> str:
     return str(error) if isinstance(error, FusekitError) else f"{type(error).__name__}: {error}"
 
@@ -241,6 +267,17 @@ def _print(document: dict[str, Any]) -> None:
                 click.echo(f"        tuning table of {arch}: {output.plural(rows, 'row')}")
         elif store["exists"] is False and store["role"] == "writable":
             click.echo("        it does not exist yet")
+    for index, door in enumerate(document["doors"]):
+        there = f"{door['package']} {door['installed']}" if door["installed"] else f"no {door['package']}"
+        tried = "" if door["installed"] == door["tried"] else f", tried with {door['tried']}"
+        found = door["layers"]
+        layers = (
+            f"{output.plural(len(found), 'layer')}, such as {found[0]}"
+            if found
+            else (f"no layer; `fusekit new MODEL --for {door['door']}` writes one")
+        )
+        head = "" if index else "doors"
+        click.echo(f"{'' if index else chr(10)}{head:8}{door['door']}: {there}{tried}; {layers}")
     if trust := document["trust"]:
         keys = ", ".join(f"{key['id']} {key['comment']}".rstrip() for key in trust["keys"])
         click.echo(f"\ntrust   {trust['problem'] or 'only what is signed by ' + keys}")

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import sys
+from dataclasses import replace
 from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,10 @@ _HUB = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.json)(?<!\.toml)"  # organis
     help="Ranks that share the experts of a layer.",
 )  # fmt: skip
 @click.option("--inference", is_flag=True, help="Layers without a backward pass and a load-balancing loss.")
+@click.option(
+    "--for", "door", metavar="DOOR", shell_complete=complete.doors,
+    help="Only the experts, with the options that a trainer or server needs: megatron, torchtitan, vllm, ...",
+)  # fmt: skip
 @click.option("--arch", metavar="ARCH", default="sm_90a", show_default=True, help="Target architecture.")
 @click.option(
     "--family",
@@ -58,7 +63,8 @@ _HUB = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.json)(?<!\.toml)"  # organis
 @common
 def command(
     session: Session, model: str | None, source: str | None, params: str | None, out: str | None, force: bool,
-    name: str | None, tokens: int, ranks: int, inference: bool, arch: str, family: str | None,
+    name: str | None, tokens: int, ranks: int, inference: bool, door: str | None, arch: str,
+    family: str | None,
 ) -> None:  # fmt: skip
     """Write a commented spec file for MODEL: a Hugging Face config.json, a folder that holds one, - for stdin, or
     ORG/NAME of the Hub, which needs huggingface_hub.
@@ -73,13 +79,14 @@ def command(
     if (model is None) == (source is None):
         raise UsageError("give a MODEL, or --from MODULE:FUNCTION; one of the two")
     if source is not None:
-        if of_models := given("tokens", "ranks", "inference", "family"):
+        if of_models := given("tokens", "ranks", "inference", "door", "family"):
             raise UsageError(f"{', '.join(of_models)}: for a MODEL, not a function; leave out with --from")
         _foreign(session, source, params, arch, name, out, force)
         return
     assert model is not None
     if params is not None:
         raise UsageError("--params are those of a function; give --from MODULE:FUNCTION with it, not a MODEL")
+    from fusekit.spec.doors import DOORS
     from fusekit.spec.hf_config import read_model
     from fusekit.spec.model import ARCHES
     from fusekit.spec.model_kernels import Request
@@ -87,11 +94,15 @@ def command(
 
     if arch not in ARCHES:
         raise UsageError(f"--arch {arch}: there are no kernels for it; it is one of {', '.join(ARCHES)}")
+    if door is not None and door not in DOORS:
+        raise UsageError(f"--for {door}: there is no such door; it is one of {', '.join(DOORS)}")
     text, source = _read(model)
     read = read_model(text, source, family)
     stem = name if name is not None else _stem(model, out, read.model_type)
     _check(stem, name)
-    wanted = Request(stem, arch, tokens, ranks, training=not inference, origin=Path(source).name)
+    wanted = Request(stem, arch, tokens, ranks, not inference, Path(source).name, door or "")
+    if wanted.outside is not None and (wanted.outside.keys or {}).get("keep") == "none":
+        wanted = replace(wanted, training=False)
     spec = new_spec(read, wanted)
     contents = {
         name: getattr(spec, name) for name in ("layers", "missing_layers", "kernels", "missing_kernels", "notes")

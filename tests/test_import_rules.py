@@ -110,6 +110,8 @@ FRAMEWORKS = {
         "fusekit/interop/torch_ranks.py",
         "fusekit/interop/transformers.py",
         "fusekit/interop/transformers_blocks.py",
+        "fusekit/interop/megatron.py",
+        "fusekit/interop/torchtitan.py",
         "fusekit/providers/quack.py",
         "fusekit/bench/torch_gemm.py",
         "fusekit/bench/torch_router.py",
@@ -117,6 +119,8 @@ FRAMEWORKS = {
     "transformers": {"fusekit/interop/transformers.py", "fusekit/interop/transformers_blocks.py"},
     "vllm": {"fusekit/interop/vllm.py"},
     "sglang": {"fusekit/interop/sglang.py"},
+    "megatron": {"fusekit/interop/megatron.py"},
+    "torchtitan": {"fusekit/interop/torchtitan.py"},
     "jax": {f"fusekit/interop/{name}.py" for name in ("jax", "jax_calls", "jax_ragged", "jax_ranks")},
 }
 

@@ -86,8 +86,11 @@ _COPIED = ("hidden", "intermediate", "experts", "topk", "dtype", "glu_layout", "
            "shared_gate")  # fmt: skip
 
 
-def layer_for(library: Library, layers: str, experts: Experts, module: str) -> str:
-    """The name of the layer that fits. Raises NotBuiltError; ArgumentError for a dtype that no layer has."""
+def layer_for(library: Library, layers: str, experts: Experts, module: str, accumulate: bool = False) -> str:
+    """The name of the layer that fits, sooner one with this `accumulate`.
+
+    Raises NotBuiltError; ArgumentError for a dtype that no layer has.
+    """
     known = library.layers()
     fitting = [name for name, options in known.items() if fnmatchcase(name, layers) and experts.fits(options)]
     if fitting:
@@ -96,7 +99,7 @@ def layer_for(library: Library, layers: str, experts: Experts, module: str) -> s
             o = known[name]
             casts = o.weight_dtype != experts.weight_dtype
             casts_router = experts.router_dtype not in ("", o.router["weight_dtype"])
-            return casts, casts_router, o.router["aux_loss"], o.accumulate, KEEPS.index(o.keep), name
+            return casts, casts_router, o.router["aux_loss"], o.accumulate != accumulate, KEEPS.index(o.keep), name
 
         return min(fitting, key=rank)
     if experts.dtype != "bf16":

@@ -86,7 +86,7 @@ class MoE(nn.Module):  # type: ignore[misc]
             on_cpu = device is not None and torch.device(device).type == "cpu"
             layer = default_library().layer(layer, device="cpu" if on_cpu else None)
         if group is not None:
-            layer = _over(layer, group, timeout)
+            layer = over(layer, group, timeout)
         self.operator = operator_of(layer, cluster_margin, in_place)
         layer = self.operator.layer  # an equal one may have been here before, and has the kernels
         self.layer, self.aux_coefficient = layer, aux_coefficient
@@ -224,7 +224,7 @@ class MoE(nn.Module):  # type: ignore[misc]
         return [main_grad(at(self, self.names[name]), self.names[name]) for name in self.operator.summed]
 
 
-def _over(layer: Layer, group: Any, timeout: int) -> Layer:
+def over(layer: Layer, group: Any, timeout: int) -> Layer:
     """The layer as the layer of this process's rank. Raises ArgumentError for one of one GPU."""
     from fusekit.interop.torch_ranks import ranks_of
     from fusekit.layers.ranked import RankedLayer

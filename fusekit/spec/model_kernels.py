@@ -7,6 +7,7 @@ from typing import Any
 from fusekit.errors import SpecError
 from fusekit.plan.arch import DEFAULT
 from fusekit.plan.operands.split import parts
+from fusekit.spec.doors import DOORS, Door
 from fusekit.spec.hf_model import Mlp, Model, Router
 
 
@@ -15,7 +16,8 @@ class Request:
     """The purpose of the file.
 
     name: the file's stem. tokens: T, the tokens of a launch on one rank. ranks: how many share the experts of a layer.
-    training: with a backward pass. origin: what the model was read from.
+    training: with a backward pass. origin: what the model was read from. door: one of `DOORS`, for the experts alone
+    as it calls them; empty for the whole layer.
     """
 
     name: str
@@ -24,6 +26,13 @@ class Request:
     ranks: int = 1
     training: bool = True
     origin: str = "config.json"
+    door: str = ""
+
+    @property
+    def outside(self) -> Door | None:
+        """The door, if it routes itself."""
+        door = DOORS.get(self.door)
+        return door if door is not None and door.choices else None
 
 
 @dataclass(frozen=True, slots=True)

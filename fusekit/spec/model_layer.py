@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusekit.errors import SpecError
 from fusekit.spec.hf_model import AS_STORED, Mlp, Model, Router
 from fusekit.spec.model_kernels import Kernel, Request, Sizes, mlp_title, router_section, sections
 
@@ -26,6 +27,15 @@ def parts(model: Model, sizes: Sizes, request: Request) -> Iterator[Part]:
     instead = {mlp.role: section for mlp, section in zip(model.mlps, listed, strict=True)}
     router, shared = model.router, next((mlp for mlp in model.mlps if mlp.role == "shared"), None)
     joined = shared if shared is not None and _joins(model, shared, request) else None
+    if (door := request.outside) is not None:
+        routed = next((mlp for mlp in model.mlps if mlp.role == "experts"), None)
+        if routed is None or router is None:
+            raise SpecError(f"--for {request.door}: this model has no experts; leave it out")
+        if routed.bias and not door.biases:
+            raise SpecError(f"--for {request.door}: this model's experts have biases, which that door does not take")
+        layer = _experts(model, router, routed, None, sizes, request)
+        yield Part(f"{mlp_title(model, routed)}, as {door.package} calls them", [layer])
+        return
     for mlp in model.mlps:
         if mlp.role == "experts" and router is not None:
             layer = _experts(model, router, mlp, joined, sizes, request)
@@ -59,14 +69,23 @@ def _common(model: Model, mlp: Mlp, request: Request) -> dict[str, Any]:
         keys["bias"] = True
     if not request.training:
         keys["keep"] = "none"
-    return keys | ({"b_major": mlp.b_major} if mlp.b_major != "k" else {})
+    door, major = request.outside, mlp.b_major
+    if door is not None:
+        keys |= {name: value for name, value in (door.keys or {}).items() if request.training and name != "keep"}
+        if door.package != "transformers":  # which alone has weights as the checkpoint stores them
+            major = "k"
+        if mlp.gated and door.glu_layout:
+            keys["glu_layout"] = door.glu_layout
+    return keys | ({"b_major": major} if major != "k" else {})
 
 
 def _experts(
     model: Model, router: Router, mlp: Mlp, shared: Mlp | None, sizes: Sizes, request: Request
 ) -> Kernel:  # fmt: skip
-    given = request.ranks > 1 or bool(router.why)
-    topk, tokens = (1, sizes.rows) if request.ranks > 1 else (router.topk, sizes.tokens)
+    door = request.outside
+    given = request.ranks > 1 or bool(router.why) or door is not None
+    rows = request.ranks > 1 or (door is not None and door.rows)
+    topk, tokens = (1, sizes.rows) if rows else (router.topk, sizes.tokens)
     logits = not given and bool(router.experts % 8)  # the product that makes them has a multiple of 8 columns
     routing: dict[str, Any] = {"input": "choices"} if given else {
         **({"input": "logits"} if logits else {"bias": True} if router.bias else {}),
@@ -85,7 +104,7 @@ def _experts(
     text = "y[T, H] from x[T, H]"
     if given:
         text += ", indices[T, K] and weights[T, K]"
-    if router.why and request.ranks == 1:
+    if router.why and request.ranks == 1 and door is None:
         text += f". The router is not covered: {router.why}"
     if logits:
         text = (

@@ -118,6 +118,10 @@ class _SpecWriter:
     def _notes(self) -> Iterator[str]:
         model, request = self.model, self.request
         yield from model.notes
+        if (door := request.outside) is not None:
+            rows = " To the layer each row that it has sorted is a token with one expert." if door.rows else ""
+            yield f"{door.package} keeps the router and shared experts, and calls the layer.{rows}".rstrip(".")
+            return
         if model.router is not None and model.router.why:
             yield f"the router is not covered: {model.router.why}"
         if request.ranks > 1:

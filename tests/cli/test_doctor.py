@@ -162,3 +162,27 @@ def test_doctor_says_how_the_stores_are(store, fusekit, tmp_path):
     assert "fusekit verify" in own["problem"]
     assert "there is no folder" in gone["problem"]
     assert json.dumps(document)
+
+
+def test_doctor_lists_trainers_and_servers(doctor, monkeypatch, tmp_path):
+    from importlib import metadata
+
+    from fusekit.library import Library
+    from fusekit.spec.doors import DOORS
+    from tests.plan.test_layer_program import options
+
+    def version(package):
+        if package == "torchtitan":
+            return "0.2.9"
+        raise metadata.PackageNotFoundError(package)
+
+    layer = options(dtype="bf16", topk=2, router={"input": "choices"}, glu_layout="interleaved")
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(Library, "layers", lambda self: {"model/moe": layer})
+    document, text = doctor(Bindings())
+    doors = {door["door"]: door for door in document["doors"]}
+    assert doors.keys() == DOORS.keys()
+    assert doors["torchtitan"]["layers"] == ["model/moe"] and doors["megatron"]["layers"] == []
+    assert f"torchtitan: torchtitan 0.2.9, tried with {DOORS['torchtitan'].tried}; 1 layer, such as model/moe" in text
+    assert "megatron: no megatron-core, tried with" in text
+    assert "no layer; `fusekit new MODEL --for megatron` writes one" in text

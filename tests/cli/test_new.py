@@ -215,3 +215,13 @@ def test_a_fifo_is_refused_and_not_waited_for(fusekit, tmp_path, inside):
     os.mkfifo(fifo)
     err = fusekit("new", str(tmp_path if inside else fifo), code=2).err
     assert f"{fifo} is no plain file; a config.json is; give a config.json, a folder that holds one, or -" in err
+
+
+def test_for_a_trainer_or_server(fusekit, tmp_path):
+    path = tmp_path / "config.json"
+    sizes = '"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 4'
+    path.write_text(f'{{"model_type": "qwen3_moe", {sizes}, "num_experts": 8, "num_experts_per_tok": 2}}')
+    assert 'keep = "none"' in fusekit("new", path, "--for", "vllm").out
+    assert "accumulate = true" in fusekit("new", path, "--for", "megatron").out
+    refused = fusekit("new", path, "--for", "deepspeed")
+    assert refused.code == 2 and "there is no such door; it is one of transformers, megatron," in refused.err
