@@ -221,7 +221,7 @@ def test_for_a_trainer_or_server(fusekit, tmp_path):
     path = tmp_path / "config.json"
     sizes = '"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 4'
     path.write_text(f'{{"model_type": "qwen3_moe", {sizes}, "num_experts": 8, "num_experts_per_tok": 2}}')
-    assert 'keep = "none"' in fusekit("new", path, "--for", "vllm").out
-    assert "accumulate = true" in fusekit("new", path, "--for", "megatron").out
-    refused = fusekit("new", path, "--for", "deepspeed")
+    assert 'keep = "none"' in fusekit("new", str(path), "--for", "vllm").out
+    assert "accumulate = true" in fusekit("new", str(path), "--for", "megatron").out
+    refused = fusekit("new", str(path), "--for", "deepspeed")
     assert refused.code == 2 and "there is no such door; it is one of transformers, megatron," in refused.err
