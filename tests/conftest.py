@@ -51,9 +51,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[FIGURES] = []
-    # Random cases are few and the same in every run. --soak draws others, and keeps those that fail for the next run.
+    # Random cases are few, the same in every run, and may take long. --soak draws others, and keeps those that fail for
+    # the next run.
     if not config.getoption("--soak"):
-        settings.register_profile("repeatable", derandomize=True, max_examples=40)
+        settings.register_profile("repeatable", derandomize=True, max_examples=40, deadline=None)
         settings.load_profile(config.getoption("--hypothesis-profile", None) or "repeatable")
     # What a build keeps of installed files in the user's cache folder serves all tests and their processes.
     if hasattr(config, "cache"):
