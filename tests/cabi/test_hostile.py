@@ -227,6 +227,7 @@ def change_part(of: int, /, **values: Any) -> Any:
         (lambda row: row["values"].pop(), "variable_count is not that of its dims"),
         (lambda row: row["arguments"].append(row["arguments"][-1]), "variable_count is not that of its dims"),
         (lambda row: row["tensors"][1].update(rank=1), "tensors[2].first_stride is"),
+        (lambda row: row["tensors"][1].update(written=65), "tensors[1].written is over no such tensor"),
         (lambda row: row["tensors"][0].update(shape=[[(1, 3 + 64)]]), "tensors[0].shape reads variable 67"),
         (lambda row: row["constraints"].append({"expression": [(1, row["first_value"])]}), "reads variable"),
         (lambda row: row["values"][1].update(expression=[(1, row["first_value"] + 1)]), "values[1].expression reads"),

@@ -6,21 +6,24 @@ import math
 import shutil
 from ctypes import c_char_p
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from fusekit.cabi import generate_loader
+from fusekit.cabi import Exported, generate_loader
 from fusekit.share import bundle as form
 from fusekit.share.bundle_import import import_bundle
-from fusekit.share.loader import export_bundle
+from fusekit.share.loader import derived, export_bundle
 from fusekit.share.selection import select
 from fusekit.store import Store
 from tests.cubins import cubin_of
+from tests.runtime.samples import over_x
 from tests.soak import sample
 
 from .bundles import BundleLauncher, Loader, arguments, bundle_of, entry_of, name_of, publish, tensor
 from .launcher import (
     BAD_BUNDLE,
+    CUBIN,
     CUDA_ERROR,
     FILE_ERROR,
     INVALID_ARGUMENT,
@@ -30,6 +33,7 @@ from .launcher import (
     OK,
     WRONG_ARCH,
     build,
+    complete,
 )
 from .proof import prove, prove_refusals
 from .recorder import Recorder
@@ -325,3 +329,19 @@ def test_the_object_exports_its_prefix_and_has_no_state(tmp_path):
         pytest.skip("gcc or nm is not installed")
     check_names(build(tmp_path, generate_loader("mylib"), "mylib"), "mylib")
     check_no_state(tmp_path, generate_loader("mylib"), "mylib")
+
+
+def test_a_bundle_whose_loader_refuses_outputs_in_place_is_imported(tmp_path):
+    """As fusekit wrote them before C launched a kernel over its own input."""
+    kernel = Exported("sample/over@1", complete(over_x()), CUBIN, {})
+    store = Store(tmp_path / "store")
+    publish(store, kernel)
+    selection = select(store)
+    names = [(named, entry_of(kernel)) for named, _ in selection.records]
+    written = []
+    for in_place in (True, False):
+        path = tmp_path / f"{in_place}.tar"
+        form.export_bundle(store, selection, path, partial(derived, names, [], in_place=in_place))
+        assert import_bundle(Store(tmp_path / f"to-{in_place}"), path).names == 1
+        written.append(path.read_bytes())
+    assert written[0] != written[1]
