@@ -9,13 +9,18 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from fusekit_cli.options import Session, common
 
+if TYPE_CHECKING:
+    from fusekit.config import CuteConfig
+
 _PR_SET_CHILD_SUBREAPER = 36
 _SI_USER = 0
+_RENEW_SECONDS = 60.0
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as of a shell
 _PASSED_ON = (
     signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH,
@@ -33,15 +38,21 @@ def command(session: Session, program: tuple[str, ...]) -> int:
     reason, FUSEKIT_MISS=error refuses it. What the store has is machine code, which is loaded only from root, the
     caller and FUSEKIT_TRUSTED_USERS, or signed. The exit code is that of CMD.
     """
+    return execute(session, program, {})
+
+
+def execute(session: Session, program: tuple[str, ...], variables: Mapping[str, str]) -> int:
+    """Run `program` with `variables` in its environment and the store behind its DSL. Returns the exit code."""
     import fusekit.cute
     from fusekit.config import CuteConfig, exec_environment
     from fusekit.cute.report import counts
 
     cute = CuteConfig.from_environment(session.config)
-    with _report(session) as report:
+    with _report(session) as report, _lease(cute) as renew:
         environment = exec_environment(cute, Path(fusekit.cute.__file__).parent / "startup", report)
+        environment |= variables
         try:
-            status = _run(program, environment)
+            status = _run(program, environment, renew)
         except FileNotFoundError:
             session.error(f"there is no program {program[0]}; check the name, and PATH")
             return _NOT_FOUND
@@ -73,8 +84,29 @@ def _report(session: Session) -> Iterator[Path | None]:
             os.unlink(name)  # noqa: PTH108
 
 
-def _run(program: tuple[str, ...], environment: Mapping[str, str]) -> int:
-    """Run `program` and wait for it and for all that it started. Returns its status as `os.wait` gives it."""
+@contextlib.contextmanager
+def _lease(cute: CuteConfig) -> Iterator[Callable[[], None]]:
+    """What the program uses stays in the store while it runs. Yields what keeps the lease."""
+    with contextlib.ExitStack() as held:
+        renewals: list[Callable[[], None]] = []
+        with contextlib.suppress(Exception):  # the program runs without it
+            from fusekit.store import Store
+
+            store = Store.open(cute.config)
+            held.enter_context(store.lease(make=False))
+            renewals.append(store.renew)
+
+        def renew() -> None:
+            for step in renewals:
+                step()
+
+        yield renew
+
+
+def _run(program: tuple[str, ...], environment: Mapping[str, str], renew: Callable[[], None]) -> int:
+    """Run `program` and wait for it and for all that it started; `renew` is called now and then. Returns its status as
+    `os.wait` gives it.
+    """
     # Processes whose parent ends become children of this one, which so can wait for them.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -84,12 +116,12 @@ def _run(program: tuple[str, ...], environment: Mapping[str, str]) -> int:
         main = os.posix_spawnp(
             program[0], program, environment, setsigmask=mask, setsigdef=(signal.SIGPIPE, signal.SIGXFSZ)
         )
-        return _wait(main)
+        return _wait(main, renew)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _wait(main: int) -> int:
+def _wait(main: int, renew: Callable[[], None]) -> int:
     status = None
     while True:
         while (ended := _ended()) is not None and ended[0]:
@@ -97,7 +129,11 @@ def _wait(main: int) -> int:
                 status = ended[1]
         if ended is None:
             return 0 if status is None else status
-        info = signal.sigwaitinfo((*_PASSED_ON, signal.SIGCHLD))
+        info = signal.sigtimedwait((*_PASSED_ON, signal.SIGCHLD), _RENEW_SECONDS)
+        if info is None:
+            with contextlib.suppress(Exception):
+                renew()
+            continue
         if info.si_signo == signal.SIGCHLD:
             continue
         if status is not None:

@@ -53,7 +53,13 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, sourc
         keys = ("name", "arch", "registers", "spill_bytes", "bytes")
         cells = []
         for row in rows:
-            cells.append((*(row[key] for key in keys), *_build(row), *(row[key] or "" for key in more.values())))
+            cells.append(
+                (
+                    *("" if row[key] is None else row[key] for key in keys),
+                    *_build(row),
+                    *(row[key] or "" for key in more.values()),
+                )
+            )
             for build in row["candidates"]:
                 cells.append((row["name"], row["arch"], "", "", build["bytes"], *_build(build), *[""] * len(more)))
         if rows:

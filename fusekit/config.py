@@ -11,6 +11,7 @@
 | `FUSEKIT_DEBUG` | `1`: every launch is waited for, and an error names the launch that caused it |
 | `FUSEKIT_NVTX` | `1`: kernels and passes are NVTX ranges in a profiler; needs the package nvtx |
 | `FUSEKIT_MISS` | `warn`: `fusekit exec` reports what it compiles; `error`: it raises an error instead |
+| `FUSEKIT_REMOTE` | folder or URL that `fusekit exec` asks for what the store lacks, before it compiles |
 | `FUSEKIT_VERIFY` | share (0 to 1) of the hits of `fusekit exec` that are compiled as well and compared |
 | `FUSEKIT_TRUSTED_USERS` | users, `:`-separated, whose unsigned entries `fusekit exec` loads, as root's and yours |
 | `NO_COLOR` | when set to anything, output has no colour |
@@ -136,7 +137,7 @@ class CuteConfig:
 
     config: the store. miss: "", "warn" or "error": what a compilation does beside compiling. verify: share of the hits
     that are compiled as well. trusted_users: user ids whose unsigned entries are loaded. report: file of events; None:
-    none are written.
+    none are written. remote: folder or URL that is asked for what the store lacks; "": none is.
     """
 
     config: Config
@@ -144,6 +145,7 @@ class CuteConfig:
     verify: float = 0.0
     trusted_users: frozenset[int] = frozenset()
     report: Path | None = None
+    remote: str = ""
 
     @classmethod
     def from_environment(cls, config: Config | None = None, environ: Mapping[str, str] | None = None) -> "CuteConfig":
@@ -170,7 +172,8 @@ class CuteConfig:
                 raise UsageError(f"FUSEKIT_TRUSTED_USERS names '{user}'; it takes numbers of users: id -u NAME")
         if config is None:
             config = Config.from_environment(environ=environ)
-        return cls(config, miss, verify, frozenset(map(int, users)), report)
+        remote = environ.get("FUSEKIT_REMOTE", "")
+        return cls(config, miss, verify, frozenset(map(int, users)), report, remote)
 
 
 _TOOLKIT = frozenset({"CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "CUDA_TOOLKIT_PATH"})

@@ -13,22 +13,29 @@ import zlib
 from collections.abc import Callable, Generator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fusekit.config import CuteConfig
 from fusekit.cute.digest import UnnamedError
 from fusekit.cute.dsl import VERSIONS, Artifact, Call, Replaced, version
+from fusekit.cute.names import record_of
 from fusekit.cute.report import add
-from fusekit.errors import FusekitError, IntegrityError, NotBuiltError
+from fusekit.errors import FusekitError, IntegrityError, NotBuiltError, StoreError
+from fusekit.share.bounds import Bounds
 from fusekit.store import Entry, Store, key_of
 from fusekit.store.entries import HOST_OBJECT, KIND
 from fusekit.store.keys import sha256
+
+if TYPE_CHECKING:
+    from fusekit.share.remote import Remote
 
 _SCHEMA = "2"
 """Version of the fields below and of the blob, raised when their meaning changes."""
 _PREFIX_DIGITS = 16
 _PATIENCE = 120.0
 """Seconds that a process waits for another one that compiles the same: less than a program is thought to hang."""
+_BOUNDS, _ATTEMPTS = Bounds(silence=5.0, grace=10.0, patience=10.0), 2
+"""Of a remote: a program does not wait longer than it would compile."""
 _LENGTH = 8  # bytes
 _CPU = ("flags", "Features", "cpu family", "model", "CPU part", "CPU implementer")
 
@@ -39,6 +46,8 @@ class Cache:
     def __init__(self, cute: CuteConfig) -> None:
         self.cute = cute
         self._replaced = Replaced()
+        self._remote: tuple[int, Remote] | None = None  # and the process that opened it
+        self._silent = ""  # why the remote is not asked again
 
     def serve(self, call: Call) -> Generator[Any, Any, None]:
         """Answers `call`: see `dsl.Serve`. Raises nothing but NotBuiltError, with FUSEKIT_MISS=error."""
@@ -56,12 +65,14 @@ class Cache:
             yield (yield None)
             return
         hit, why = self._hit(call, key, begin)
-        if hit is None and self.cute.miss == "error":
+        if hit is None and self.cute.miss == "error" and not self.cute.remote:
             self._miss(call, why)
         release = self._lock(key) if hit is None else None
         try:
             if release is not None:  # another process may have compiled it meanwhile
                 hit, why = self._hit(call, key, begin)
+            if hit is None and self.cute.remote:
+                hit, why = self._hit(call, key, begin, remote=True)
             if hit is not None:
                 yield hit
                 return
@@ -103,12 +114,12 @@ class Cache:
         owners = frozenset({0, os.geteuid()}) | self.cute.trusted_users
         return Store.open(self.cute.config).keeping_to_owners(owners)
 
-    def _hit(self, call: Call, key: str, begin: float) -> tuple[Any, str]:
+    def _hit(self, call: Call, key: str, begin: float, *, remote: bool = False) -> tuple[Any, str]:
         """(the loaded function or None, why there is none)."""
         try:
-            kernel = self._store.load(key)
+            kernel = self._fetched(call, key) if remote else self._store.load(key)
             if kernel is None:
-                return None, "it is not in the store"
+                return None, f"it is not in the store{' or at the remote' if remote else ''}"
             entry, blob = kernel
             artifact = _unpacked(blob, entry)
             ir = artifact.ir
@@ -120,6 +131,29 @@ class Cache:
             return None, _text(error)
         add(self.cute.report, max(0.0, entry.seconds - (time.perf_counter() - begin)))
         return function, ""
+
+    def _fetched(self, call: Call, key: str) -> tuple[Entry, bytes] | None:
+        """What the remote has under `key`, which goes into the store. A remote that fails is not asked again."""
+        from fusekit.share.push_pull import fetch
+        from fusekit.share.remote import Remote
+
+        if self._silent:
+            raise StoreError(self._silent)
+        try:
+            if self._remote is None or self._remote[0] != os.getpid():  # connections do not outlive a fork
+                remote = Remote(self.cute.remote, attempts=_ATTEMPTS, bounds=_BOUNDS)
+                self._remote = os.getpid(), remote
+            kernel = fetch(self._store, self._remote[1], key)
+        except IntegrityError:
+            raise
+        except Exception as error:
+            self._silent = _text(error)
+            raise
+        if kernel is not None:
+            with contextlib.suppress(Exception):  # a store that cannot be written
+                self._store.publish(*kernel[:2], kernel[2])
+                self._store.publish_name(record_of(kernel[0], call.function), kernel[0])
+        return None if kernel is None else kernel[:2]
 
     def _compared(self, call: Call, entry: Entry, stored: Artifact) -> Any:
         """Compile a hit as well. What the DSL gave, which replaces the entry, if that differs; else None."""
@@ -150,7 +184,8 @@ class Cache:
         try:
             call.remember(function)
             artifact = call.artifact(function, f"fusekit{key[:_PREFIX_DIGITS]}")
-            self._store.publish(*_packed(key, fields, artifact, seconds))
+            entry = self._store.publish(*_packed(key, fields, artifact, seconds))
+            self._store.publish_name(record_of(entry, call.function), entry)
         except Exception as error:
             if self.cute.miss == "warn":
                 self._say(f"{call.name}: not stored: {_text(error)}")
@@ -179,7 +214,9 @@ def _packed(key: str, fields: dict[str, str], artifact: Artifact, seconds: float
     table = json.dumps({name: len(data) for name, data in parts.items()}).encode()
     blob = b"".join((len(table).to_bytes(_LENGTH, "little"), table, *parts.values()))
     launch = {HOST_OBJECT: dict(artifact.facts)}
-    toolchain = {"python": platform.python_version(), "machine": platform.machine()}
+    prefix = "toolchain."
+    versions = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
+    toolchain = {"python": platform.python_version(), "machine": platform.machine(), "distributions": versions}
     return Entry(key, fields, sha256(blob), len(blob), launch, {}, {}, toolchain, seconds), blob
 
 

@@ -150,6 +150,12 @@ class Call:
         except Exception:
             return "a host function"
 
+    @property
+    def function(self) -> Callable[..., Any] | None:
+        """The host function as it was decorated; None if the DSL does not give it."""
+        body: Callable[..., Any] | None = self["funcBody"]
+        return body
+
     @cached_property
     def arch(self) -> str:
         """The architecture that is compiled for, such as `sm_90a`."""

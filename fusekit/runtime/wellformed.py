@@ -17,7 +17,13 @@ from fusekit.store.verify import Inspect
 
 
 def launch_record(entry: Entry) -> LaunchRecord:
-    """The launch record of `entry`; IntegrityError for one that no launcher could use."""
+    """The launch record of `entry`; IntegrityError for one that no launcher could use, as for a host object."""
+    if entry.fields.get(KIND) == HOST_OBJECT:
+        raise IntegrityError(
+            f"entry {entry.key} is a host object, which has no launch record; it is loaded by a program that compiles "
+            "it: fusekit exec -- PROGRAM",
+            key=entry.key,
+        )
     try:
         return LaunchRecord.from_json(dict(entry.launch))
     except RecordError as error:

@@ -21,7 +21,7 @@ from fusekit.store.signature import Trust
 from fusekit.store.store import Store
 from fusekit.store.verify import Inspect
 
-__all__ = ["Notify", "Progress", "Report", "Survey", "pull", "push", "survey"]
+__all__ = ["Notify", "Progress", "Report", "Survey", "fetch", "pull", "push", "survey"]
 
 
 def push(
@@ -60,6 +60,22 @@ def pull(
     fails.
     """
     return _Pull(store, remote, notify, inspect).run(patterns, arch, dry_run)
+
+
+def fetch(store: Store, remote: Remote, key: str) -> tuple[Entry, bytes, dict[str, bytes]] | None:
+    """The entry of `key` of `remote` with its blob and signatures, checked as `store` requires; None if it is not
+    there. Nothing is written. Raises IntegrityError if it is damaged or not trusted, StoreError if the remote fails.
+    """
+    reader = Reading(store.trust, remote, None, None)
+    try:
+        entry, _, signatures = reader.entry(key)
+    except _AbsentError:
+        return None
+    return entry, reader.cubin(entry), signatures
+
+
+class _AbsentError(IntegrityError):
+    """The remote has no entry of a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +370,7 @@ class Reading(Task):
         path = RELATIVE.entry_path(key).as_posix()
         document = self.document("entry", path)
         if document is None:
-            raise IntegrityError(f"{self.remote.at(path)} is missing, and a name there points to it; push it again")
+            raise _AbsentError(f"{self.remote.at(path)} is missing, and a name there points to it; push it again")
         data, signatures = document
         entry = Entry.from_bytes(data, self.remote.at(path), key)
         check_form(entry.to_bytes(), data, self.remote.at(path))

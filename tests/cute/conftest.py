@@ -20,11 +20,11 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path):
-    def run(*command, execute=EXECUTE, **variables):
+    def run(*command, execute=EXECUTE, timeout=200, **variables):
         variables = {"FUSEKIT_STORE": str(tmp_path / "store"), "CUTE_DSL_ARCH": "sm_90a", **variables}
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
         done = subprocess.run(
-            [*execute, *command], env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200
+            [*execute, *command], env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout
         )
         return Run(done)
 
