@@ -23,7 +23,7 @@
 | reference | numpy, spec, plan, errors |
 | providers | compiler, the foreign package that a module is named after, the DSL |
 | stand_in | compiler, library, what these may import |
-| cute | errors, config, store, compiler; the DSL |
+| cute | errors, config, store, share, compiler; the DSL; the packages of its plans |
 | bench | library, runtime, layers, reference, interop, what these may import; PyTorch |
 """
 
@@ -93,7 +93,10 @@ MAY = {
         "fusekit.errors", "fusekit.config", "fusekit.spec", "fusekit.abi", "fusekit.store", "fusekit.compiler",
         "fusekit.library", "fusekit.runtime",
     },
-    "cute": {"fusekit.errors", "fusekit.config", "fusekit.store", "fusekit.compiler", "cutlass", "tvm_ffi"},
+    "cute": {
+        "fusekit.errors", "fusekit.config", "fusekit.store", "fusekit.share", "fusekit.compiler", "cutlass", "tvm_ffi",
+        "quack", "flash_attn", "flashinfer",
+    },
     "__init__": {
         "fusekit.errors", "fusekit.config", "fusekit.library", "fusekit.compiler", "fusekit.stand_in",
     },
@@ -102,6 +105,7 @@ MAY = {
 # A framework is imported by one module, which a program imports that uses it; the benchmarks run PyTorch beside.
 FRAMEWORKS = {
     "torch": {
+        "fusekit/cute/plans.py",
         "fusekit/interop/sglang.py",
         "fusekit/interop/torch.py",
         "fusekit/interop/torch_define.py",

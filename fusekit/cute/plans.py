@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -84,11 +85,10 @@ class Work:
 
     @classmethod
     def from_text(cls, text: str) -> Work:
-        values = json.loads(text)
-        models = tuple(Model(**model) for model in values.pop("models"))
-        return cls(
-            models, **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        )
+        values: dict[str, Any] = json.loads(text)
+        models = tuple(Model(**{**model, "swiglu": tuple(model["swiglu"])}) for model in values.pop("models"))
+        plans, tokens = tuple(values.pop("plans")), tuple(values.pop("tokens"))
+        return cls(models, plans, tokens, **values)
 
 
 def _quack(model: Model, work: Work) -> Calls:
@@ -102,12 +102,9 @@ def _quack(model: Model, work: Work) -> Calls:
     for size in (model.hidden, *((model.head_size,) if model.norms_heads else ())):
         for residual in (None, kind):
             for trains in (False, True):
-                yield lambda size=size, residual=residual, trains=trains: _compile_rmsnorm_fwd(  # type: ignore[misc]
-                    kind, kind, residual, kind, None, residual, size, trains, False, False, False
-                )
-            yield lambda size=size, residual=residual: _compile_rmsnorm_bwd(  # type: ignore[misc]
-                size, kind, kind, kind, kind, False, residual, residual, True
-            )
+                types = kind, kind, residual, kind, None, residual
+                yield partial(_compile_rmsnorm_fwd, *types, size, trains, False, False, False)
+            yield partial(_compile_rmsnorm_bwd, size, kind, kind, kind, kind, False, residual, residual, True)
 
 
 def _flash_attn(model: Model, work: Work) -> Calls:
@@ -128,7 +125,7 @@ def _flash_attn(model: Model, work: Work) -> Calls:
 
     for tokens in work.tokens:
         for window in dict.fromkeys((0, model.window)):
-            yield lambda tokens=tokens, window=window: call(tokens, window)  # type: ignore[misc]
+            yield partial(call, tokens, window)
 
 
 def _flashinfer(model: Model, work: Work) -> Calls:
@@ -170,15 +167,16 @@ def _flashinfer(model: Model, work: Work) -> Calls:
         routing = empty(tokens, model.top_k, dtype=torch.int32), empty(tokens, model.top_k, dtype=torch.float32)
         tactics = moe.get_valid_tactics([x, *routing, w1, w2, y], None)
         for tactic in tactics if work.tactics == "all" else [-1]:
-            _, one, two = tuner.DEFAULT_SM90_MOE_TACTIC if tactic == -1 else tactic
-            firsts.setdefault(one, tokens)
-            seconds.setdefault(two, tokens)
+            chosen: Any = tuner.DEFAULT_SM90_MOE_TACTIC if tactic == -1 else tactic
+            firsts.setdefault(chosen[1], tokens)
+            seconds.setdefault(chosen[2], tokens)
 
     def shapes(tokens: int, tile: int) -> tuple[int, list[Any]]:
         rows = get_max_num_permuted_tokens(tokens, model.top_k, local, tile)
         return rows, [empty(count, dtype=torch.int32) for count in (rows // tile, rows // tile, rows, 1)]
 
-    def gemm1(tile: Any, swizzle: int, tokens: int) -> None:
+    def gemm1(tactic: Any, tokens: int) -> None:
+        tile, swizzle = tactic
         rows, (experts, limits, mapping, count) = shapes(tokens, tile[0])
         run(
             first, "_get_compiled_gather_kernel", first.sm90_contiguous_gather_grouped_gemm_act_fusion.__name__,
@@ -186,7 +184,8 @@ def _flashinfer(model: Model, work: Work) -> Calls:
             swizzle_size=swizzle, **swiglu,
         )  # fmt: skip
 
-    def gemm2(tile: Any, cluster: Any, raster: bool, tokens: int) -> None:
+    def gemm2(tactic: Any, tokens: int) -> None:
+        tile, cluster, raster = tactic
         rows, (experts, limits, mapping, count) = shapes(tokens, tile[0])
         run(
             second, "_get_compiled_finalize_kernel", second.sm90_contiguous_grouped_gemm_finalize_fusion.__name__,
@@ -196,9 +195,9 @@ def _flashinfer(model: Model, work: Work) -> Calls:
         )  # fmt: skip
 
     for one, tokens in firsts.items():
-        yield lambda one=one, tokens=tokens: gemm1(*one, tokens)  # type: ignore[misc]
+        yield partial(gemm1, one, tokens)
     for two, tokens in seconds.items():
-        yield lambda two=two, tokens=tokens: gemm2(*two, tokens)  # type: ignore[misc]
+        yield partial(gemm2, two, tokens)
 
 
 PLANS: dict[str, Callable[[Model, Work], Calls]] = {
