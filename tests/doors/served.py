@@ -31,7 +31,12 @@ class Library:
 def library():
     gpt_oss = {"activation": GPT_OSS, "glu_layout": "interleaved", "bias": True}
     return Library(
-        plain={}, trained={"keep": "z", "grad_dtype": "bf16"}, local={"experts": 4}, one={"topk": 1}, gpt_oss=gpt_oss
+        plain={},
+        trained={"keep": "z", "grad_dtype": "bf16"},
+        local={"experts": 4},
+        one={"topk": 1},
+        one_trained={"topk": 1, "keep": "z", "grad_dtype": "bf16"},
+        gpt_oss=gpt_oss,
     )
 
 
