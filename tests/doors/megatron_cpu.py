@@ -102,14 +102,16 @@ def loss(model, seed=0):
     return model(ids, places, mask, labels=ids).float().mean()
 
 
-def gradients(model):
-    """Of all parameters in float32, those of SequentialMLP's experts stacked as fusekit's are."""
-    found = {name: each.grad.float() for name, each in model.named_parameters() if ".local_experts." not in name}
+def gradients(model, kind="grad"):
+    """The attribute `kind` of all parameters in float32; SequentialMLP's experts stacked as fusekit's are."""
+    found = {
+        name: getattr(each, kind).float() for name, each in model.named_parameters() if ".local_experts." not in name
+    }
     for number, block in enumerate(model.decoder.layers):
         if hasattr(block.mlp.experts, "local_experts"):
             for path, projection in (("w1", "linear_fc1"), ("w2", "linear_fc2")):
                 weights = [getattr(expert, projection).weight for expert in block.mlp.experts.local_experts]
-                stacked = torch.stack([weight.grad.float() for weight in weights])
+                stacked = torch.stack([getattr(weight, kind).float() for weight in weights])
                 found[f"decoder.layers.{number}.mlp.experts.{path}"] = stacked
     return found
 
