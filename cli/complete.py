@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from fusekit.errors import FusekitError, is_glob
+from fusekit.store.names import layer_of
 from fusekit_cli.options import Session
 
 
@@ -56,6 +57,8 @@ def stored(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> l
     kernels: dict[str, set[str]] = {}
     with contextlib.suppress(FusekitError, OSError):
         for full_name, _ in ctx.ensure_object(Session).open_store().recorded():
+            if layer_of(full_name) is not None:
+                continue
             stem, _, name = full_name.partition("/")
             kernels.setdefault(stem, set()).add(name)
     return _staged(incomplete, kernels, lambda stem: kernels[stem])

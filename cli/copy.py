@@ -24,7 +24,7 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> No
     records = {
         (listed.record.name, listed.record.arch): listed.record
         for pattern in patterns or ("*",)
-        for listed in stored(store, pattern, arch)
+        for listed in (*stored(store, pattern, arch), *store.listing(pattern, arch, layers=True).names)
     }
     copied, present, count = [], [], 0
     with store.lease() if records else nullcontext():  # nothing is collected until all is copied

@@ -104,7 +104,7 @@ def command(
     with _place(session, file) as path:
         done = export_bundle(store, selection, path)
     for name in patterns:
-        note_unbuilt(session, name, [listed.record for listed in store.names(name, arch)])
+        note_unbuilt(session, store, name, [listed.record for listed in store.names(name, arch)])
     document = {
         "entries": done.entries,
         "names": done.names,
@@ -147,7 +147,7 @@ def _wheel(
     output.note_left_out(session, selection.left_out)
     path, done = export_wheel(store, selection, name, version, folder)
     for pattern in patterns:
-        note_unbuilt(session, pattern, [listed.record for listed in store.names(pattern, arch)])
+        note_unbuilt(session, store, pattern, [listed.record for listed in store.names(pattern, arch)])
     document = {
         "file": str(path), "entries": done.entries, "names": done.names, "bytes": done.bytes, "signed_by": signer
     }  # fmt: skip

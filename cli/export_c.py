@@ -15,7 +15,7 @@ from fusekit_cli.lookup import check_alike, chosen, is_whole_layer, note_unbuilt
 from fusekit_cli.options import Session
 
 if TYPE_CHECKING:
-    from fusekit.abi.layer_record import LayerRecord
+    from fusekit.abi import LaunchRecord
     from fusekit.store import NameRecord, Store
 
 
@@ -23,32 +23,30 @@ def run(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: 
     """Write the two files and print their paths."""
     from fusekit.cabi import Exported, ExportedLayer, generate
     from fusekit.choice.variants import check_name
-    from fusekit.runtime.wellformed import launch_record
+    from fusekit.layers import record_of
 
     store = session.open_store()
     kernels: dict[str, Exported] = {}
     layers: dict[str, ExportedLayer] = {}
     for name in names:
         listings = stored(store, name, arch)
-        layer = is_whole_layer(name, [listed.record for listed in listings])
+        layer = is_whole_layer(store, name, [listed.record for listed in listings])
         listings = listings if layer else chosen(store, name, arch)
         check_alike(listings)
         records = [listed.record for listed in listings]
-        note_unbuilt(session, name, records)
+        note_unbuilt(session, store, name, records)
         if layer:
-            record, used = layer_record_of(store, name, records)
-            layers[name] = ExportedLayer(record, {each.key: each.name for each in used})
-            listings = [listed for listed in listings if listed.record in used]
+            record = record_of(store, name, _one_arch(name, records))
+            layers[name] = ExportedLayer(record, {key: each.name for key, each in record.kernels.items()})
+            for key, each in record.kernels.items():
+                kernels[each.name] = Exported(
+                    each.name, *_loaded(store, each.name, record.arch, key), dict(each.defaults)
+                )
+            continue
         for listed in listings:
             named = listed.record
             check_name(named)
-            loaded = store.load(named.key)
-            if loaded is None:
-                raise NotBuiltError.of(
-                    named.name, named.arch, f"its name points to entry {named.key}, which no root holds"
-                )
-            entry, cubin = loaded
-            launch = launch_record(entry)
+            launch, cubin = _loaded(store, named.name, named.arch, named.key)
             if named.name in kernels and kernels[named.name].record != launch:
                 raise FusekitError(f"{named.name} is stored for several architectures; choose one with --arch")
             kernels[named.name] = Exported(named.name, launch, cubin, dict(named.defaults))
@@ -56,37 +54,20 @@ def run(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: 
     _answer(session, out, texts, sorted(kernels), prefix, sorted(layers))
 
 
-def layer_record_of(store: Store, name: str, records: Sequence[NameRecord]) -> tuple[LayerRecord, list[NameRecord]]:
-    """The record of a layer, with the variants that are taken where no device is known, and those of its kernels."""
-    from fusekit.choice import tuning
-    from fusekit.choice.variants import choose
-    from fusekit.plan.layer import program, stored_options
-    from fusekit.plan.layer.record import layer_record
-    from fusekit.plan.operations import OPERATIONS
-
+def _one_arch(name: str, records: Sequence[NameRecord]) -> str:
     archs = sorted({record.arch for record in records})
     if len(archs) > 1:
         raise FusekitError(f"{name} is stored for several architectures ({', '.join(archs)}); choose one with --arch")
-    options = stored_options(name, {record.name: record.spec for record in records})
-    assert options is not None
-    plan, table = program(options), tuning.load(store, archs[0])
-    variants = {
-        part: [record for record in records if record.name.startswith(f"{name}.{part}@")] for part in plan.parts
-    }
-    used: dict[str, NameRecord] = {}
+    return archs[0]
 
-    def key(part: str, tokens: int) -> str:
-        keys, dims = plan.parts[part], plan.dims(tokens)
-        operation, problem = OPERATIONS[keys["op"]], {"T": dims["T"]}
-        if operation.gemm:
-            problem = {**keys["problem"], "M": dims["M"] if operation.ragged else dims["T"]}
-        found = choose(variants[part], problem, table)
-        used[found.key] = found
-        return found.key
 
-    record = layer_record(options, archs[0], key)
-    named = {key for ladder in record.parts.values() for _, key in ladder}
-    return record, [each for key, each in used.items() if key in named]
+def _loaded(store: Store, name: str, arch: str, key: str) -> tuple[LaunchRecord, bytes]:
+    from fusekit.runtime.wellformed import launch_record
+
+    loaded = store.load(key)
+    if loaded is None:
+        raise NotBuiltError.of(name, arch, f"its name points to entry {key}, which no root holds")
+    return launch_record(loaded[0]), loaded[1]
 
 
 def run_loader(session: Session, out: Path, prefix: str) -> None:

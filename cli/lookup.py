@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from fusekit.errors import IntegrityError, UsageError, is_glob
+from fusekit.errors import IntegrityError, is_glob
 from fusekit.store import NameListing, NameRecord, Store
+from fusekit.store.names import layer_record
 from fusekit_cli.options import Session
 
 
@@ -35,39 +36,18 @@ def is_layer(name: str, records: Sequence[NameRecord]) -> bool:
     return bool(records) and all(record.name.startswith(f"{name}.") and record.spec.get("layer") for record in records)
 
 
-def unbuilt(name: str, parts: Iterable[str], records: Sequence[NameRecord]) -> list[str]:
-    """The kernels of the layer `name` that are not among `records`. parts: those that it needs."""
-    built = {record.name.partition("@")[0] for record in records}
-    return [kernel for part in parts if (kernel := f"{name}.{part}") not in built]
+def is_whole_layer(store: Store, name: str, records: Sequence[NameRecord]) -> bool:
+    """Whether `records` are the kernels of the layer `name`, which has a record in `store`."""
+    return is_layer(name, records) and bool(store.recorded(layer_record(name)))
 
 
-def is_whole_layer(name: str, records: Sequence[NameRecord]) -> bool:
-    """Whether `records` have every kernel of the layer `name`."""
-    if not is_layer(name, records):
-        return False
-    from fusekit.plan.layer import program, stored_options
-
-    try:
-        options = stored_options(name, {record.name: record.spec for record in records})
-    except (IntegrityError, UsageError):  # its kernels are usable without it
-        return False
-    return options is not None and not unbuilt(name, program(options).parts, records)
-
-
-def note_unbuilt(session: Session, name: str, records: Sequence[NameRecord]) -> None:
-    """Print which kernels are missing if `name` is a layer, of which a store has `records`."""
-    if not is_layer(name, records):
-        return
-    from fusekit.plan.layer import program, stored_options
-
-    try:
-        options = stored_options(name, {record.name: record.spec for record in records})
-    except (IntegrityError, UsageError) as error:  # its kernels are usable without it
-        session.note(str(error))
-        return
-    assert options is not None
-    if missing := unbuilt(name, program(options).parts, records):
-        session.note(f"{name} is incomplete; not built: {', '.join(missing)}")
+def note_unbuilt(session: Session, store: Store, name: str, records: Sequence[NameRecord]) -> None:
+    """Print that `name`, if it is a layer of which a store has `records`, has no record there."""
+    if is_layer(name, records) and not is_whole_layer(store, name, records):
+        session.note(
+            f"{name} is incomplete: the store has no record of the layer, so kernels of it are missing, or a fusekit"
+            " before 0.2 built them; a build of its spec completes it, and compiles only what is missing"
+        )
 
 
 def check_alike(listings: Sequence[NameListing]) -> None:

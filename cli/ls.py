@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from fusekit.errors import NoStoreError, NotBuiltError
-from fusekit.store import NameRecord, Row
+from fusekit.store import NameRecord, Row, names
 from fusekit_cli import complete, output, sources
 from fusekit_cli.options import Session, common, one_arch, stored_names
 
@@ -112,6 +112,8 @@ def _elsewhere(
         return
     problems += [why for _, _, why in held.failed]
     for record in held.records:
+        if names.layer_of(record.name) is not None:
+            continue
         entry = held.entries.get(record.key)
         if entry is not None or record.summary.keys() >= SUMMARY:
             yield record, record.summary if entry is None else entry.summary()

@@ -24,19 +24,18 @@ def run(
     """Check and time the layer `name`; prints one document."""
     layer = library.layer(name, arch, device)
     try:
-        from fusekit.bench.layer_trial import checked_tokens
+        from fusekit.bench.layer_trial import checked_tokens, options_of
     except ImportError as error:
         raise UsageError(f"random inputs need NumPy: {error}; {install('check')}") from error
-    part = next(iter(layer.program.parts))
     document: dict[str, Any] = {
-        "name": name, "arch": library.find(f"{name}.{part}", arch, device).arch, "device": None, "ok": True,
+        "name": name, "arch": layer.record.arch, "device": None, "ok": True,
         "tokens": tokens, "checked_tokens": None, "error": None, "errors": {}, "problems": [], "ms": None,
         "tflops": None, "gbs": None, "peak_share": None, "host_us": None, "passes": {}, "memory": {},
     }  # fmt: skip
     wanted = layer.options.tokens if tokens is None else tokens
     try:
         if check or not timed:
-            few = wanted if tokens is not None or not check else checked_tokens(layer.options)
+            few = wanted if tokens is not None or not check else checked_tokens(options_of(layer))
             _launch(library, layer, few, seed, device, document, check=check)
         if timed:
             _time(library, layer, wanted, seed, device, document)

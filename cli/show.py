@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +12,7 @@ import click
 from fusekit.errors import IntegrityError, UsageError
 from fusekit.store import Entry, NameListing, NameRecord, Store, names
 from fusekit.store.listing import SUMMARY, Build
+from fusekit.store.names import layer_of
 from fusekit_cli import complete, output, sources
 from fusekit_cli.lookup import chosen, is_layer, stored, to_load
 from fusekit_cli.options import Session, common, stored_names
@@ -57,7 +59,8 @@ def command(
         held = _held(session, source, name, arch)
         store, where = session.open_store(), sources.shown(source)
         if is_layer(name, held.records):
-            _layer(session, store, name, held.records, where)
+            with sources.opened(session, source, (name,), arch) as (copy, _):
+                _layer(session, copy, name, [listed.record for listed in stored(copy, name, arch)], where)
             return
         documents = [describe(record, held.entries[record.key], where) for record in to_load(store, held.records, name)]
 
@@ -140,9 +143,10 @@ def _held(session: Session, source: str, name: str, arch: str | None) -> Survey:
     held = sources.look(session, source, (name,), arch, entries=True)
     if held.failed:
         raise IntegrityError(held.failed[0][2])
-    if not held.records:
+    kernels = tuple(record for record in held.records if layer_of(record.name) is None)
+    if not kernels:
         raise sources.absent(source, (name,), arch)
-    return held
+    return replace(held, records=kernels)
 
 
 def _stored(store: Store, listed: NameListing) -> dict[str, Any]:

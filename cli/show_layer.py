@@ -1,90 +1,127 @@
-"""`fusekit show` of a layer: options, arguments, steps, and memory."""
+"""`fusekit show` of a layer: its record in words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from fusekit.store import NameRecord, Store
 from fusekit_cli import output
-from fusekit_cli.lookup import to_load, unbuilt
 from fusekit_cli.options import Session
 
 if TYPE_CHECKING:
-    from fusekit.plan.layer import Buffer, Options, Program
+    from fusekit.abi.layer_record import LayerBuffer, LayerRecord, LayerStep
+    from fusekit.layers import LayerOptions
+
+QUANTISE = "quantise"
+PASSES = ("forward", "inference", "backward", QUANTISE)
 
 
 def describe(store: Store, name: str, records: Sequence[NameRecord], root: str) -> dict[str, Any]:
     """The document of the layer `name`. records: of its kernels. root: path of the root that holds them."""
-    from fusekit.plan.layer import program, stored_options
-    from fusekit.plan.layer.ranks import room, window_sizes
+    from fusekit.layers import LayerOptions, record_of
 
-    options = stored_options(name, {record.name: record.spec for record in records})
-    assert options is not None
-    plan = program(options)
-    windows: dict[str, int] = {}
-    if options.ranks > 1:
-        plan = plan.within(room(options, options.tokens))
-        windows = window_sizes(plan, options)
-    kernels = {f"{name}.{part}": keys["op"] for part, keys in plan.parts.items()}
-    loaded = [record for record in to_load(store, records, name) if record.name.partition("@")[0] in kernels]
-    rest = options.canonical() | {"weight_dtype": options.weights}
-    for known in ("file", "name", "kind", "tokens"):
-        del rest[known]
+    record = record_of(store, name, records[0].arch)
+    options = LayerOptions(record.options)
+    rest = {**record.options, "weight_dtype": options.weights}
+    by_name = {each.name: each for each in records}
+    ops = {part: _op(record, part, by_name) for part in record.parts}
+    kernels = [(key, by_name.get(kernel.name)) for key, kernel in record.kernels.items()]
+    used = [record.passes[which] for which in PASSES if which in record.passes]
+    parts = list(dict.fromkeys(step.part for each in used for step in each.steps))
+
+    def place(kernel: tuple[str, NameRecord | None]) -> int:
+        return parts.index(_part(name, record.kernels[kernel[0]].name))
+
     return {
         "name": name,
         "kind": options.kind,
         "root": root,
-        "options": rest,
-        "passes": {which: _pass(name, plan, which) for which in plan.steps},
-        "memory": _memory(options, plan) | {"windows": windows},
+        "key": record.key,
+        "options": {key: value for key, value in rest.items() if key not in ("file", "name", "kind", "tokens")},
+        "passes": {which: _pass(name, record, which, ops) for which in PASSES if which in record.passes},
+        "memory": _memory(record, options),
+        "promises": dict(record.promises),
+        "tuning": dict(record.tuning),
+        "ladders": {
+            part: [{"tokens": most, "kernel": record.kernels[key].name} for most, key in ladder]
+            for part, ladder in record.parts.items()
+        },
         "kernels": [
-            {"name": record.name, "arch": record.arch, "op": record.spec["op"], "key": record.key,
-             "bytes": record.summary.get("bytes"), "registers": record.summary.get("registers")}
-            for record in sorted(loaded, key=lambda record: [*kernels].index(record.name.partition("@")[0]))
+            {"name": record.kernels[key].name, "arch": record.arch, "op": ops[_part(name, record.kernels[key].name)],
+             "key": key, "bytes": None if each is None else each.summary.get("bytes"),
+             "registers": None if each is None else each.summary.get("registers")}
+            for key, each in sorted(kernels, key=place)
         ],
-        "missing": unbuilt(name, plan.parts, records),
+        "missing": [record.kernels[key].name for key in record.kernels if store.find_entry(key) is None],
     }  # fmt: skip
 
 
-def _pass(name: str, plan: Program, which: str) -> dict[str, Any]:
-    inputs, outputs = plan.arguments(which)
-    added = {
-        name for step in plan.steps[which] if plan.parts[step.part].get("accumulate") for name in step.writes.values()
-    }
+def _part(layer: str, kernel: str) -> str:
+    return kernel.partition("@")[0].removeprefix(f"{layer}.")
+
+
+def _op(record: LayerRecord, part: str, by_name: Mapping[str, NameRecord]) -> str:
+    named = (by_name.get(record.kernels[key].name) for _, key in record.parts[part])
+    return next((str(each.spec.get("op", "")) for each in named if each is not None), "")
+
+
+def _pass(name: str, record: LayerRecord, which: str, ops: Mapping[str, str]) -> dict[str, Any]:
+    inputs, outputs = record.arguments[which]
+    added = record.passes[which].adds
     return {
-        "inputs": _tensors(inputs.values()),
-        "outputs": [tensor | {"added_to": tensor["name"] in added} for tensor in _tensors(outputs.values())],
+        "inputs": _tensors(inputs),
+        "outputs": [tensor | {"added_to": tensor["name"] in added} for tensor in _tensors(outputs)],
         "steps": [
-            {"kernel": f"{name}.{step.part}", "op": plan.parts[step.part]["op"], "reads": dict(step.reads),
-             "writes": dict(step.writes)}
-            for step in plan.steps[which]
+            {"kernel": f"{name}.{step.part}", "op": ops[step.part], "reads": _named(step, False),
+             "writes": _named(step, True)}
+            for step in record.passes[which].steps
         ],
     }  # fmt: skip
 
 
-def _tensors(buffers: Iterable[Buffer]) -> list[dict[str, Any]]:
-    return [{"name": buffer.name, "dtype": buffer.dtype, "shape": list(buffer.shape)} for buffer in buffers]
+def _named(step: LayerStep, written: bool) -> dict[str, str]:
+    return {argument: name for argument, name in step.arguments.items() if (name in step.writes) == written}
 
 
-def _memory(options: Options, plan: Program) -> dict[str, Any]:
+def _tensors(buffers: Mapping[str, LayerBuffer]) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "dtype": buffer.dtype, "shape": list(buffer.shape), "what": buffer.words}
+        for name, buffer in buffers.items()
+    ]
+
+
+def _memory(record: LayerRecord, options: LayerOptions) -> dict[str, Any]:
     """Sizes in bytes, for the tokens of the spec."""
-    from fusekit.plan.layer.program import QUANTISE
+    from fusekit.abi.expr import evaluate
 
-    dims = plan.dims(options.tokens)
-    scratch = {which: plan.most_scratch(which, options.tokens) for which in plan.steps if which != QUANTISE}
-    fp8 = sum(buffer.bytes(dims) for buffer in plan.arguments(QUANTISE)[1].values())
-    places, kept = plan.kept(dims)
-    parts = {name: plan.buffers[name].bytes(dims) for name in places}
-    return {"tokens": options.tokens, "kept": kept, "kept_buffers": parts, "scratch": scratch, "fp8_weights": fp8}
+    limits: dict[str, int] = {}
+    if record.limits:
+        limits["capacity"] = evaluate(record.limits["capacity"], {"tokens": options.tokens})
+        limits["rows"] = evaluate(record.limits["rows"], limits)
+    dims = record.environment(options.tokens, **limits)
+    places, kept = record.kept(dims)
+    fp8 = record.arguments[QUANTISE][1].values() if QUANTISE in record.passes else ()
+    return {
+        "tokens": options.tokens,
+        "kept": kept,
+        "kept_buffers": {name: record.buffers[name].bytes(dims) for name in places},
+        "scratch": {
+            which: record.most_scratch(which, options.tokens, limits=limits)
+            for which in PASSES
+            if which in record.passes and which != QUANTISE
+        },
+        "fp8_weights": sum(buffer.bytes(dims) for buffer in fp8),
+        "windows": {name: evaluate(size, dims) for name, size in record.windows.items()},
+    }
 
 
 def text(session: Session, document: Mapping[str, Any]) -> None:
     """Print the document for people."""
     archs = ", ".join(dict.fromkeys(kernel["arch"] for kernel in document["kernels"]))
-    count = len(document["kernels"]) + len(document["missing"])
+    count = len(document["kernels"])
     click.echo(f"{document['name']}: a layer ({document['kind']}) of {output.plural(count, 'kernel')} for {archs}")
     click.echo("options")
     output.tree(document["options"], "  ")
@@ -94,11 +131,12 @@ def text(session: Session, document: Mapping[str, Any]) -> None:
             continue
         click.echo(f"\n{which}")
         rows = [
-            (tensor["name"], "inout" if tensor.get("added_to") else role, tensor["dtype"], _shape(tensor["shape"]))
+            (tensor["name"], "inout" if tensor.get("added_to") else role, tensor["dtype"], _shape(tensor["shape"]),
+             tensor["what"])
             for role in ("input", "output")
             for tensor in steps[f"{role}s"]
-        ]
-        output.table(session, ("ARGUMENT", "ROLE", "DTYPE", "SHAPE"), rows)
+        ]  # fmt: skip
+        output.table(session, ("ARGUMENT", "ROLE", "DTYPE", "SHAPE", "WHAT"), rows, prose=("WHAT",))
         done = [
             (number, step["kernel"].rpartition(".")[2], step["op"], ", ".join(step["reads"].values()),
              ", ".join(step["writes"].values()))
@@ -135,8 +173,26 @@ def text(session: Session, document: Mapping[str, Any]) -> None:
         right=("REGISTERS",),
         spare=("KEY", "REGISTERS", "ARCH"),
     )
+    click.echo(f"\nladders from {_source(document['tuning'])}")
+    for part, rungs in document["ladders"].items():
+        if len(rungs) > 1:
+            steps = (f"{'more' if rung['tokens'] is None else rung['tokens']}: {_variant(rung)}" for rung in rungs)
+            click.echo(f"  {part}  up to {', '.join(steps)}")
     if document["missing"]:
         click.echo(f"not built: {', '.join(document['missing'])}")
+
+
+def _source(tuning: Mapping[str, Any]) -> str:
+    """Where the choice of variants comes from."""
+    tables = [
+        f"the {label} tuning table {table['sha256'][:12]} for {', '.join(table['parts'])}"
+        for label, table in tuning.items()
+    ]
+    return ", ".join([*tables, "the model for others" if tables else "the model"])
+
+
+def _variant(rung: Mapping[str, Any]) -> str:
+    return str(rung["kernel"]).partition("@")[2]
 
 
 def _shape(shape: Sequence[int | str]) -> str:

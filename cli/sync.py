@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fusekit.errors import UsageError
+from fusekit.store import names
 from fusekit_cli import output
 from fusekit_cli.build import failures
 from fusekit_cli.options import Session, common, signing
@@ -49,16 +50,18 @@ def command(session: Session, frozen: bool, dry_run: bool, jobs: int | None) -> 
         from fusekit.share.remote import Remote
     remotes = {name: Remote(url) for name, url in urls.items()}
 
+    layers: list[NameRecord] = []
+
     def compiled(missing: Sequence[tuple[Where, Build]]) -> Mapping[str, str]:
-        return {} if frozen else _build(session, store, missing, jobs)
+        return {} if frozen else _build(session, store, missing, jobs, layers)
 
     def records() -> Mapping[tuple[Where, str], NameRecord]:
         from fusekit.compiler.naming import record_of
 
         tasks = _planned(session, store)
-        return {
-            ((spec.full_name, spec.arch), task.key): record_of(task.key, spec) for task in tasks for spec in task.specs
-        }
+        specs = [(spec, task.key) for task in tasks for spec in task.specs]
+        known = {((spec.full_name, spec.arch), key): record_of(key, spec) for spec, key in specs}
+        return known | {((each.name, each.arch), each.key): each for each in layers}
 
     with progress(session, "syncing", moves_bytes=True) as update:
         report = sync(store, lock, remotes, WELLFORMED, progress_of(update), compiled, records, dry_run=dry_run)
@@ -90,9 +93,9 @@ def command(session: Session, frozen: bool, dry_run: bool, jobs: int | None) -> 
     for problem in report.problems:
         session.note(problem)
     if report.missing:
-        names = "no name was changed; " if not dry_run else ""
+        unchanged = "no name was changed; " if not dry_run else ""
         how = "push them from where they were built, or sync without --frozen where their toolchain is"
-        session.note(f"{names}{output.plural(len(report.missing), 'build')} missing: {how}")
+        session.note(f"{unchanged}{output.plural(len(report.missing), 'build')} missing: {how}")
     return 1 if report.missing and not dry_run else 0
 
 
@@ -113,12 +116,21 @@ def _planned(session: Session, store: Store) -> tuple[Task, ...]:
     return (*planned.hits, *planned.misses)
 
 
-def _build(session: Session, store: Store, missing: Sequence[tuple[Where, Build]], jobs: int | None) -> dict[str, str]:
-    """Build those of `missing` that are planned here; key -> origin."""
+def _build(
+    session: Session, store: Store, missing: Sequence[tuple[Where, Build]], jobs: int | None, layers: list[NameRecord]
+) -> dict[str, str]:  # fmt: skip
+    """Build those of `missing` that are planned here; key -> origin. layers: takes the names of their records."""
     from fusekit.compiler.build import BuildPlan, execute
 
     keys = {build.key for _, build in missing}
     tasks = tuple(task for task in _planned(session, store) if task.key in keys)
     report = execute(BuildPlan(misses=tasks), store, jobs, named=False)
     failures(session, report.failed)
-    return {built.key: COMPILED for built in report.built}
+    from fusekit.compiler.layers import layers_of, publish_layer
+
+    known = [(spec, task.key) for task in _planned(session, store) for spec in task.specs]
+    wanted = {names.layer_of(name) for (name, _), _ in missing}
+    for layer in layers_of(known):
+        if layer.name in wanted and (record := publish_layer(store, layer, named=False)) is not None:
+            layers.append(record)
+    return dict.fromkeys([*(built.key for built in report.built), *(record.key for record in layers)], COMPILED)

@@ -12,7 +12,7 @@ sizes = layer.sizes(T)  # bytes, before anything is allocated
 print(f"kept {sizes.kept} bytes, scratch {sizes.scratch} bytes")
 
 # Any tensors of a framework will do, and any memory; these are fusekit's own.
-dims, rng = layer.program.dims(T), np.random.default_rng(0)
+dims, rng = layer.dims(T), np.random.default_rng(0)
 tensors = {
     name: DeviceArray(library.devices, buffer.extents(dims), buffer.dtype)
     for which in ("forward", "backward")

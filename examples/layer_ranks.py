@@ -50,7 +50,7 @@ class Rank:
         self.weights = source.random((count, K), np.float32)
         given = {"x": bf16(self.x), "dy": bf16(self.x), "w1": bf16(w1[local]), "w2": bf16(w2[local])}
         given |= {"indices": self.indices, "weights": self.weights}
-        self.tensors, dims = {}, layer.program.dims(count)
+        self.tensors, dims = {}, layer.dims(count)
         for which in ("forward", "backward"):
             for name, buffer in (layer.inputs(which) | layer.outputs(which)).items():
                 self.tensors[name] = DeviceArray(devices, buffer.extents(dims), buffer.dtype, ranks.device)

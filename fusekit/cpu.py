@@ -12,19 +12,18 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from functools import cache
 from math import prod
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError, NotBuiltError, UsageError, install, some
-from fusekit.layers import Layer
+from fusekit.layers import Layer, LayerOptions, record_of
 from fusekit.layers.arguments import token_count
 from fusekit.layers.memory import Slice
-from fusekit.layers.stored import options_of, records_of
 from fusekit.plan.arch import DEFAULT
 from fusekit.plan.layer import Options, program
+from fusekit.plan.layer.record import unproved
 from fusekit.runtime.recent import Recent
 from fusekit.runtime.streams import stream_handle
 
@@ -53,8 +52,15 @@ def cpu_layer(library: Library, name: str) -> CpuLayer:
     """
     options = None
     if ".toml" not in name:
-        with suppress(NotBuiltError):
-            options = options_of(library, name, records_of(library, name))
+        try:
+            options = Options(**record_of(library.store, name).options)
+        except NotBuiltError:
+            pass
+        except TypeError as error:
+            raise UsageError(
+                f"{name} was built by another version of fusekit, whose definition this one does not know: {error};"
+                " build it again with this one"
+            ) from None
     options = options or _of_spec(name)
     if options.ranks > 1:
         raise ArgumentError(
@@ -104,12 +110,13 @@ class CpuLayer(Layer):
     _alignment = ALIGNMENT
 
     def __init__(self, options: Options) -> None:
-        self.name, self.options, self.program = f"{options.file}/{options.name}", options, program(options)
+        self.record = unproved(options, DEFAULT.name, lambda part, tokens: part)
+        self.name, self.options = self.record.name, LayerOptions(self.record.options)
+        self._parts = program(options).parts
         devices = SimpleNamespace(driver=SimpleNamespace(annotate=None), current=lambda: 0)
         self._library: Any = SimpleNamespace(devices=devices)
         self._kernels: Any = SimpleNamespace(plans=Recent(_KEPT))
-        self._arch = self._device = None
-        self._records = {}
+        self._device = None
         self._moving = Recent(_KEPT)
 
     @property
@@ -147,7 +154,7 @@ class CpuLayer(Layer):
     def _placed(
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any]
     ) -> tuple[Any, Any, dict[str, Any]]:
-        written = self.program.arguments(which)[1].keys()
+        written = self.arguments(which)[1].keys()
         tensors = {name: host_tensor(tensor, name, name in written) for name, tensor in arguments.items()}
         return host_tensor(kept, "kept", True), host_tensor(scratch, "scratch", True), tensors
 
@@ -155,7 +162,7 @@ class CpuLayer(Layer):
         """There is nothing to load, and nothing captures."""
 
     def _kernel(self, part: str, dims: Mapping[str, int]) -> Any:
-        keys = self.program.parts[part]
+        keys = self._parts[part]
         return SimpleNamespace(name=f"{self.name}.{part}", bind=lambda **given: Formula(keys, dims, given))
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
-from fusekit.choice import tuning
-from fusekit.choice.gpus import part_of
-from fusekit.choice.variants import explained, fastest
 from fusekit.config import Config
 from fusekit.errors import (
     ArchMismatchError,
@@ -32,10 +29,11 @@ from fusekit.runtime.wake import Waking
 
 if TYPE_CHECKING:
     from fusekit.abi import LaunchRecord
+    from fusekit.abi.layer_record import LayerKernel
+    from fusekit.choice import tuning
     from fusekit.exchange import Ranks
-    from fusekit.layers import Layer
+    from fusekit.layers import Layer, LayerOptions
     from fusekit.layers.kernels import LayerKernels
-    from fusekit.plan.layer import Options
     from fusekit.runtime.checked import Checks, OffsetsProblem
     from fusekit.runtime.kernel import Kernel
     from fusekit.runtime.usage import MemoryUse
@@ -166,6 +164,27 @@ class Library:
         ordinal = self.devices.current() if device is None else ordinal_of(device)
         return self._open(found, record, cubin, ordinal)
 
+    def load_key(self, kernel: LayerKernel, key: str, arch: str, device: int | None = None) -> Kernel:
+        """Load the kernel of entry `key`, which the record of a layer names; device and errors as for `load`."""
+        from fusekit.store import NameRecord
+        from fusekit.store.entries import CUDA13
+        from fusekit.store.files import quietly
+
+        found = NameRecord(kernel.name, arch, key, {}, kernel.defaults)
+        if self._checked or self.devices.driver.version < CUDA13:  # who looks at its spec, and at other builds of it
+            named = quietly(self.store.find_name, kernel.name, arch)
+            found = named if named is not None and named.key == key else found
+            (found,) = self._readable([found])
+        record, cubin = self._read(found)
+        entry = self.store.find_entry(key) if found.key == key else None
+        if entry is not None and entry.launch_sha256 != kernel.launch:
+            raise IntegrityError(
+                f"{kernel.name}: entry {key} has another launch record than the layer was built with; build the layer"
+                " again",
+                key=key,
+            )
+        return self._open(found, record, cubin, self.devices.current() if device is None else ordinal_of(device))
+
     def layer(
         self, name: str, arch: str | None = None, device: int | Literal["cpu"] | None = None, *,
         ranks: Ranks | None = None, tokens: int | None = None, rows: int | None = None,
@@ -212,11 +231,11 @@ class Library:
             return cpu_layer(self, name)
         return open_layer(self, name, arch, device, ranks=ranks, tokens=tokens, rows=rows)
 
-    def layers(self) -> dict[str, Options]:
+    def layers(self) -> dict[str, LayerOptions]:
         """Name -> options, of every layer in the store."""
         from fusekit.layers import layers_of
 
-        return layers_of(self)
+        return layers_of(self.store)
 
     def _open(self, found: NameRecord, record: LaunchRecord, cubin: bytes, ordinal: int) -> Kernel:
         from fusekit.runtime.kernel import Kernel
@@ -297,10 +316,12 @@ class Library:
 
     def _read(self, found: NameRecord) -> tuple[LaunchRecord, bytes]:
         """Launch record and cubin of `found`, checked."""
-        from fusekit.choice.variants import check_name
         from fusekit.runtime.wellformed import launch_record
 
-        check_name(found)
+        if found.spec:
+            from fusekit.choice.variants import check_name
+
+            check_name(found)
         stored = self.store.load(found.key)
         if stored is None:
             raise NotBuiltError.of(found.name, found.arch, f"its name points to entry {found.key}, which is missing")
@@ -331,17 +352,6 @@ class Library:
             if found is None:
                 raise
             return found
-
-    def chooser(
-        self, name: str, arch: str | None = None, device: int | None = None
-    ) -> Callable[[Mapping[str, int]], NameRecord]:
-        """`find` for any problem, with the store as it is now. Raises as `find` does; DriverError without a driver."""
-        _check_name(name)
-        variants, _, target = self._candidates(name, arch, device)
-        only = self._choose(variants, None, target)  # which checks them
-        if len(variants) == 1:
-            return lambda problem: only
-        return lambda problem: self._choose(variants, problem, target, fastest)
 
     def _find(
         self, name: str, arch: str | None, device: int | None, problem: Mapping[str, int] | None
@@ -409,9 +419,12 @@ class Library:
         )
 
     def _choose(
-        self, variants: list[NameRecord], problem: Mapping[str, int] | None, device: Device | None,
-        explained: Callable[..., tuple[NameRecord, str]] = explained,
+        self, variants: list[NameRecord], problem: Mapping[str, int] | None, device: Device | None
     ) -> NameRecord:  # fmt: skip
+        from fusekit.choice import tuning
+        from fusekit.choice.gpus import part_of
+        from fusekit.choice.variants import explained
+
         arch = variants[0].arch
         if len(variants) > 1 and arch not in self._tuning:
             self._tuning[arch] = tuning.load(self.store, arch)

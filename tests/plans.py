@@ -1,9 +1,13 @@
 """Specs and plans of GEMMs for tests, from a few keys."""
 
+import json
 from dataclasses import replace
+from functools import cache
 
 from fusekit.plan.activations import kinds
 from fusekit.plan.gemm import GemmPlan
+from fusekit.plan.layer import Options, Program, program
+from fusekit.plan.layer.ranks import room
 from fusekit.plan.quant import Quant
 from fusekit.plan.tiles import default_mainloop
 from fusekit.spec import Activation, KernelSpec, parse_text
@@ -44,3 +48,15 @@ PLAIN_ACTIVATIONS = tuple(each.name for each in kinds().values() if not each.bac
 GATED_ACTIVATIONS = tuple(each.name for each in kinds().values() if not each.backward and each.gated)
 BACKWARD_ACTIVATIONS = tuple(each.name for each in kinds().values() if each.backward)
 ACTIVATIONS = tuple(kinds())
+
+
+def plan_of(layer) -> Program:
+    """The program that the record of a layer was made from."""
+    plan, options = _program(json.dumps(layer.options.canonical()))
+    return plan.within(room(options, layer.capacity, layer.rows)) if options.ranks > 1 else plan
+
+
+@cache
+def _program(table: str) -> tuple[Program, Options]:
+    options = Options(**json.loads(table))
+    return program(options), options

@@ -12,9 +12,9 @@
 | store | errors, config, filelock, for signatures cryptography |
 | share | errors, config, abi, store, cabi, filelock; for remotes fsspec, aiohttp, tenacity |
 | kernels | cutlass, plan, and the stream type of cuda.bindings.driver |
-| compiler | errors, config, project, plan, spec, abi, store, share, kernels; cutlass, llvmlite, distributed |
+| compiler | errors, config, project, plan, spec, abi, store, share, kernels, choice; cutlass, llvmlite, distributed |
 | runtime | errors, config, abi, store, choice, cuda.bindings |
-| layers | errors, plan, runtime, exchange |
+| layers | errors, abi, store, runtime, exchange |
 | exchange | errors, plan, runtime |
 | cpu | errors, plan, runtime, layers, reference, spec, numpy |
 | library | errors, config, project, abi, store, choice, runtime, layers, exchange, cpu |
@@ -62,13 +62,14 @@ MAY = {
     "kernels": {"cutlass", "fusekit.plan", "cuda.bindings.driver"},
     "compiler": {
         "fusekit.errors", "fusekit.config", "fusekit.project", "fusekit.plan", "fusekit.spec", "fusekit.abi",
-        "fusekit.store", "fusekit.share", "fusekit.kernels", "cutlass", "cuda.bindings", "llvmlite", "distributed",
+        "fusekit.store", "fusekit.share", "fusekit.kernels", "fusekit.choice", "cutlass", "cuda.bindings", "llvmlite",
+        "distributed",
     },
     "providers": {"fusekit.compiler", "cutlass", "cuda.bindings", "quack", "cudnn"},
     "runtime": {
         "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.choice", "cuda.bindings",
     },
-    "layers": {"fusekit.errors", "fusekit.abi", "fusekit.plan", "fusekit.runtime", "fusekit.exchange"},
+    "layers": {"fusekit.errors", "fusekit.abi", "fusekit.runtime", "fusekit.exchange", "fusekit.store"},
     "exchange": {"fusekit.errors", "fusekit.plan", "fusekit.runtime"},
     "cpu": {
         "fusekit.errors", "fusekit.plan", "fusekit.runtime", "fusekit.layers", "fusekit.reference", "fusekit.spec",

@@ -91,6 +91,11 @@ class LayerStep:
     awaits: bool = False
     apart: bool = False
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """The buffers that it reads and does not write."""
+        return frozenset(self.arguments.values()).difference(self.writes)
+
     def is_for(self, asked: Collection[str]) -> bool:
         """Whether a pass with the outputs `asked` queues it."""
         wanted = self.outputs is None or not self.outputs.isdisjoint(asked)
@@ -370,6 +375,32 @@ class LayerRecord:
         """SHA-256 of the canonical document, which names its kernels by key."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
+    @cached_property
+    def arguments(self) -> Mapping[str, tuple[Mapping[str, LayerBuffer], Mapping[str, LayerBuffer]]]:
+        """By pass, (inputs, outputs) by name."""
+        return {
+            which: (
+                {name: self.buffers[name] for name in each.inputs},
+                {name: self.buffers[name] for name in each.outputs},
+            )
+            for which, each in self.passes.items()
+        }
+
+    def kept_line(self, env: Mapping[str, int]) -> tuple[int, int]:
+        """(a, b): for T tokens `kept` needs at most a T + b bytes, and little less; for callers with a symbol for T.
+        env: the dims of one token.
+        """
+        growing = {"T"}
+        for name, expr in self.dims.items():
+            growing |= {name} if variables(expr) & growing else set()
+        slope = rest = 0
+        for buffer in self.buffers.values():
+            if buffer.place == KEPT:
+                size = buffer.bytes(env)
+                slope += size if any(variables(extent) & growing for extent in buffer.shape) else 0
+                rest += size + ALIGNMENT
+        return slope, rest
+
     def environment(self, tokens: int, **limits: int) -> dict[str, int]:
         """The dims for so many tokens. limits: capacity and rows of a layer over ranks."""
         env = {"T": tokens, **limits}
@@ -418,15 +449,16 @@ class LayerRecord:
         }, padded(int(rest))
 
     def most_scratch(
-        self, which: str, tokens: int, asked: Collection[str] | None = None, *, in_place: bool = False, **limits: int
-    ) -> int:
+        self, which: str, tokens: int, asked: Collection[str] | None = None, *, in_place: bool = False,
+        limits: Mapping[str, int] | None = None,
+    ) -> int:  # fmt: skip
         """The bytes of scratch memory that are enough for passes of at most so many tokens. asked: their outputs, all
         contiguous; None: any. limits: as for `environment`.
         """
         layouts = self._layouts(which, asked, in_place)
         # Up to the end of a layout's range, more tokens need more memory.
         ends = {int(each.until) for each in layouts if each.until < tokens and self.range_of == "T"}
-        every = [self.environment(count, **limits) for count in {tokens, *ends}]
+        every = [self.environment(count, **(limits or {})) for count in {tokens, *ends}]
         if asked is not None:
             return max(self.scratch(which, asked, env, asked, in_place=in_place)[1] for env in every)
         return max(self._any_scratch(layouts, env) for env in every)

@@ -18,7 +18,7 @@ from fusekit.bench.trial import GUARD, Verdict, written_around
 from fusekit.errors import UsageError
 from fusekit.layers import Layer
 from fusekit.library import Library
-from fusekit.plan.layer import Options
+from fusekit.plan.layer import Options, program
 from fusekit.plan.layer.options import LOGITS, MLP, X
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
 from fusekit.plan.operations import OPERATIONS
@@ -66,12 +66,22 @@ def flops(layer: Layer, which: str, tokens: int) -> int:
     return sum(2 * m * n * k for pass_ in passes for m, n, k in gemms(layer, pass_, tokens))
 
 
+def options_of(layer: Layer) -> Options:
+    """The table of a layer, of which `fusekit.reference` has the definition."""
+    return Options(**layer.options.canonical())
+
+
+def parts_of(layer: Layer) -> Mapping[str, Mapping[str, Any]]:
+    """The table of each kernel of a layer, by part."""
+    return program(options_of(layer)).parts
+
+
 def gemms(layer: Layer, which: str, tokens: int) -> list[tuple[int, int, int]]:
     """(M, N, K) of each GEMM that a pass launches, as of one dense product."""
-    program = layer.program
-    dims, shapes = program.dims(tokens), []
-    for step in program.needed(which, layer.outputs(which)):
-        keys = program.parts[step.part]
+    parts = parts_of(layer)
+    dims, shapes = layer.dims(tokens), []
+    for step in layer.record.passes[which].queued(layer.outputs(which)):
+        keys = parts[step.part]
         operation = OPERATIONS[keys["op"]]
         if operation.gemm:
             rows = dims["M" if operation.ragged else "T"]
@@ -89,19 +99,19 @@ class LayerTrial:
                 f"{layer.name} is launched by {layer.options.ranks} ranks together and has no trial on one device;"
                 f" library.layer(name, ranks=...) launches it, and fusekit bench '{layer.name}.*' times its kernels"
             )
-        self.layer, self.tokens, self.options = layer, tokens, layer.options
+        self.layer, self.tokens, self.options = layer, tokens, options_of(layer)
         self.devices = library.devices
         self.device = self.devices.get(self.devices.current() if device is None else device)
         self.arrays: dict[str, DeviceArray] = {}
         self.tensors: dict[str, BlockTensor] = {}
         self.outputs = layer.outputs(FORWARD) | layer.outputs(BACKWARD)
         self.sizes = layer.sizes(tokens)
-        dims = layer.program.dims(tokens)
+        dims = layer.dims(tokens)
         self._dims = dims
         self.fp8 = layer.outputs(QUANTISE)
         inputs = layer.inputs(QUANTISE) | layer.inputs(FORWARD) | layer.inputs(BACKWARD)
         inputs = {name: buffer for name, buffer in inputs.items() if name not in self.fp8}
-        added = _added(layer)
+        added = layer.record.passes[BACKWARD].adds
         try:
             self._make(inputs, seed)
             for name, buffer in inputs.items():
@@ -185,7 +195,8 @@ class LayerTrial:
         """The passes that launch one of the parts; that of inference only where no other does."""
 
         def launches(which: str) -> bool:
-            return any(step.part in parts for step in self.layer.program.needed(which, self.layer.outputs(which)))
+            steps = self.layer.record.passes[which].queued(self.layer.outputs(which))
+            return any(step.part in parts for step in steps)
 
         return [which for which in self.passes if launches(which)] or [INFERENCE]
 
@@ -345,10 +356,3 @@ class _Distance:
 def _limit(name: str, o: Options) -> float:
     usual = LIMITS.get(name.removeprefix("inference "), LIMIT)
     return usual if o.recipe == NONE or name.endswith("loss") else CODED * usual
-
-
-def _added(layer: Layer) -> set[str]:
-    """The outputs that are added to what is there."""
-    parts = layer.program.parts
-    steps = [step for step in layer.program.steps[BACKWARD] if parts[step.part].get("accumulate")]
-    return {name for step in steps for name in step.writes.values()}

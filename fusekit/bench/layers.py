@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from fusekit.bench.gemms import Bench, Line, Options, alike, first_line, sequence
-from fusekit.bench.layer_trial import BOTH, LayerTrial, flops, gemms
+from fusekit.bench.layer_trial import BOTH, LayerTrial, flops, gemms, parts_of
 from fusekit.bench.roofline import Work
 from fusekit.bench.shape import Shape
 from fusekit.bench.timing import median
@@ -115,7 +115,7 @@ class LayerBench(Bench):
         share a row.
         """
         by_row: dict[str, tuple[Row, list[str], list[str]]] = {}
-        for part, keys in layer.program.parts.items():
+        for part, keys in parts_of(layer).items():
             records = alike(self.library, f"{layer.name}.{part}", self.arch) if OPERATIONS[keys["op"]].gemm else []
             if len(records) > 1:
                 problem = Shape(T=tokens).problem(records[0].spec, gated=True)

@@ -106,28 +106,6 @@ def check_name(record: NameRecord) -> None:
         )
 
 
-def check_layer(record: NameRecord) -> None:
-    """Raises IntegrityError where the spec of `record` has the table of a layer with a value that no layer can have.
-
-    One of other keys passes: it is of another version of fusekit, whose kernels can be launched one by one.
-    """
-    table = record.spec.get("layer")
-    if not isinstance(table, Mapping):
-        return
-    from fusekit.plan.layer import check_table
-
-    try:
-        check_table(table)
-    except TypeError:
-        return
-    except ValueError as error:
-        raise IntegrityError(
-            f"name record {record.name}: its layer has {error}, which no layer has; remove it and build the kernel "
-            "again",
-            key=record.key,
-        ) from None
-
-
 def _fits(label: str, value: Any) -> bool:
     if label in _TEXTS:
         return isinstance(value, str)

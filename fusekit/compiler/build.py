@@ -109,7 +109,8 @@ class Failed:
 class BuildReport:
     """built: compiled now. hits: found in the store. failed: the rest. seconds: of the whole call. moved: names that
     now point to new builds. left: names that the store has, and the spec files no longer. pruned: those of
-    `left` that were removed, if that was asked for. untrusted: names of foreign kernels that were left out.
+    `left` that were removed, if that was asked for. untrusted: names of foreign kernels that were left out. layers:
+    those that have a new record.
     """
 
     built: list[Built] = field(default_factory=list)
@@ -120,6 +121,7 @@ class BuildReport:
     left: list[Left] = field(default_factory=list)
     pruned: DiscardReport | None = None
     untrusted: list[str] = field(default_factory=list)
+    layers: list[str] = field(default_factory=list)
 
     @property
     def cached(self) -> list[str]:
@@ -382,10 +384,31 @@ def execute(
                 report.hits += _rows(task, task.summary)
         if wanted.misses:
             _build(wanted.misses, store, jobs, progress or (lambda _: None), planner, executor, report, named)
+        if named:
+            _name_layers(wanted, store, report)
     order = {(spec.full_name, spec.arch): place for place, spec in enumerate(wanted.specs)}
     for rows in (report.built, report.hits, report.failed, report.moved):
         rows.sort(key=lambda row: order.get((row.name, row.arch), -1))
     return report
+
+
+def _name_layers(wanted: BuildPlan, store: Store, report: BuildReport) -> None:
+    """Publishes the records of the layers whose kernels are there."""
+    done = {(built.name, built.arch): built.key for built in (*report.built, *report.hits)}
+    specs = [spec for spec in wanted.specs if getattr(spec, "layer", None) is not None]
+    if not specs:
+        return
+    from fusekit.compiler.layers import layers_of, publish_layer
+
+    known = [(spec, key) for spec in specs if (key := done.get((spec.full_name, spec.arch))) is not None]
+    for layer in layers_of(known):
+        try:
+            if publish_layer(store, layer):
+                report.layers.append(layer.name)
+        except (IntegrityError, StoreError, SignatureError):
+            raise
+        except FusekitError as error:
+            report.failed.append(Failed(layer.name, layer.arch, str(error)))
 
 
 def _build(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fusekit.errors import IntegrityError, StoreError
 from fusekit.store import NameRecord, Store
-from fusekit.store.names import differences
+from fusekit.store.names import differences, layer_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,11 +64,15 @@ def give_names(store: Store, key: str, specs: Sequence[Spec], entry: Entry | Non
 def left_behind(store: Store, chosen: Sequence[Found], archs: Collection[str] | None = None) -> list[Left]:
     """The names in `store`, of `archs` (None: of all), that the targets mean and their files no longer have."""
     there = {(spec.full_name, spec.arch) for file in chosen for spec in file.every}
+    layers = {(f"{each.file}/{each.name}", spec.arch) for file in chosen for spec in file.every
+              if (each := getattr(spec, "layer", None)) is not None}  # fmt: skip
     left: dict[tuple[str, str], Left] = {}
     for file in chosen:
         archs_of_file = {spec.arch for spec in file.every}
         for (name, arch), root in store.recorded(file.file).items():
             if file.packaged and arch not in archs_of_file:  # built for another than the file names
+                continue
+            if (layer := layer_of(name)) is not None and (layer, arch) in layers:
                 continue
             if (name, arch) not in there and file.means(name) and (archs is None or arch in archs):
                 left[name, arch] = Left(name, arch, root)

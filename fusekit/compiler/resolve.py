@@ -15,6 +15,7 @@ from fusekit.share.lock_folder import Change
 from fusekit.store.entries import toolchain_label
 from fusekit.store.keys import key_of, sha256
 from fusekit.store.lockfile import Build, Lock, Where
+from fusekit.store.names import layer_record
 
 if TYPE_CHECKING:
     from fusekit.project import Project
@@ -89,6 +90,8 @@ def resolve(store: Store, specs: Sequence[Spec], project: Project, before: Lock 
         missing += [Missing(*where, label, None) for label in unknown]
         if builds:
             kernels[where] = tuple(sorted(builds))
+    for where, layer_builds in _layers(store, specs, kernels, before).items():
+        kernels[where] = layer_builds
     labels = {build.toolchain for builds in kernels.values() for build in builds}
     tables = {arch: store.tuning_tables(arch) for arch in sorted({spec.arch for spec in specs})}
     lock = Lock(
@@ -101,6 +104,39 @@ def resolve(store: Store, specs: Sequence[Spec], project: Project, before: Lock 
         path=project.lock_path,
     )
     return Resolved(lock, tuple(missing), tuple(left_out))
+
+
+def _layers(
+    store: Store, specs: Sequence[Spec], kernels: Mapping[Where, tuple[Build, ...]], before: Lock | None
+) -> dict[Where, tuple[Build, ...]]:  # fmt: skip
+    """The records of the layers of `specs`, for each toolchain whose kernels are listed: those of the store, or of
+    `before` where that lists the same kernels.
+    """
+    layers: dict[Where, tuple[Build, ...]] = {}
+    for name, arch in sorted({(f"{layer.file}/{layer.name}", spec.arch) for spec in specs
+                              if (layer := getattr(spec, "layer", None)) is not None}):  # fmt: skip
+        where = layer_record(name), arch
+        parts = [each for each in kernels if each[1] == arch and each[0].startswith(f"{name}.")]
+        records = [record] if (record := store.find_name(*where)) is not None else []
+        records += [each for record in records for each in store.candidates(record)[1:]]
+        found: dict[str, Build] = {}
+        listed = {} if before is None else before.kernels
+        for build in listed.get(where, ()):
+            if all(_of(kernels, part, build.toolchain) == _of(listed, part, build.toolchain) for part in parts):
+                found[build.toolchain] = build
+        for record in records:
+            entry = store.find_entry(record.key)
+            for label in {build.toolchain for part in parts for build in kernels[part]}:
+                keys = {build.key for part in parts for build in _of(kernels, part, label)}
+                if entry is not None and keys.issuperset(entry.launch["kernels"]) and label not in found:
+                    found[label] = Build.of(label, entry)
+        if found:
+            layers[where] = tuple(sorted(found.values()))
+    return layers
+
+
+def _of(kernels: Mapping[Where, tuple[Build, ...]], where: Where, label: str) -> list[Build]:
+    return [build for build in kernels.get(where, ()) if build.toolchain == label]
 
 
 def changes(before: Lock | None, resolved: Resolved) -> tuple[Change, ...]:

@@ -10,6 +10,7 @@ from fusekit.errors import ArgumentError, NotBuiltError
 from fusekit.plan.arch import DEFAULT
 
 if TYPE_CHECKING:
+    from fusekit.layers import LayerOptions
     from fusekit.library import Library
     from fusekit.plan.layer import Options
 
@@ -37,12 +38,12 @@ class Experts:
     shared_gate: bool = False
 
     @classmethod
-    def of(cls, options: Options) -> Experts:
+    def of(cls, options: Options | LayerOptions) -> Experts:
         """What a layer computes."""
         plain = {field_.name: getattr(options, field_.name) for field_ in fields(cls) if field_.name in _COPIED}
         return cls(**plain, activation=given_parameters(options.activation), router=_given_routing(options.router))
 
-    def fits(self, options: Options) -> bool:
+    def fits(self, options: LayerOptions) -> bool:
         """Whether a layer computes this, and nothing more. Weights that it wants in dtype are cast to that."""
         return (
             options.kind == "moe"

@@ -184,7 +184,8 @@ class _Pass:
 
     def reads(self, asked: Collection[str]) -> list[str]:
         """The operands that these outputs need, by name."""
-        needed = {arg_name for step in self.layer.program.needed(self.which, asked) for arg_name in step.reads.values()}
+        steps = self.layer.record.passes[self.which].queued(asked)
+        needed = {arg_name for step in steps for arg_name in step.reads}
         needed_inputs = [
             arg_name for arg_name in self.inputs if arg_name in needed or arg_name == _LEAD.get(self.which)
         ]
@@ -196,7 +197,7 @@ class _Pass:
         operands, results = self._names(chosen)
         tokens = arrays[_LEAD[self.which]].shape[0] if self.which in _LEAD else 0
         sizes = self.layer.sizes(tokens, asked if self.which == "backward" else None, in_place=self.in_place)
-        dims = self.layer.program.dims(tokens)
+        dims = self.layer.dims(tokens)
         memory = {"kept": sizes.kept, _USED: sizes.kept, "scratch": getattr(sizes, self.which, 0)}
         shapes = [
             shape_of((memory[result],), "u8")
@@ -254,7 +255,7 @@ def _arguments(layer: Layer, name: str, inputs: Mapping[str, Any], given: Arrays
             arrays[arg_name] = array
     tokens = arrays["x"].shape[0]
     for arg_name, buffer in inputs.items():
-        wanted = shape_of(buffer.extents(layer.program.dims(tokens)), buffer.dtype)
+        wanted = shape_of(buffer.extents(layer.dims(tokens)), buffer.dtype)
         if arrays[arg_name].shape != wanted.shape or arrays[arg_name].dtype != wanted.dtype:
             raise ArgumentError(
                 f"{name}: {arg_name} is {arrays[arg_name].dtype} {list(jnp.shape(given[arg_name]))}; for"

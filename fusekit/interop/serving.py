@@ -31,8 +31,7 @@ class Served:
         self.scratch_bytes: Callable[[int], int] = lru_cache(_SIZES_KEPT)(self._scratch_bytes)
 
     def _scratch_bytes(self, tokens: int) -> int:
-        program = self.layer.program
-        return program.scratch("inference", ("y",), program.dims(tokens))[1]
+        return self.layer.record.scratch("inference", ("y",), self.layer.dims(tokens), ("y",))[1]
 
     def __call__(
         self, y: Any, x: Any, indices: Any, weights: Any, w1: Any, w2: Any, b1: Any, b2: Any, scratch: Any,

@@ -50,21 +50,21 @@ class Operator:
     """
 
     def __init__(self, layer: Layer, name: str, cluster_margin: int | None = None, in_place: bool = False) -> None:
-        program, self.cluster_margin, self.in_place = layer.program, cluster_margin, in_place
+        buffers, self.cluster_margin, self.in_place = layer.record.buffers, cluster_margin, in_place
         self.layer, self.dtype = layer, DTYPES[layer.options.dtype]
         self.weights, self.fp8 = tuple(layer.inputs("quantise")), tuple(layer.outputs("quantise"))
         self.inputs = tuple(dict.fromkeys(("x", *layer.inputs("forward"), *self.weights, *self.fp8)))
         self.gradients = {name: f"d{name}" for name in self.inputs if f"d{name}" in layer.outputs("backward")}
         others = ("x", "logits", "weights")
-        self.parameters = tuple(name for name in self.inputs if f"d{name}" in program.buffers and name not in others)
-        adding = [step.writes for step in program.steps["backward"] if program.parts[step.part].get("accumulate")]
-        self.summed = tuple(name for name in self.parameters if any(each["dw"] == f"d{name}" for each in adding))
+        self.parameters = tuple(name for name in self.inputs if f"d{name}" in buffers and name not in others)
+        added = set(layer.record.passes["backward"].adds)
+        self.summed = tuple(name for name in self.parameters if f"d{name}" in added and name not in ("b1", "b2"))
         # What such a kernel gives of a bias is added to what is there, too.
-        self.zeroed = {each["dbias"] for each in adding if "dbias" in each}
+        self.zeroed = added - {f"d{name}" for name in self.summed}
         self.loss = "loss" in layer.outputs("forward")
-        self._kept = program.kept_line()
-        self._types = {name: DTYPES[program.buffers[name].dtype] for name in self.inputs}
-        self._others = {name for name in self.inputs if program.buffers[name].dtype != layer.options.dtype}
+        self._kept = layer.record.kept_line(layer.dims(1))
+        self._types = {name: DTYPES[buffers[name].dtype] for name in self.inputs}
+        self._others = {name for name in self.inputs if buffers[name].dtype != layer.options.dtype}
         self._reads = frozenset(layer.inputs("forward"))
         self._outputs = ("y", "loss") if self.loss else ("y",)
         # One cache for each operator: its results are those of this layer.
@@ -146,11 +146,10 @@ class Operator:
         """The first of the tensors `given`, which have no values, after a look at types and shapes as far as they are
         known. Raises ArgumentError.
         """
-        program = self.layer.program
         tokens = prod(given[0].shape[:-1]) if names[0] == "x" else 0
-        dims = program.dims(tokens)
+        dims = self.layer.dims(tokens)
         for name, tensor in zip(names, given, strict=False):
-            buffer = program.buffers[name]
+            buffer = self.layer.record.buffers[name]
             shape = (tokens, *tensor.shape[-1:]) if name == "x" else tuple(tensor.shape)
             wanted = buffer.extents(dims)
             fits = tensor.dtype == DTYPES[buffer.dtype] and len(shape) == len(wanted)
@@ -173,7 +172,7 @@ class Operator:
         return f"({given}) -> ({', '.join(['Tensor'] * len(self.fp8))})"
 
     def _new_fp8(self, like: Any) -> tuple[Any, ...]:
-        buffers, device = self.layer.program.buffers, like.device
+        buffers, device = self.layer.record.buffers, like.device
         return tuple(
             torch.empty(buffers[name].extents({}), dtype=DTYPES[buffers[name].dtype], device=device)
             for name in self.fp8
@@ -217,15 +216,15 @@ class Operator:
         return torch.empty(size, dtype=torch.uint8, device=rows.device)
 
     def _scratch_bytes(self, which: str, tokens: int, outputs: tuple[str, ...]) -> int:
-        program = self.layer.program
-        return program.scratch(which, outputs, program.dims(tokens), in_place=self.in_place)[1]
+        in_place = self.in_place and which == "backward"
+        return self.layer.record.scratch(which, outputs, self.layer.dims(tokens), outputs, in_place=in_place)[1]
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def _read_by(self, asked: tuple[str, ...]) -> tuple[str, ...]:
         """The inputs of the forward pass that the gradients of the inputs `asked` are made of."""
-        steps = self.layer.program.needed("backward", [self.gradients[name] for name in asked])
-        read = {name for step in steps for name in step.reads.values()}
+        steps = self.layer.record.passes["backward"].queued([self.gradients[name] for name in asked])
+        read = {name for step in steps for name in step.reads}
         return tuple(name for name in self.inputs if name in read)
 
     def _set_up(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -305,14 +304,12 @@ class Operator:
         """(input, extents of its gradient, dtype, what allocates it) for all that the backward operator returns: of
         those that are not asked for nothing.
         """
-        program = self.layer.program
-        dims, shapes = program.dims(tokens), []
+        dims, shapes = self.layer.dims(tokens), []
         for name in self._returned:
-            buffer = program.buffers[self.gradients[name]]
+            buffer = self.layer.record.buffers[self.gradients[name]]
             extents = buffer.extents(dims) if name in asked else (0,)
-            shapes.append(
-                (name, extents, DTYPES[buffer.dtype], torch.zeros if buffer.name in self.zeroed else torch.empty)
-            )
+            new = torch.zeros if self.gradients[name] in self.zeroed else torch.empty
+            shapes.append((name, extents, DTYPES[buffer.dtype], new))
         return shapes
 
     def _fresh(self, dy: Any, shape: Sequence[Any], asked: Sequence[str]) -> Any:

@@ -96,7 +96,7 @@ class MoE(nn.Module):  # type: ignore[misc]
             raise ArgumentError(f"{layer.name} has no parameter {unknown[0]}; it has {', '.join(known)}")
         self.names = {**known, **(names or {})}
         for name, path in self.names.items():
-            buffer = layer.program.buffers[name]
+            buffer = layer.record.buffers[name]
             trained = name in self.operator.parameters
             kind = dtype if trained and dtype is not None else DTYPES[buffer.dtype]
             tensor = torch.empty(buffer.extents({}), dtype=kind, device=device)
@@ -111,12 +111,12 @@ class MoE(nn.Module):  # type: ignore[misc]
 
     def reset_parameters(self) -> None:
         """Initialises weights uniformly within 1 / sqrt(elements of their sums), and biases with 0."""
-        buffers, options = self.layer.program.buffers, self.layer.options
+        options = self.layer.options
         with torch.no_grad():
             for name, path in self.names.items():
-                tensor, shape = at(self, path), buffers[name].shape
+                tensor = at(self, path)
                 across = -2 if options.b_major == "n" and name in ("w1", "w2") else -1
-                bound = float(shape[across]) ** -0.5
+                bound = float(tensor.shape[across]) ** -0.5
                 tensor.zero_() if name in _BIASES else tensor.uniform_(-bound, bound)
 
     def forward(self, x: Any, *more: Any, total_tokens: Any = None) -> Any:

@@ -91,7 +91,7 @@ def backend(
                 opened.append(open_library())
             wanted = replace(described(*key), recipe=recipe)
             layer = opened[0].layer(layer_for(opened[0], layers, wanted, key[0].__name__))
-            operator, buffers = operator_of(layer, in_place=in_place), layer.program.buffers
+            operator, buffers = operator_of(layer, in_place=in_place), layer.record.buffers
             types = tuple(buffers[name].dtype for name in operator.inputs)
             known[key] = operator.name, operator.inputs, types, operator.summed, operator.weights, operator.fp8
         return known[key]

@@ -102,7 +102,7 @@ class Backend:
             wanted = described_layer(_blocks()[which].layer, dtype, weight_dtype, router_dtype)
             wanted = replace(wanted, recipe=self._recipe)
             layer = self._opened[0].layer(layer_for(self._opened[0], self._layers, wanted, which.partition(" ")[0]))
-            operator, buffers = operator_of(layer, in_place=self._in_place), layer.program.buffers
+            operator, buffers = operator_of(layer, in_place=self._in_place), layer.record.buffers
             types = tuple(buffers[name].dtype for name in operator.inputs)
             self._known[key] = operator.name, operator.inputs, types, operator.summed, operator.weights, operator.fp8
         return self._known[key]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError
 from fusekit.layers.memory import check_aligned
-from fusekit.plan.layer import Options
-from fusekit.plan.layer.program import BACKWARD, QUANTISE
+from fusekit.layers.options import LayerOptions
+from fusekit.layers.passes import BACKWARD, QUANTISE
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.tensors import View, describe, read, strides_of
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _MAX_ROWS = 2**31 - 1  # kernels count rows in int32
 
 
-def token_count(options: Options, tokens: Any) -> int:
+def token_count(options: LayerOptions, tokens: Any) -> int:
     """`tokens` as a number. Raises ArgumentError."""
     most = _MAX_ROWS // max(options.topk, 1)
     rule = f"a whole number, 0 or more, and {most} at most: a layer has 2**31 - 1 rows at most"
@@ -31,7 +31,7 @@ def token_count(options: Options, tokens: Any) -> int:
 def gradient_names(layer: Launching, gradients: Any) -> set[str]:
     """Outputs of the backward pass, as the caller lists them. Raises ArgumentError."""
     outputs_among(layer, BACKWARD, ())
-    known = list(layer.program.arguments(BACKWARD)[1])
+    known = list(layer.arguments(BACKWARD)[1])
     several = isinstance(gradients, Iterable) and not isinstance(gradients, str)
     names = list(gradients) if several else [gradients]
     wrong = [name for name in names if not several or name not in known]
@@ -46,11 +46,11 @@ def gradient_names(layer: Launching, gradients: Any) -> set[str]:
 
 def outputs_among(layer: Launching, which: str, names: Collection[str]) -> set[str]:
     """The outputs among the names of arguments. Raises ArgumentError for a name that the pass does not have."""
-    if which == QUANTISE and which not in layer.program.steps:
+    if which == QUANTISE and which not in layer.record.passes:
         raise ArgumentError(f"{layer.name} has no recipe, so its passes read the weights themselves; quantise nothing")
-    if not layer.program.steps[which]:
+    if not layer.record.passes[which].steps:
         raise ArgumentError(untrained(layer.options, which))
-    inputs, outputs = layer.program.arguments(which)
+    inputs, outputs = layer.arguments(which)
     unknown = sorted(set(names) - inputs.keys() - outputs.keys())
     if unknown:
         raise ArgumentError(
@@ -65,7 +65,7 @@ def check_tensors(
     layer: Launching, which: str, given: Mapping[str, Any], driver: Driver
 ) -> tuple[int, int, dict[str, int]]:
     """Checks every shape and dtype: (tokens, device, addresses of the contiguous tensors). Raises ArgumentError."""
-    inputs, outputs = layer.program.arguments(which)
+    inputs, outputs = layer.arguments(which)
     lead = {BACKWARD: "dy", QUANTISE: next(iter(outputs.keys() & given), "")}.get(which, "x")
     if not lead:
         raise ArgumentError(f"{layer.name}: no FP8 output is given, such as {', '.join(list(outputs)[:4])}")
@@ -74,7 +74,7 @@ def check_tensors(
     tensors = {name: read(tensor, name, driver, name in outputs) for name, tensor in given.items()}
     views = {name: describe(meta, name) for name, (_, meta) in tensors.items()}
     tokens = views[lead].shape[0] if views[lead].shape and which != QUANTISE else 0
-    dims, known = layer.program.dims(tokens), {**inputs, **outputs}
+    dims, known = layer.dims(tokens), {**inputs, **outputs}
     for name, view in views.items():
         buffer = known[name]
         if view.shape != buffer.extents(dims) or view.dtype != buffer.dtype:
@@ -84,16 +84,16 @@ def check_tensors(
                 f" {buffer.dtype} {list(buffer.extents(dims))}",
                 argument=name,
             )
-    steps = layer.program.needed(which, set(given) & outputs.keys())
+    steps = layer.record.passes[which].queued(set(given) & outputs.keys())
     if not steps:
         raise ArgumentError(
             f"{layer.name}: no output is given, so the {which} pass has nothing to do; give one or more of"
             f" {', '.join(outputs)}",
             argument=next(iter(outputs)),
         )
-    needed = {name for step in steps for name in step.reads.values()}
+    needed = {name for step in steps for name in step.reads}
     if which == QUANTISE:  # without scratch memory, a step writes all of its results to the caller's
-        needed |= {name for step in steps for name in step.writes.values()}
+        needed |= {name for step in steps for name in step.writes}
     missing = [name for name in known if name in needed and name not in given]
     if missing:
         raise ArgumentError(
@@ -134,7 +134,7 @@ def refuse_overlaps(layer_name: str, tensors: Mapping[str, tuple[int, View]], ou
         written = max(written, (end, name)) if name in outputs else written
 
 
-def untrained(options: Options, which: str = BACKWARD) -> str:
+def untrained(options: LayerOptions, which: str = BACKWARD) -> str:
     """The message that a layer for inference has no such pass."""
     return (
         f'{options.file}/{options.name} was built for inference alone (keep = "none") and has no {which} pass; build it'

@@ -1,43 +1,32 @@
-"""The kernels of a layer: which variant of a part is loaded, and that it is of the table the layer was opened with."""
+"""The kernels of a layer, each loaded once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fusekit.errors import DriverError, NotBuiltError, UsageError
-from fusekit.plan.layer import Options, stored_options
-from fusekit.plan.operations import OPERATIONS
+from fusekit.abi.layer_record import LayerRecord
+from fusekit.errors import NotBuiltError, UsageError
 from fusekit.runtime.recent import Recent
 
 if TYPE_CHECKING:
     from fusekit.layers.pass_plan import PassPlan
     from fusekit.library import Library
     from fusekit.runtime import Kernel
-    from fusekit.store import NameRecord
 
 _PLANS_KEPT = 64  # token counts differ from step to step
-_BY_TILE = ("dprob",)  # operands that sum a row tile by tile; all others add up in an order that no tile changes
 
 
 class LayerKernels:
-    """The kernels of the layer `name`, each loaded once.
+    """The kernels that the record of a layer names: a build meanwhile changes none of a layer that is open.
 
-    records: of the names of its kernels, by (name, arch), as they were when the layer was opened: a build meanwhile
-    changes no kernel of a layer that is open. plans: of passes, by pass, tokens and outputs. Equal layers of one
-    library share all of it (`Library.layer_kernels`), until one of them sets a variant of its own.
+    plans: of passes, by pass, tokens and outputs. Equal layers of one library share all of it
+    (`Library.layer_kernels`), until one of them sets a variant of its own.
     """
 
-    def __init__(
-        self, library: Library, name: str, arch: str | None, device: int | None, options: Options,
-        records: dict[tuple[str, str], NameRecord],
-    ) -> None:  # fmt: skip
-        self._library, self._layer_name, self._arch, self._device = library, name, arch, device
-        self._options, self._records = options, records
+    def __init__(self, library: Library, record: LayerRecord, device: int | None) -> None:
+        self._library, self._record, self._device = library, record, device
         self._variants: dict[str, str] = {}
-        self._choosers: dict[str, Callable[[Mapping[str, int]], NameRecord]] = {}
         self._loaded: dict[str, Kernel] = {}
         self.plans: Recent[Any, PassPlan] = Recent(_PLANS_KEPT)
 
@@ -48,56 +37,33 @@ class LayerKernels:
         changed.plans = Recent(_PLANS_KEPT)
         return changed
 
-    def name(self, part: str, keys: Mapping[str, Any], dims: Mapping[str, int]) -> str:
-        """The full name of the kernel of a part. keys: the part's table. dims: T and M of the problem."""
+    def name(self, part: str, tokens: int) -> str:
+        """The full name of the kernel of a part for so many tokens."""
         if part in self._variants:
-            return f"{self._layer_name}.{part}@{self._variants[part]}"
-        operation = OPERATIONS[keys["op"]]
-        problem = {"T": dims["T"]}
-        if operation.gemm:
-            problem = {**keys["problem"], "M": dims["M"] if operation.ragged else dims["T"]}
-        if (choose := self._choosers.get(part)) is None:
-            where = f"{self._layer_name}.{part}", self._arch, self._device
-            try:
-                choose = self._choosers[part] = self._library.chooser(*where)
-            except DriverError:
-                return self._library.find(*where, problem).name
-        return choose(problem).name
+            return f"{self._record.name}.{part}@{self._variants[part]}"
+        return self._record.kernels[self._record.kernel(part, tokens)].name
 
-    def loaded(self, name: str) -> Kernel | None:
-        """The kernel with this full name, if it is loaded."""
-        return self._loaded.get(name)
+    def loaded(self, part: str, tokens: int) -> Kernel | None:
+        """The kernel of a part, if it is loaded."""
+        return self._loaded.get(self.name(part, tokens))
 
-    def load(self, name: str) -> Kernel:
-        """The kernel with this full name. Raises UsageError if it was built again, and what loading a kernel raises."""
+    def load(self, part: str, tokens: int) -> Kernel:
+        """The kernel of a part for so many tokens. Raises what loading a kernel raises."""
+        name = self.name(part, tokens)
         if name not in self._loaded:
-            now = self._library.find(name, self._arch, self._device)
-            record = self._records.get((now.name, now.arch), now)
-            self._refuse_another_table(record)
-            try:
-                self._loaded[name] = self._library.load_record(record, self._device)
-            except NotBuiltError as error:
-                if record.key == now.key:
-                    raise
-                raise UsageError(
-                    f"{name} was built again since {self._layer_name} was opened, and its kernel of before is gone;"
-                    " open the layer again, and bind its passes again"
-                ) from error
+            if part in self._variants:
+                self._loaded[name] = self._library.load(name, self._record.arch, self._device)
+            else:
+                self._loaded[name] = self._load(self._record.kernel(part, tokens))
         return self._loaded[name]
 
-    def _refuse_another_table(self, record: NameRecord) -> None:
-        """Raises UsageError for a kernel that was built from another table since the layer was opened."""
-        ours, theirs = self._options, stored_options(self._layer_name, {record.name: record.spec})
-        ours = replace(ours, tokens=theirs.tokens) if theirs else ours  # `tokens` only chooses variants
-        if theirs != ours:
-            stored = theirs.canonical() if theirs else {}
-            differ = [key for key, value in ours.canonical().items() if stored.get(key) != value]
+    def _load(self, key: str) -> Kernel:
+        kernel = self._record.kernels[key]
+        try:
+            return self._library.load_key(kernel, key, self._record.arch, self._device)
+        except NotBuiltError as error:
             raise UsageError(
-                f"{record.name} was built from another table since {self._layer_name} was opened (other"
-                f" {', '.join(differ)}); open the layer again, and bind its passes again"
-            )
-
-
-def pinned(keys: Mapping[str, Any]) -> bool:
-    """Whether the bits of a row's results depend on the variant. keys: of a kernel's table."""
-    return any(keys.get(name) for name in _BY_TILE)
+                f"{self._record.name} names entry {key} for {kernel.name}, which no root of the store holds: it was"
+                " removed, or built again since the layer was opened; build the layer again if it is missing, open it"
+                " again, and bind its passes again"
+            ) from error

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fusekit.abi.layer_record import LayerBuffer, LayerRecord
 from fusekit.errors import ArgumentError
 from fusekit.layers.arguments import check_addresses, check_tensors, outputs_among
 from fusekit.layers.kernels import LayerKernels
 from fusekit.layers.memory import Slice, whole
-from fusekit.layers.pass_plan import PassPlan, plan_pass
-from fusekit.layers.passes import MovingPass, Pass, of_the_pass
-from fusekit.plan.layer import Buffer, Options, Program
-from fusekit.plan.layer.program import BACKWARD, FORWARD
+from fusekit.layers.options import LayerOptions
+from fusekit.layers.pass_plan import PassPlan, pass_plan
+from fusekit.layers.passes import BACKWARD, FORWARD, MovingPass, Pass, of_the_pass
 from fusekit.runtime.log import debug_log
 from fusekit.runtime.recent import Recent
 from fusekit.runtime.side_stream import JoinLaunch, Queue, Run, SideStream, SideStreamLaunch, runner
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fusekit.runtime import Kernel
     from fusekit.runtime.launch import Launch
 
+Arguments = tuple[Mapping[str, LayerBuffer], Mapping[str, LayerBuffer]]
 MOVING_KEPT = 128  # token counts differ from step to step, and so do the arguments that are given
 
 
@@ -32,16 +33,20 @@ class Launching:
     """The launches of a layer: `Layer` has its interface."""
 
     name: str
-    options: Options
-    program: Program
+    options: LayerOptions
+    record: LayerRecord
     _library: Library
     _kernels: LayerKernels
     _alignment: int | None = None  # of `kept` and `scratch`; None: that of devices
     _moving: Recent[Any, list[MovingPass]]  # that no thread is launching, by all of a call's arguments but addresses
 
-    def kernel_name(self, part: str, tokens: int) -> str:
-        """The full name of a part's kernel for so many tokens."""
-        raise NotImplementedError
+    def arguments(self, which: str) -> Arguments:
+        """(inputs, outputs) of a pass; none of a pass that the layer does not have."""
+        return self.record.arguments.get(which, ({}, {}))
+
+    def dims(self, tokens: int) -> dict[str, int]:
+        """The dims of shapes for so many tokens."""
+        return self.record.environment(tokens)
 
     def _bind(
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None = None,
@@ -65,7 +70,7 @@ class Launching:
         cluster_margin: int | None = None, in_place: bool = False, sm_count: int | None = None,
     ) -> None:  # fmt: skip
         handle = stream if type(stream) is int else handle_of(stream, (*arguments.values(), kept, scratch))
-        driver, outputs = self._library.devices.driver, self.program.arguments(which)[1]
+        driver, outputs = self._library.devices.driver, self.arguments(which)[1]
         key: list[Any] = [which, cluster_margin, in_place, sm_count]
         addresses: list[int] = []
         for name, tensor in (*arguments.items(), ("kept", kept), ("scratch", scratch)):
@@ -106,10 +111,10 @@ class Launching:
         given = {name: tensor for name, tensor in arguments.items() if tensor is not None}
         asked = outputs_among(self, which, given)
         tokens, device, _ = self._check(which, given)
-        for step in self.program.needed(which, asked):
-            name = self.kernel_name(step.part, self._chosen_for(tokens))
-            kernel = self._kernels.loaded(name)
+        for step in self.record.passes[which].queued(asked):
+            kernel = self._kernels.loaded(step.part, self._chosen_for(tokens))
             if kernel is None or not kernel.is_ready(device):
+                name = self._kernels.name(step.part, self._chosen_for(tokens))
                 raise ArgumentError(
                     f"{self.name}: the stream is captured, and {name} is not loaded on device {device} yet, which a"
                     f" capture cannot do; call layer.load({tokens}, devices=[{device}]), or the pass once, before the"
@@ -126,7 +131,7 @@ class Launching:
         in_place: bool,
     ) -> MovingPass:  # fmt: skip
         """A pass for arguments of these shapes, at their addresses so far."""
-        driver, outputs = self._library.devices.driver, self.program.arguments(which)[1]
+        driver, outputs = self._library.devices.driver, self.arguments(which)[1]
         given = {**arguments, "kept": kept, "scratch": scratch}
         tensors = {
             name: read(tensor, name, driver, name in outputs) for name, tensor in given.items() if tensor is not None
@@ -172,7 +177,7 @@ class Launching:
             else JoinLaunch(launch, self._side_stream())
             if joins
             else launch
-            for (step, _, _), joins, launch in zip(plan.steps, plan.joins, launches, strict=True)
+            for (step, _), joins, launch in zip(plan.steps, plan.joins, launches, strict=True)
         ]
 
     def _side_stream(self) -> SideStream:
@@ -199,12 +204,17 @@ class Launching:
             )
         }
         slices: dict[str, Any] = {}
-        inputs = self.program.arguments(which)[0]
+        inputs, buffers = self.arguments(which)[0], self.record.buffers
+        where_of = {
+            name: plan.place(self.record, name, given, inputs)
+            for step, _ in plan.steps
+            for name in step.arguments.values()
+        }
 
-        def tensor(buffer: Buffer) -> Any:
-            name, where = buffer.name, plan.place(buffer, given, inputs)
+        def tensor(name: str) -> Any:
+            buffer, where = buffers[name], where_of[name]
             if where is None:
-                return self._in_window(buffer)
+                return self._in_window(name)
             if where == (name, 0) and name in given:
                 return given[name]
             if name not in slices:
@@ -214,23 +224,19 @@ class Launching:
         calls = [
             (
                 kernel,
-                {argument: tensor(buffer) for argument, buffer in buffers.items()}
+                {argument: tensor(name) for argument, name in step.arguments.items()}
                 | self._together(step.window)
                 | settings,
             )
-            for step, kernel, buffers in plan.steps
+            for step, kernel in plan.steps
         ]
         places = [
-            {
-                argument: where
-                for argument, buffer in buffers.items()
-                if (where := plan.place(buffer, given, inputs)) is not None
-            }
-            for _, _, buffers in plan.steps
+            {argument: where for argument, name in step.arguments.items() if (where := where_of[name]) is not None}
+            for step, _ in plan.steps
         ]
         return plan, calls, places
 
-    def _in_window(self, buffer: Buffer) -> Any:
+    def _in_window(self, name: str) -> Any:
         """A buffer that lies in a window."""
         raise NotImplementedError
 
@@ -250,14 +256,14 @@ class Launching:
         plans = self._kernels.plans
         plan: PassPlan | None = plans.get(key)
         if plan is None:
-            plan = plan_pass(self.program, which, tokens, asked, compact, in_place, self._kernel)
+            plan = pass_plan(self.record, which, self.dims(tokens), asked, compact, in_place, self._kernel)
             plans.remember(key, plan)
             if (log := debug_log()) is not None:
                 log.debug("new plan: %s %s of %d tokens", self.name, which, tokens)
         return plan
 
     def _kernel(self, part: str, dims: Mapping[str, int]) -> Kernel:
-        return self._kernels.load(self.kernel_name(part, self._chosen_for(dims["T"])))
+        return self._kernels.load(part, self._chosen_for(dims["T"]))
 
 
 def _settings(cluster_margin: int | None, sm_count: int | None) -> dict[str, int]:

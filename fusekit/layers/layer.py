@@ -2,61 +2,48 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
+from fusekit.abi.layer_record import LayerBuffer, LayerRecord
 from fusekit.errors import ArgumentError
 from fusekit.layers.arguments import gradient_names, token_count
-from fusekit.layers.kernels import LayerKernels, pinned
-from fusekit.layers.launching import MOVING_KEPT, Launching
-from fusekit.layers.passes import Pass, Sizes
-from fusekit.layers.stored import options_of, records_of
-from fusekit.plan.layer import Buffer, Options, program
-from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE, Arguments
+from fusekit.layers.kernels import LayerKernels
+from fusekit.layers.launching import MOVING_KEPT, Arguments, Launching
+from fusekit.layers.options import LayerOptions
+from fusekit.layers.passes import BACKWARD, FORWARD, INFERENCE, PASSES, QUANTISE, Pass, Sizes
 from fusekit.runtime.devices import ordinal_of
 from fusekit.runtime.recent import Recent
 
 if TYPE_CHECKING:
     from fusekit.library import Library
-    from fusekit.store import NameRecord
-
-PASSES = (FORWARD, INFERENCE, BACKWARD, QUANTISE)
 
 
 class Layer(Launching):
-    """A layer of the store `library`, for one architecture.
+    """The layer of a record in the store of `library`, for one architecture.
 
-    `options` describe it. `inputs(pass)` and `outputs(pass)` are what the caller gives, with shapes in the dims "T"
-    (tokens) and "M" (rows). A kernel is loaded when a pass first needs it. A layer with a recipe has a fourth pass,
-    "quantise", which makes FP8 values of the weights for the others.
+    `options` describe it, and `record` is what is launched. `inputs(pass)` and `outputs(pass)` are what the caller
+    gives, with shapes in the dims "T" (tokens) and "M" (rows). A kernel is loaded when a pass first needs it. A layer
+    with a recipe has a fourth pass, "quantise", which makes FP8 values of the weights for the others.
     """
 
     on_cpu = False
     _shares = True  # kernels and plans with equal layers
 
-    def __init__(
-        self, library: Library, name: str, arch: str | None = None, device: int | None = None,
-        options: Options | None = None, records: Iterable[NameRecord] | None = None,
-    ) -> None:  # fmt: skip
-        self.name, self._library, self._arch = name, library, arch
+    def __init__(self, library: Library, record: LayerRecord, device: int | None = None) -> None:
+        self.name, self._library, self.record = record.name, library, record
         self._device = None if device is None else ordinal_of(device)
-        records = records_of(library, name) if records is None else records
-        self._records = {(record.name, record.arch): record for record in records}
-        self.options = options or options_of(library, name, self._records.values())
-        self.program = program(self.options)
-        own = LayerKernels(library, name, arch, self._device, self.options, self._records)
-        self._kernels = own
+        self.options = LayerOptions(record.options)
+        self._kernels = LayerKernels(library, record, self._device)
         if self._shares:
-            key = self._identity, json.dumps(self.options.canonical(), sort_keys=True)
-            self._kernels = library.layer_kernels.setdefault(key, own)
+            self._kernels = library.layer_kernels.setdefault(self._identity, self._kernels)
         self._moving = Recent(MOVING_KEPT)
 
     def __repr__(self) -> str:
-        return f"<Layer {self.name}: {len(self.program.parts)} kernels>"
+        return f"<Layer {self.name}: {len(self.record.parts)} kernels>"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layer) and self._identity == other._identity and self.options == other.options
+        return isinstance(other, Layer) and self._identity == other._identity
 
     def __hash__(self) -> int:
         return hash(self._identity)
@@ -66,10 +53,9 @@ class Layer(Launching):
 
     @property
     def _identity(self) -> tuple[Any, ...]:
-        keys = frozenset(record.key for record in self._records.values())
-        return id(self._library), self.name, self._arch, self._device, keys
+        return id(self._library), self.record.key, self._device
 
-    def inputs(self, which: str) -> dict[str, Buffer]:
+    def inputs(self, which: str) -> dict[str, LayerBuffer]:
         """The inputs of a pass by name.
 
         Parameters
@@ -79,7 +65,7 @@ class Layer(Launching):
 
         Returns
         -------
-        dict[str, Buffer]
+        dict[str, LayerBuffer]
             Empty if the layer does not have the pass.
 
         Raises
@@ -89,14 +75,14 @@ class Layer(Launching):
         """
         return dict(self._arguments(which)[0])
 
-    def outputs(self, which: str) -> dict[str, Buffer]:
+    def outputs(self, which: str) -> dict[str, LayerBuffer]:
         """The outputs of a pass by name; see `inputs`."""
         return dict(self._arguments(which)[1])
 
     def _arguments(self, which: str) -> Arguments:
         if which not in PASSES:
             raise ArgumentError(f"there is no pass {which!r}; the passes are {', '.join(PASSES)}")
-        return self.program.arguments(which)
+        return self.arguments(which)
 
     def sizes(self, tokens: int, gradients: Collection[str] | None = None, *, in_place: bool = False) -> Sizes:
         """The bytes of memory that passes need, for any choice of outputs. Loads nothing, and needs no GPU.
@@ -117,11 +103,16 @@ class Layer(Launching):
         """
         count = token_count(self.options, tokens)
         asked = None if gradients is None else gradient_names(self, gradients)
-        forward, inference = (self.program.most_scratch(which, count) for which in (FORWARD, INFERENCE))
-        backward = self.program.most_scratch(BACKWARD, count, asked, in_place=in_place)
-        dims = self.program.dims(count)
+        limits = self._limits()
+        forward, inference = (self.record.most_scratch(which, count, limits=limits) for which in (FORWARD, INFERENCE))
+        backward = self.record.most_scratch(BACKWARD, count, asked, in_place=in_place, limits=limits)
+        dims = self.dims(count)
         fp8 = sum(buffer.bytes(dims) for buffer in self.outputs(QUANTISE).values())
-        return Sizes(self.program.kept(dims)[1], forward, inference, backward, fp8_weights=fp8)
+        return Sizes(self.record.kept(dims)[1], forward, inference, backward, fp8_weights=fp8)
+
+    def _limits(self) -> dict[str, int]:
+        """Variables of the record besides T."""
+        return {}
 
     def bind_forward(
         self, *, kept: Any = None, scratch: Any = None, cluster_margin: int | None = None,
@@ -240,11 +231,11 @@ class Layer(Launching):
         if isinstance(devices, str) or not isinstance(devices, Iterable):
             raise ArgumentError(f"devices = {devices!r}; it must be ordinals, such as [0, 1]", argument="devices")
         ordinals = [ordinal_of(device) for device in devices]
-        for which in self.program.steps:
+        for which in self.record.passes:
             count = self.options.tokens if tokens is None else token_count(self.options, tokens)
             plan = self._plan(which, count, set(self.outputs(which)))
             for device in ordinals:
-                for _, kernel, _ in plan.steps:
+                for _, kernel in plan.steps:
                     kernel.prepare(device)
 
     def current_device(self) -> int:
@@ -257,11 +248,7 @@ class Layer(Launching):
         self._moving.clear()
 
     def kernel_name(self, part: str, tokens: int) -> str:
-        """The full name of a part's kernel for so many tokens; for those of the spec, if its bits depend on the tile.
-        Raises ArgumentError.
-        """
-        if part not in self.program.parts:
-            raise ArgumentError(f"{self.name} has no part {part!r}; its parts are {', '.join(self.program.parts)}")
-        keys = self.program.parts[part]
-        dims = self.program.dims(self.options.tokens if pinned(keys) else token_count(self.options, tokens))
-        return self._kernels.name(part, keys, dims)
+        """The full name of a part's kernel for so many tokens. Raises ArgumentError."""
+        if part not in self.record.parts:
+            raise ArgumentError(f"{self.name} has no part {part!r}; its parts are {', '.join(self.record.parts)}")
+        return self._kernels.name(part, self._chosen_for(token_count(self.options, tokens)))

@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fusekit.abi.layer_record import ARGUMENT, KEPT, SCRATCH
-from fusekit.plan.layer import Buffer, Program, Step
+from fusekit.abi.layer_record import ARGUMENT, KEPT, SCRATCH, LayerRecord, LayerStep, joins_of
 
 if TYPE_CHECKING:
     from fusekit.runtime import Kernel
@@ -17,12 +16,12 @@ if TYPE_CHECKING:
 class PassPlan:
     """A pass for one count of tokens and one set of outputs.
 
-    steps: each with its kernel and buffers. joins: whether a step first joins the side stream. written: after how many
-    steps each output is there. kept: bytes from the begin of `kept`; scratch: (argument, bytes from its begin).
+    steps: each with its kernel. joins: whether a step first joins the side stream. written: after how many steps each
+    output is there. kept: bytes from the begin of `kept`; scratch: (argument, bytes from its begin).
     """
 
     outputs: Collection[str]
-    steps: tuple[tuple[Step, Kernel, Mapping[str, Buffer]], ...]
+    steps: tuple[tuple[LayerStep, Kernel], ...]
     joins: Sequence[bool]
     written: Mapping[str, int]
     kept: Mapping[str, int]
@@ -31,32 +30,29 @@ class PassPlan:
     scratch_bytes: int
     dims: Mapping[str, int]
 
-    def place(self, buffer: Buffer, given: Collection[str], inputs: Collection[str]) -> tuple[str, int] | None:
-        """(the argument in whose memory the buffer lies, bytes from its begin); None: in a window."""
-        name = buffer.name
+    def place(
+        self, record: LayerRecord, name: str, given: Collection[str], inputs: Collection[str]
+    ) -> tuple[str, int] | None:
+        """(the argument in whose memory a buffer lies, bytes from its begin); None: in a window."""
         if name in given and (name in self.outputs or name in inputs):
             return name, 0
-        if buffer.place not in (ARGUMENT, KEPT, SCRATCH):
+        if record.buffers[name].place not in (ARGUMENT, KEPT, SCRATCH):
             return None
         return self.scratch[name] if name in self.scratch else ("kept", self.kept[name])
 
 
-def plan_pass(
-    program: Program, which: str, tokens: int, outputs: set[str], compact: set[str], in_place: bool,
+def pass_plan(
+    record: LayerRecord, which: str, dims: Mapping[str, int], outputs: set[str], compact: set[str], in_place: bool,
     kernel: Callable[[str, Mapping[str, int]], Kernel],
 ) -> PassPlan:  # fmt: skip
     """compact: of `outputs`, those that are contiguous. kernel: loads that of a part for dims."""
-    dims = program.dims(tokens)
-    steps: list[tuple[Step, Kernel, Mapping[str, Buffer]]] = []
+    queued = record.passes[which].queued(outputs, in_place=in_place)
     written: dict[str, int] = {}
-    needed = program.needed(which, outputs, in_place=in_place)
-    for step in needed:
-        buffers = {argument: program.buffers[name] for argument, name in step.arguments.items()}
-        steps.append((step, kernel(step.part, dims), buffers))
-        written |= {name: len(steps) for name in outputs.intersection(step.writes.values())}
-    scratch, scratch_bytes = program.scratch(which, outputs, dims, compact, in_place=in_place)
-    kept, kept_bytes = program.kept(dims)
+    for count, step in enumerate(queued, start=1):
+        written |= dict.fromkeys(outputs.intersection(step.writes), count)
+    scratch, scratch_bytes = record.scratch(which, outputs, dims, compact, in_place=in_place)
+    kept, kept_bytes = record.kept(dims)
     return PassPlan(
-        frozenset(outputs), tuple(steps), program.joins(needed), written, kept, kept_bytes, scratch,
-        scratch_bytes, dims,
+        frozenset(outputs), tuple((step, kernel(step.part, dims)) for step in queued), joins_of(queued), written, kept,
+        kept_bytes, scratch, scratch_bytes, dims,
     )  # fmt: skip

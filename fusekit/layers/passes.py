@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fusekit.runtime.launch import Launch
     from fusekit.runtime.tensors import View
 
+PASSES = FORWARD, INFERENCE, BACKWARD, QUANTISE = "forward", "inference", "backward", "quantise"
 _PLACEMENTS_KEPT = 1024  # sets of addresses known to be aligned and apart; those of an allocator come round again
 
 

@@ -6,26 +6,24 @@ import hashlib
 import json
 import time
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from fusekit.abi.expr import evaluate
+from fusekit.abi.layer_record import LayerRecord
 from fusekit.errors import ArgumentError, CapacityError
-from fusekit.exchange import Layout, Part, Ranks, Window
+from fusekit.exchange import Part, Ranks, Window
 from fusekit.exchange.windows import read
 from fusekit.layers.layer import Layer
-from fusekit.layers.passes import Sizes
-from fusekit.plan.exchange import GRAIN, waiting
-from fusekit.plan.layer import Buffer, Options
-from fusekit.plan.layer.program import BACKWARD, CHECKED, INFERENCE
-from fusekit.plan.layer.ranks import arrives, room, stores, window_sizes
+from fusekit.layers.passes import BACKWARD, INFERENCE, Sizes
 from fusekit.runtime.side_stream import Queue, Run, SideStream
 
 if TYPE_CHECKING:
     from fusekit.library import Library
     from fusekit.runtime import Devices
-    from fusekit.store import NameRecord
 
+CHECKED = "checked"  # the place of what `check` reads
 _SECONDS = 1.0  # between two looks at what went wrong
 
 
@@ -50,17 +48,17 @@ class RankedLayer(Layer):
         Also if `ranks` opened another build of the layer before.
     """
 
-    _shares = False  # it chooses variants for its own limits
+    _shares = False  # plans are of its own limits
 
     def __init__(
-        self, library: Library, name: str, options: Options, arch: str | None = None, device: int | None = None, *,
-        ranks: Ranks | None = None, tokens: int | None = None, rows: int | None = None,
-        records: Iterable[NameRecord] | None = None,
+        self, library: Library, record: LayerRecord, device: int | None = None, *, ranks: Ranks | None = None,
+        tokens: int | None = None, rows: int | None = None,
     ) -> None:  # fmt: skip
         if ranks is not None:
             rule = "one rank, of those that fusekit.exchange.Ranks.in_process or Ranks.of_process makes"
             ArgumentError.unless(Ranks, "ranks", ranks, rule)
-        super().__init__(library, name, arch, ranks.device if ranks is not None else device, options, records)
+        super().__init__(library, record, ranks.device if ranks is not None else device)
+        name, options = self.name, self.options
         if ranks is not None and ranks.count != options.ranks:
             raise ArgumentError(
                 f"{name} is over {options.ranks} ranks, and there are {ranks.count}; start as many, or build the layer"
@@ -72,12 +70,8 @@ class RankedLayer(Layer):
             for key, value in (("tokens", tokens), ("rows", rows))
         )
         self.ranks = ranks
-        self._layouts = {
-            window: Layout(self.program.parts[part], tokens or options.tokens, options.hidden)
-            for window, part in stores(self.program).items()
-        }
-        self.capacity = self._layouts[arrives(options)].capacity
-        any_routing = room(options, self.capacity)["M"]
+        self.capacity = evaluate(record.limits["capacity"], {"tokens": tokens or options.tokens})
+        any_routing = self._limit("rows", self.capacity)
         if any_routing >= 2**31:
             raise ArgumentError(
                 f"tokens = {tokens or options.tokens}: {any_routing} rows may come to a rank's experts, which have room"
@@ -90,10 +84,10 @@ class RankedLayer(Layer):
                 " fewer, or leave rows out",
                 argument="rows",
             )
-        self.program = self.program.within(room(options, self.capacity, rows))
-        self.rows = self.program.room["M"]
+        self.rows = any_routing if rows is None else rows
         self._windows: dict[str, Window] = {}
-        self._used = {which: tuple(stores(self.program, which)) for which in self.program.steps}  # windows by pass
+        into = {which: {step.window for step in each.steps} for which, each in record.passes.items()}
+        self._used = {which: tuple(name for name in record.windows if name in used) for which, used in into.items()}
         self._parts: dict[str, Any] = {}  # buffers in windows by name
         self._looked = 0.0
         self._overflows = self._warned = 0  # passes with too few rows that `check` or a warning reported
@@ -103,8 +97,7 @@ class RankedLayer(Layer):
     def over(self, ranks: Ranks) -> RankedLayer:
         """The same layer on this rank."""
         return RankedLayer(
-            self._library, self.name, self.options, self._arch, self._device, ranks=ranks, tokens=self.capacity,
-            rows=self.rows, records=self._records.values(),
+            self._library, self.record, self._device, ranks=ranks, tokens=self.capacity, rows=self.rows
         )  # fmt: skip
 
     @property
@@ -120,15 +113,20 @@ class RankedLayer(Layer):
         """Digest of what all ranks must share: the table, without the tokens that variants were chosen for, and the
         kernels that ranks launch together.
         """
-        together = {f"{self.name}.{part}" for part, keys in self.program.parts.items() if "ranks" in keys}
-        device_arch = self._arch or self.devices.get(self._ranks.device).arch
-        kernels = [
-            (name, record.key)
-            for (name, arch), record in sorted(self._records.items())
-            if name.partition("@")[0] in together and arch == device_arch
-        ]
-        table = replace(self.options, tokens=0).canonical()
+        together = {step.part for each in self.record.passes.values() for step in each.steps if step.window}
+        kernels = [(part, self.record.kernel(part, self.capacity)) for part in sorted(together)]
+        table = self.options.canonical() | {"tokens": 0}
         return hashlib.sha256(json.dumps([table, kernels], sort_keys=True).encode()).hexdigest()
+
+    def _limit(self, name: str, capacity: int) -> int:
+        return int(evaluate(self.record.limits[name], {"capacity": capacity}))
+
+    def _limits(self) -> dict[str, int]:
+        return {"capacity": self.capacity, "rows": self.rows}
+
+    def dims(self, tokens: int) -> dict[str, int]:
+        """The dims of shapes for so many tokens of this rank."""
+        return self.record.environment(tokens, **self._limits())
 
     def sizes(
         self, tokens: int | None = None, gradients: Collection[str] | None = None, *, in_place: bool = False
@@ -140,12 +138,12 @@ class RankedLayer(Layer):
         """
         sizes = super().sizes(self.capacity if tokens is None else tokens, gradients, in_place=in_place)
         self._have_room(tokens or 0, "tokens")
-        windows = window_sizes(self.program, self.options)
-        return replace(sizes, windows=windows)
+        dims = self.dims(0)
+        return replace(sizes, windows={name: evaluate(size, dims) for name, size in self.record.windows.items()})
 
     def connect(self, *, training: bool = True) -> None:
         """Allocates the windows now, on all ranks, as the first launch would. training: those of backward, too."""
-        for window in stores(self.program, "" if training else INFERENCE):
+        for window in self.record.windows if training else self._used[INFERENCE]:
             self._window(window)
 
     def check(self) -> None:
@@ -262,12 +260,13 @@ class RankedLayer(Layer):
     def _window(self, name: str) -> Window:
         if name not in self._windows:
             self._refuse_crowd()
-            layout = self._layouts[name]
-            key = (name, layout.capacity, layout.bytes)
-            window = self._windows[name] = self._ranks.window(key, layout.bytes, self.name)
-            parts = layout.parts(window.address, self._ranks.device)
-            parts["arrivals"] = Part(window.address, (self.program.room["F"],), "i32", self._ranks.device)
-            self._parts |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+            dims = self.dims(0)
+            size = evaluate(self.record.windows[name], dims)
+            window = self._windows[name] = self._ranks.window((name, self.capacity, size), size, self.name)
+            for part, buffer in self.record.buffers.items():
+                if buffer.place == name:
+                    address = window.address + evaluate(buffer.offset, dims)
+                    self._parts[part] = Part(address, buffer.extents(dims), buffer.dtype, self._ranks.device)
         if not self._windows[name].peers:
             raise ArgumentError(
                 f"{self.name}: the windows of {self.ranks} were closed; open the layer again, with new ranks",
@@ -278,15 +277,15 @@ class RankedLayer(Layer):
     def _refuse_crowd(self) -> None:
         """Raises ArgumentError if ranks share a device, and one may find no room there while all others wait for it."""
         others, device = self._ranks.sharing - 1, self.devices.get(self._ranks.device)
-        together = [keys for keys in self.program.parts.values() if "ranks" in keys]
+        grain = evaluate(self.record.limits["capacity"], {"tokens": 1})
 
         def blocks(tokens: int) -> int:
-            return others * max(waiting(keys, tokens) for keys in together)
+            return others * self._limit("waiting", tokens)
 
         overlap = self.options.overlap
         if not others or (blocks(self.capacity) < device.sm_count and not overlap):
             return
-        fits = (tokens for tokens in range(self.capacity, 0, -GRAIN) if blocks(tokens) < device.sm_count)
+        fits = (tokens for tokens in range(self.capacity, 0, -grain) if blocks(tokens) < device.sm_count)
         fewer = 0 if overlap else next(fits, 0)
         raise ArgumentError(
             f"{self.name}: {others + 1} ranks share {device}; "
@@ -297,13 +296,14 @@ class RankedLayer(Layer):
             argument="ranks",
         )
 
-    def _in_window(self, buffer: Buffer) -> Any:
+    def _in_window(self, name: str) -> Any:
+        buffer = self.record.buffers[name]
         if buffer.place != CHECKED:
             self._window(buffer.place)
-        elif buffer.name not in self._parts:
+        elif name not in self._parts:
             address = self._ranks.checked(self.devices)
-            self._parts[buffer.name] = Part(address, buffer.extents({}), buffer.dtype, self._ranks.device)
-        return self._parts[buffer.name]
+            self._parts[name] = Part(address, buffer.extents({}), buffer.dtype, self._ranks.device)
+        return self._parts[name]
 
     def _side_stream(self) -> SideStream:
         return self._ranks.side_stream(self.devices)

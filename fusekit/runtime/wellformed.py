@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from fusekit.abi import LaunchRecord, RecordError
 from fusekit.abi.elf import check_cubin
-from fusekit.choice.tuning import Tuning
-from fusekit.choice.variants import check_layer, check_name
+from fusekit.abi.layer_record import LayerRecord
 from fusekit.errors import IntegrityError
 from fusekit.store import Entry, NameRecord
-from fusekit.store.entries import HOST_OBJECT, KIND
+from fusekit.store.documents import parse
+from fusekit.store.entries import HOST_OBJECT, KIND, LAYER
 from fusekit.store.verify import Inspect
 
 
@@ -31,11 +31,27 @@ def launch_record(entry: Entry) -> LaunchRecord:
         raise IntegrityError(f"entry {entry.key}: launch record: {error}{remedy}", key=entry.key) from error
 
 
+def layer_record(entry: Entry, document: bytes) -> LayerRecord:
+    """The record of a layer in `document`, the blob of `entry`; IntegrityError for one that no launcher could use."""
+    try:
+        record = LayerRecord.from_json(parse(document))
+        keys = {key for ladder in record.parts.values() for _, key in ladder}
+        if record.arch != entry.arch or not keys == record.kernels.keys() == {*entry.launch["kernels"]}:
+            raise ValueError("it names other kernels than its entry, or is for another architecture")
+    except (RecordError, ValueError) as error:
+        raise IntegrityError(f"entry {entry.key}: layer record: {error}; build it again", key=entry.key) from error
+    return record
+
+
 def check_entry(entry: Entry, cubin: bytes | None = None) -> None:
     """Raises IntegrityError unless `entry` has a launch record, of the architecture of its key, and of its `cubin`
     where that is at hand. A host object of `fusekit exec` has none.
     """
     if entry.fields.get(KIND) == HOST_OBJECT:
+        return
+    if entry.fields.get(KIND) == LAYER:
+        if cubin is not None:
+            layer_record(entry, cubin)
         return
     record = launch_record(entry)
     if cubin is not None:
@@ -47,12 +63,15 @@ def check_entry(entry: Entry, cubin: bytes | None = None) -> None:
 
 
 def _check_tuning(data: bytes, path: str, arch: str) -> None:
+    from fusekit.choice.tuning import Tuning
+
     Tuning.from_bytes(data, path, arch)
 
 
 def _check_name(record: NameRecord) -> None:
+    from fusekit.choice.variants import check_name
+
     check_name(record)
-    check_layer(record)
 
 
 WELLFORMED = Inspect(check_entry, _check_name, _check_tuning)

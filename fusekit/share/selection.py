@@ -71,7 +71,7 @@ def select(store: Store, patterns: Sequence[str] = (), arch: str | None = None) 
     records: dict[tuple[str, str], NameRecord] = {}
     left_out: tuple[str, ...] = ()
     for pattern in patterns or ("*",):
-        listing = store.listing(pattern, arch)
+        listing = store.listing(pattern, arch, layers=True)
         if not patterns and listing.names and listing.problems == listing.unsigned:
             left_out = listing.unsigned
         elif listing.problems:
@@ -82,15 +82,16 @@ def select(store: Store, patterns: Sequence[str] = (), arch: str | None = None) 
     others = [build for record in records.values() for build in names.one_per_format(store.candidates(record))[1:]]
     entries: dict[str, Entry] = {}
     for record in (*records.values(), *others):
-        if record.key not in entries:
-            entry = store.find_entry(record.key)
-            if entry is None:
-                raise IntegrityError(
-                    f"{record.name} for {record.arch} points to entry {record.key}, which no root holds; a name "
-                    "comes after its entry; build it again",
-                    key=record.key,
-                )
-            entries[record.key] = entry
+        for key in (record.key, *store.kernels_of(record)):
+            if key not in entries:
+                entry = store.find_entry(key)
+                if entry is None:
+                    raise IntegrityError(
+                        f"{record.name} for {record.arch} points to entry {key}, which no root holds; a name "
+                        "comes after its entry; build it again",
+                        key=key,
+                    )
+                entries[key] = entry
     return Selection(
         tuple((records[where], _signed(store, records[where].to_bytes())) for where in sorted(records)),
         tuple((entries[key], _signed(store, entries[key].to_bytes())) for key in sorted(entries)),

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusekit.plan.layer import Options
-
 
 @dataclass(frozen=True, slots=True)
 class Door:
@@ -25,7 +23,7 @@ class Door:
     keys: Mapping[str, Any] | None = None
     biases: bool = True
 
-    def fits(self, options: Options) -> bool:
+    def fits(self, options: Any) -> bool:
         """Whether the door could ask for a layer with these options, for some model."""
         if options.kind != "moe":
             return False

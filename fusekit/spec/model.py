@@ -146,6 +146,8 @@ class KernelSpec:
         operands = values.pop("operands")
         if self.layer is None:
             del values["layer"]
+        else:
+            values["layer"] = {"name": f"{self.layer.file}/{self.layer.name}", "topk": self.layer.topk}
         usual = {field.name: field.default for field in operand_fields() if field.name in outside()}
         values |= {name: value for name, value in operands.items() if name not in usual or value != usual[name]}
         return dict(sorted(values.items()))

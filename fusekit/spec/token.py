@@ -60,7 +60,7 @@ class TokenSpec:
             values["problem"] = {field.name: getattr(problem, field.name) for field in fields(problem)}
         layer = values.pop("layer", None)
         if layer is not None:
-            values["layer"] = layer.canonical()
+            values["layer"] = {"name": f"{layer.file}/{layer.name}", "topk": layer.topk}
         return dict(sorted(values.items()))
 
     def device_spec(self) -> dict[str, Any]:

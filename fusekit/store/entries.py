@@ -20,6 +20,9 @@ SCHEMA = 1
 KIND, HOST_OBJECT = "kind", "host-object"
 """The key field, and its value, of an entry whose blob is not a cubin: what `fusekit exec` keeps of a program's own
 compilation. `launch` has that under the same name."""
+LAYER = "layer"
+"""The value of that field of a layer's entry, whose blob is its record (fusekit.abi.layer_record). `launch` has the
+keys of its kernels."""
 CUBIN_LIMIT = 1 << 30
 """Largest cubin accepted, in bytes."""
 CUBIN_FORMAT = 8
@@ -159,6 +162,10 @@ def _check(document: dict[str, Any], key: str, path: AnyPath) -> None:
             raise damaged(path, f"names its cubin by {cubin!r}")
         if type(cubin["bytes"]) is not int or not 0 < cubin["bytes"] <= CUBIN_LIMIT:
             raise damaged(path, f"has a cubin of {cubin['bytes']!r} bytes, where 1 to {CUBIN_LIMIT} are allowed")
+        if fields.get(KIND) == LAYER:
+            kernels = document["launch"].get("kernels")
+            if not isinstance(kernels, list) or not all(map(is_digest, kernels)):
+                raise damaged(path, "is of a layer, and has no keys of its kernels")
         counts = ("registers", "spill_bytes", "cubin_format")
         for table, label in (*(("resources", label) for label in counts), ("proof", "launches")):
             count = document[table].get(label)

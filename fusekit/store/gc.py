@@ -23,6 +23,9 @@ temporary for the next collection, which puts a cubin back if an entry needs it 
 and names together have at most `max_bytes`. What a running build published or looked up stays (see
 fusekit.store.marks). A cubin is removed with the last entry that mentions it, names with their entry.
 
+**Layers.** A use of a kernel counts for the layers that name it and for their kernels, and a layer is evicted before
+its kernels: what a layer names stays as long as the layer.
+
 **Candidates.** A use of a name's last build counts for the newest candidate of each other cubin format that computes
 the same, and the other way round: of a name in use, one build of each format stays. If the last build goes and such a
 candidate stays, the name points to that one.
@@ -184,6 +187,7 @@ class _Collection:
         self.lease, self.ended = marks.leases(publisher.folders, now)
         self.gone: set[str] = set()  # digests of evicted documents
         self.spare = self._spare()
+        self.kernels = self._kernels()
         # How many entries need each blob.
         self.needed = Counter(
             digest for item in scanned.entries.values() for digest in item.digests & scanned.blobs.keys()
@@ -229,10 +233,16 @@ class _Collection:
         paths |= {path: name for path, name in candidates.items() if name in unwanted}
         gone: set[Path] = set()
         victims: list[tuple[Item, str]] = []
+        needing: dict[str, list[File]] = {}  # names of layers that stay, by the keys of their kernels
+        for layer, kernels in self.kernels.items():
+            staying = [file for file in self.scan.entries[layer].names if file.path not in paths]
+            for key in kernels:
+                needing.setdefault(key, []).extend(staying)
         for item in list(self.scan.entries.values()):
             left = [file for file in item.names if file.path not in paths]
             if len(left) == len(item.names):
                 continue
+            left += needing.get(item.key, ())
             if left:
                 report.shared[item.key] = sorted({*_names(left)})
             elif self.scan.unread_names:
@@ -286,12 +296,16 @@ class _Collection:
         victims = []
         needed = self.needed.copy()
         total = self.total - sum(self.scan.blobs[digest].bytes for digest in unneeded)
-        for item in sorted(self.scan.entries.values(), key=lambda item: (-self._idle(item), item.key)):
+
+        def order(item: Item) -> tuple[float, bool, str]:
+            return -self._idle(item), item.key not in self.kernels, item.key  # a layer goes before its kernels
+
+        for item in sorted(self.scan.entries.values(), key=order):
             old = max_age is not None and self._idle(item) > max_age
             if item.key in stay or not (old or (max_bytes is not None and total > max_bytes)):
                 continue
             if self._in_use(item):
-                stay.add(item.key)
+                stay |= {item.key, *self.kernels.get(item.key, ())}
                 continue
             victims.append((item, "age" if old else "size"))
             total -= item.bytes
@@ -358,6 +372,18 @@ class _Collection:
             for item in items:
                 item.with_it += items
         return spare
+
+    def _kernels(self) -> dict[str, list[str]]:
+        """Key of each layer -> those of its kernels, which are `with_it`: a use of one is a use of all."""
+        kernels: dict[str, list[str]] = {}
+        for item in self.scan.entries.values():
+            if named := sorted(item.digests & self.scan.entries.keys() - {item.key}):
+                kernels[item.key] = named
+        for layer, named in kernels.items():
+            group = [self.scan.entries[key] for key in (layer, *named)]
+            for item in group:
+                item.with_it += group
+        return kernels
 
     def _promote(self) -> None:
         """Let names whose last build was evicted point to the newest candidate that stays."""

@@ -111,12 +111,12 @@ class _Problems(list[str]):
         self.unsigned: list[str] = []
 
 
-def search(roots: Sequence[Root], pattern: str, arch: str | None) -> Listing:
+def search(roots: Sequence[Root], pattern: str, arch: str | None, *, layers: bool = False) -> Listing:
     """The names that `pattern` matches: a file's stem, a kernel, a layer of a model, a full name or a glob; sorted. The
-    first root that has a name counts.
+    first root that has a name counts. layers: with the records of layers.
     """
     problems = _Problems()
-    records = _search(roots, pattern, arch, Root.name, problems)
+    records = _search(roots, pattern, arch, Root.name, problems, layers)
     listed = tuple(NameListing(record, root.path) for record, root in records)
     return Listing(listed, tuple(problems), tuple(problems.unsigned))
 
@@ -197,9 +197,10 @@ def _search(
     arch: str | None,
     read: Callable[[Root, str, str], T | None],
     problems: _Problems,
+    layers: bool = False,
 ) -> list[tuple[T, Root]]:
     for reading in names.readings(pattern):
-        records = _matching(roots, reading, arch, read, problems)
+        records = _matching(roots, reading, arch, read, problems, layers)
         if records or problems:
             return records
     return []
@@ -211,6 +212,7 @@ def _matching(
     arch: str | None,
     read: Callable[[Root, str, str], T | None],
     problems: _Problems,
+    layers: bool,
 ) -> list[tuple[T, Root]]:
     stem, _, kernel = pattern.partition("/")
     if not is_glob(stem) and not names.is_part(stem):
@@ -228,6 +230,7 @@ def _matching(
                     try:
                         where = names.of_path(folder, filename)
                         wanted = names.matches(pattern, where[0]) and arch in (None, where[1])
+                        wanted = wanted and (layers or names.layer_of(where[0]) is None)
                         if wanted and where not in records and (record := read(root, *where)) is not None:
                             records[where] = record, root
                     except OtherSchemaError:

@@ -174,6 +174,11 @@ class Lookup:
             time.sleep(pause)
         return look()
 
+    def kernels_of(self, record: NameRecord) -> tuple[str, ...]:
+        """The keys of the kernels of the layer whose record has this name; none of the name of a kernel."""
+        entry = self.find_entry(record.key) if names.layer_of(record.name) is not None else None
+        return () if entry is None else tuple(entry.launch["kernels"])
+
     def candidates(self, record: NameRecord) -> list[NameRecord]:
         """The builds of a name: see `listing.candidates`."""
         return listing.candidates(self.roots, record)
@@ -212,9 +217,9 @@ class Lookup:
         """
         return list(self.listing(pattern, arch).names)
 
-    def listing(self, pattern: str = "*", arch: str | None = None) -> Listing:
-        """As `names`, with the problems of the records that were left out."""
-        return listing.search(self.roots, pattern, arch)
+    def listing(self, pattern: str = "*", arch: str | None = None, *, layers: bool = False) -> Listing:
+        """As `names`, with the problems of the records that were left out. layers: with the records of layers."""
+        return listing.search(self.roots, pattern, arch, layers=layers)
 
     def recorded(self, pattern: str = "*", arch: str | None = None) -> dict[tuple[str, str], Path]:
         """Full name and architecture of every record that `pattern` matches, with the path of the first root that has
@@ -245,7 +250,9 @@ class Lookup:
             detail = f"there are {some(variants)}" if variants else ""
         if self.project_lock is not None and not detail and self.recorded(name, arch):
             detail = f"{self.project_lock.path} does not list it"
-        stored = (known for known, known_arch in self.recorded() if arch in (None, known_arch))
+        stored = (
+            known for known, known_arch in self.recorded() if arch in (None, known_arch) and not names.layer_of(known)
+        )
         return NotBuiltError.of(name, arch, detail, self.absent(), stored)
 
     def verify(self, full: bool = False, inspect: Inspect | None = None) -> VerifyReport:

@@ -34,7 +34,9 @@ _COUNTS = frozenset({"bytes", "entry_bytes", "registers", "spill_bytes", "launch
 _OPTIONAL = frozenset({"registers", "spill_bytes", "launches", "cubin_format"})  # None if the entry does not give it
 
 # Of a spec: for people, for benchmarks; and the table of a layer, of which each kernel has its own share.
-_TEXT = frozenset({"summary", "problem", "layer"})
+_TEXT = frozenset({"summary", "problem", "layer", "inputs"})
+
+_LAYER = ".layer@record"
 
 SCHEMA = 2
 """Version of the name record. 2: with a summary of its entry."""
@@ -200,6 +202,16 @@ def matches(pattern: str, name: str) -> bool:
     if is_glob(pattern):
         return any(fnmatchcase(form, pattern) for form in forms)
     return pattern in forms
+
+
+def layer_record(layer: str) -> str:
+    """The full name of the record of a layer, `file/layer`: it is one of the names that `file/layer` means."""
+    return f"{layer}{_LAYER}"
+
+
+def layer_of(name: str) -> str | None:
+    """The layer whose record has the full name `name`; None for the name of a kernel."""
+    return name.removesuffix(_LAYER) if name.endswith(_LAYER) else None
 
 
 def is_of_layer(record: NameRecord | Brief) -> bool:

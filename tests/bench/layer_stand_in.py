@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from fusekit.layers import Layer
+from fusekit.bench.layer_trial import parts_of
+from fusekit.compiler.layers import Layer as Described
+from fusekit.compiler.layers import publish_layer
+from fusekit.layers import Layer, record_of
 from fusekit.plan.layer import Options, program
 from fusekit.store import NameRecord, Store
 from tests.bench.rig import Rig
@@ -22,8 +24,9 @@ def publish(root: Path, options: Options) -> str:
     for seed, (part, keys) in enumerate(program(options).parts.items()):
         entry, cubin = build_entry(seed)
         store.publish(entry, cubin)
-        spec = json.loads(json.dumps({"op": keys["op"], "layer": options.canonical()}))
+        spec = {"op": keys["op"], "layer": {"name": name, "topk": options.topk}}
         store.publish_name(NameRecord(f"{name}.{part}@one", "sm_90a", entry.key, spec, {}))
+    assert publish_layer(store, Described(options, "sm_90a", ()))
     return name
 
 
@@ -50,15 +53,18 @@ class StandIn(Layer):
 
     def __init__(self, rig: Rig, wrong: Any, *given: Any) -> None:
         super().__init__(*given)
+        self._parts = parts_of(self)
         self._rig, self._wrong = rig, wrong
 
     def _kernel(self, part: str, dims: Any) -> Any:
-        return Formula(self._rig, self.program.parts[part], part, dims, self._wrong)
+        return Formula(self._rig, self._parts[part], part, dims, self._wrong)
 
 
 def install(monkeypatch: Any, rig: Rig, wrong: Any = lambda part, outputs: None) -> None:
     """Layers of every library are stand-ins from now on."""
     monkeypatch.setattr(
         "fusekit.library.Library.layer",
-        lambda library, name, arch=None, device=None: StandIn(rig, wrong, library, name, arch, device),
+        lambda library, name, arch=None, device=None: StandIn(
+            rig, wrong, library, record_of(library.store, name, arch)
+        ),
     )

@@ -16,6 +16,7 @@ import pytest
 
 from fusekit.abi import FloatParameter, IntegerParameter, LaunchRecord, PointerParameter, evaluate
 from fusekit.compiler.identity import roots_of
+from fusekit.compiler.layers import Layer, layers_of, publish_layer
 from fusekit.config import Config
 from fusekit.reference import decode, encode, route
 from fusekit.reference import gemm as reference_gemm
@@ -63,6 +64,7 @@ class Rig(FakeDriver):
     def __init__(self) -> None:
         super().__init__()
         self.specs: dict[bytes, Any] = {}
+        self.layers: list[Layer] = []
         self.records: dict[str, LaunchRecord] = {}  # by full name
         self.cost: Callable[[str], float] = lambda name: 2.0
         self.harm: Callable[[str, dict[str, Any]], None] = lambda name, arrays: None
@@ -77,10 +79,12 @@ class Rig(FakeDriver):
     def publish(self, root: Path, text: str, stem: str) -> Store:
         """The kernels of a spec's text in the store at `root`."""
         store = Store.open(Config(store=root))
-        for spec in parse_text(text, stem, f"{stem}.toml"):
+        specs, keys = parse_text(text, stem, f"{stem}.toml"), {}
+        for spec in specs:
             code = CUBIN + spec.full_name.encode()
             self.specs[code] = spec
             fields = {"arch": "sm_90a", "name": spec.full_name}
+            keys[spec.full_name] = key_of(fields)
             digest = hashlib.sha256(code).hexdigest()
             launch_record = self.records[spec.full_name] = record_of(spec)
             store.publish(
@@ -88,7 +92,14 @@ class Rig(FakeDriver):
             )
             canonical = json.loads(json.dumps(spec.canonical()))
             store.publish_name(NameRecord(spec.full_name, "sm_90a", key_of(fields), canonical, spec.defaults()))
+        self.layers = layers_of((spec, keys[spec.full_name]) for spec in specs)
+        self.build_layers(store)
         return store
+
+    def build_layers(self, store: Store) -> None:
+        """As a build does that compiles nothing."""
+        for layer in self.layers:
+            publish_layer(store, layer)
 
     # -- kernels of several kinds
 

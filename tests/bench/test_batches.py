@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from fusekit.layers.kernels import pinned
 from fusekit.library import open_library
+from fusekit.plan.layer.record import pinned
 from tests.bench.rig import Rig
 from tests.gpu import batches
 from tests.gpu.batches import Batches
+from tests.plans import plan_of
 from tests.soak import sample
 
 HEAD = """
@@ -49,7 +50,7 @@ def test_no_token_depends_on_its_batch(rig: Rig, tmp_path: Path, name: str) -> N
     batches = Batches(open_library(), "layers/moe")
     assert batches.problems(4) == []
     assert sum(len(names) > 1 for names in batches.loose.taken.values()) > 3
-    parts = batches.layer.program.parts
+    parts = plan_of(batches.layer).parts
     assert all(len(names) == 1 for part, names in batches.loose.taken.items() if pinned(parts[part]))
 
 

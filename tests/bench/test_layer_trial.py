@@ -25,6 +25,7 @@ from tests.bench.layer_stand_in import MS, install, publish
 from tests.bench.rig import PEER_MS, Rig
 from tests.benchmarks.pinned import main as bench_pinned
 from tests.plan.test_layer_program import CASES, options
+from tests.plans import plan_of
 from tests.soak import sample
 
 # gpt-oss, DeepSeek, Llama-4, an MLP; inputs instead of x's logits; gradients that are added.
@@ -294,8 +295,11 @@ def test_a_sweep_of_a_layer_decides_what_it_loads(
     rig.cost = lambda name: 1.0 if best.get(name.partition(".")[2].partition("@")[0]) == name.partition("@")[2] else 2.0
     assert main(["bench", "model/moe", "--sweep", "--rows", "80", "--rows", "200", "--seconds", "0.01", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
+    before = open_library().layer("model/moe").record
+    rig.build_layers(open_library().store)
+    assert open_library().layer("model/moe").record.tuning["store"]["parts"] and before.tuning.keys() <= {"packaged"}
     layer = open_library().layer("model/moe")
-    gemms = [part for part, keys in layer.program.parts.items() if OPERATIONS[keys["op"]].gemm]
+    gemms = [part for part, keys in plan_of(layer).parts.items() if OPERATIONS[keys["op"]].gemm]
     assert document["layers"] == [] and [each["model"] for each in document["models"]] == ["model/moe"] * 2
     for each, tokens in zip(document["models"], (80, 200), strict=True):
         assert [kernel["name"] for kernel in each["kernels"]] == [f"model/moe.{part}" for part in gemms]
@@ -305,15 +309,16 @@ def test_a_sweep_of_a_layer_decides_what_it_loads(
     gathering = [row for row in table.rows if row.features.get("gather")]
     assert document["tuning"]["rows"] == len(table.rows) and len(gathering) >= 4
     for part, variant in best.items():
-        assert layer._kernel(part, layer.program.dims(80)).name == f"model/moe.{part}@{variant}"
-        assert layer._kernel(part, layer.program.dims(150)).name == f"model/moe.{part}@{variant}"
+        assert layer._kernel(part, layer.dims(80)).name == f"model/moe.{part}@{variant}"
+        assert layer._kernel(part, layer.dims(150)).name == f"model/moe.{part}@{variant}"
     assert not rig.memory
 
 
-def swept(capsys: Any, *arguments: str) -> tuple[dict[str, Any], Any]:
+def swept(rig: Rig, capsys: Any, *arguments: str) -> tuple[dict[str, Any], Any]:
     """The kernels that a sweep times, by part, and the layer as it is loaded afterwards."""
     assert main(["bench", "model/moe", "--sweep", "--seconds", "0.01", "--json", *arguments]) == 0
     (model,) = json.loads(capsys.readouterr().out)["models"]
+    rig.build_layers(open_library().store)
     return {each["name"].partition(".")[2]: each for each in model["kernels"]}, open_library().layer("model/moe")
 
 
@@ -338,13 +343,13 @@ def test_a_sweep_of_a_layer_takes_what_is_faster_inside_its_passes(
         return 2.0 - (name in (other["fc1-wgrad"], other["fc1-infer"])) + 1.5 * (before == other["fc1-fwd"])
 
     rig.cost = cost
-    got, layer = swept(capsys)
+    got, layer = swept(rig, capsys)
     gains = {"fc1-wgrad", "fc1-infer"}
     for part, name in names.items():
         chosen = other[part] if part in gains else name
         assert got[part]["chosen"] == chosen.partition("@")[2]
         assert layer.kernel_name(part, 80) == chosen
-    launches = len(layer.program.needed("forward", set(layer.outputs("forward"))))
+    launches = len(plan_of(layer).needed("forward", set(layer.outputs("forward"))))
     ms = {line["variant"]: line["ms"] for line in got["fc1-fwd"]["lines"]}
     assert (ms[names["fc1-fwd"].partition("@")[2]], ms[other["fc1-fwd"].partition("@")[2]]) == (
         pytest.approx(2.0 * launches), pytest.approx(2.0 * launches + 0.5),
@@ -368,7 +373,7 @@ def test_parts_that_share_a_row_of_the_table_are_swept_together(
         if (variant := each.name.partition("@")[2]) != present
     )  # fmt: skip
     rig.cost = lambda name: {f"model/moe.router@{other}": 1.0, f"model/moe.dy-b2@{other}": 4.0}.get(name, 2.0)
-    got, layer = swept(capsys)
+    got, layer = swept(rig, capsys)
     assert got["router"]["passes"] == got["dy-b2"]["passes"] == ["forward", "backward"]
     assert got["router"]["lines"] == got["dy-b2"]["lines"]
     for part in ("router", "dy-b2"):
@@ -388,9 +393,10 @@ def test_bits_that_depend_on_a_tile_depend_on_no_batch(
     for rig_tokens[0] in (80, 4096):
         assert main(["bench", "model/moe", "--sweep", "--rows", str(rig_tokens[0]), "--seconds", "0.01", "--json"]) == 0
     capsys.readouterr()
+    rig.build_layers(open_library().store)
     layer = open_library().layer("model/moe")
     counts = (1, 80, 100, 2048, 4096, 8000)
-    assert layer.program.parts["fc2-dgrad"]["dprob"]
+    assert plan_of(layer).parts["fc2-dgrad"]["dprob"]
     assert len({layer.kernel_name("fc2-dgrad", tokens) for tokens in counts}) == 1
     assert len({layer.kernel_name("fc1-dgrad", tokens) for tokens in counts}) > 1
     monkeypatch.setattr(rig, "_compute", lambda spec, launched: None)

@@ -20,7 +20,6 @@ from fusekit.bench.layer_trial import BOTH
 from fusekit.bench.layers import LayerBench
 from fusekit.bench.shape import Shape
 from fusekit.bench.timing import own_stream
-from fusekit.layers.kernels import pinned
 from fusekit.library import Library, open_library
 from fusekit.runtime import Device
 
@@ -28,13 +27,13 @@ from fusekit.runtime import Device
 def measure(library: Library, device: Device, name: str, tokens: int | None, options: Options) -> list[dict[str, Any]]:
     """A document for each pinned kernel of the layer `name`, for `tokens` (None: the spec's)."""
     layer = library.layer(name, device=device.ordinal)
-    arch = library.find(f"{name}.{next(iter(layer.program.parts))}", device=device.ordinal).arch
+    arch = layer.record.arch
     count = layer.options.tokens if tokens is None else tokens
     variants = []
     with library.devices.active(device), own_stream(library.devices, device) as stream:
         lines = LayerBench(library, device, arch, options).measure(name, count, stream)["lines"]
         whole = next(line["ms"] for line in lines if line["variant"] == BOTH)
-        for part in (part for part, keys in layer.program.parts.items() if pinned(keys)):
+        for part in layer.record.promises["pinned"]:
             bench = GemmBench(library, device, [f"{name}.{part}"], arch, options)
             (kernel,) = bench.measure(Shape(T=count), stream)["kernels"]
             times = {line["variant"]: line["ms"] for line in kernel["lines"]}

@@ -36,6 +36,7 @@ from fusekit.bench.timing import median
 from fusekit.layers import Layer, Pass
 from fusekit.library import Library, open_library
 from fusekit.plan.layer.program import BACKWARD, FORWARD
+from tests.plans import plan_of
 
 from .torch_blocks import CASES as BLOCKS
 from .torch_blocks import Case
@@ -68,7 +69,7 @@ def tables(name: str, case: Case, tokens: int, ranks: int, overlap: bool = False
 
 def parts(layer: Layer, bound: Pass, which: str) -> dict[str, Pass]:
     """A pass with all outputs, and its launches apart: by what they are called in the document."""
-    steps = layer.program.needed(which, layer.outputs(which))
+    steps = plan_of(layer).needed(which, layer.outputs(which))
     launches: dict[bool, list[Any]] = {True: [], False: []}
     for launch, step in zip(bound.launches, steps, strict=True):
         launches[bool(step.window)].append(launch)
@@ -88,7 +89,7 @@ class Ours:
         self.layer = layer = library.layer(name, **({"ranks": ranks, "tokens": tokens} if ranks else {}))
         self.options, sizes = layer.options, layer.sizes(tokens)
         torch.manual_seed(1 + (ranks.rank if ranks else 0))
-        passes, dims = (FORWARD, BACKWARD), layer.program.dims(tokens)
+        passes, dims = (FORWARD, BACKWARD), layer.dims(tokens)
         inputs = {each: buffer for which in passes for each, buffer in layer.inputs(which).items()}
         outputs = {each: buffer for which in passes for each, buffer in layer.outputs(which).items()}
         self.tensors = {

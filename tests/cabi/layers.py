@@ -5,15 +5,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping
 from ctypes import POINTER, byref, c_int, c_int32, c_int64, c_size_t, c_void_p
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from fusekit.abi import LaunchRecord
-from fusekit.abi.layer_record import LayerRecord
+from fusekit.abi.layer_record import LayerKernel, LayerRecord
 from fusekit.cabi import Exported, ExportedLayer
 from fusekit.cabi.identifiers import kernel_identifiers
+from fusekit.layers import Layer
 from fusekit.library import Library
+from fusekit.plan.layer import Options
 from fusekit.plan.layer.record import unproved
 
 from .launcher import OK, Error
@@ -32,18 +35,28 @@ class Sizes(ctypes.Structure):
     _fields_ = (("kept", c_size_t), ("forward", c_size_t), ("inference", c_size_t), ("backward", c_size_t))
 
 
-def exported(library: Library, layer: Any, choose: Callable[[str, int], str]) -> tuple[ExportedLayer, list[Exported]]:
-    """A layer of `library` and its kernels. choose: the full name of a part's kernel for so many tokens."""
-    names = {listed.record.key: listed.record for listed in library.store.names(layer.name)}
-    keys = {record.name: key for key, record in names.items()}
-    record = unproved(layer.options, "sm_90a", lambda part, tokens: keys[choose(part, tokens)])  # tests/plan does it
-    used = {key for ladder in record.parts.values() for _, key in ladder}
+def exported(library: Library, layer: Any) -> tuple[ExportedLayer, list[Exported]]:
+    """A layer of `library` and its kernels."""
     kernels = []
-    for key in sorted(used, key=lambda key: names[key].name):
+    for key, kernel in sorted(layer.record.kernels.items(), key=lambda each: each[1].name):
         entry, cubin = library.store.load(key)
-        launch = LaunchRecord.from_json(dict(entry.launch))
-        kernels.append(Exported(names[key].name, launch, cubin, dict(names[key].defaults)))
-    return ExportedLayer(record, {key: names[key].name for key in used}), kernels
+        kernels.append(Exported(kernel.name, LaunchRecord.from_json(dict(entry.launch)), cubin, dict(kernel.defaults)))
+    return ExportedLayer(layer.record, {key: kernel.name for key, kernel in layer.record.kernels.items()}), kernels
+
+
+def with_ladders(library: Library, layer: Any, choose: Callable[[str, int], str]) -> Any:
+    """The layer, with ladders by `choose`, which gives the full name of a part's kernel for so many tokens."""
+    names = {listed.record.name: listed.record for listed in library.store.names(layer.name)}
+    table = Options(**layer.options.canonical())
+    record = unproved(table, "sm_90a", lambda part, tokens: names[choose(part, tokens)].key)
+    used = {key for ladder in record.parts.values() for _, key in ladder}
+    launches = {key: library.store.find_entry(key).launch_sha256 for key in used}
+    kernels = {
+        each.key: LayerKernel(name, launches[each.key], each.defaults)
+        for name, each in names.items()
+        if each.key in used
+    }
+    return Layer(library, replace(record, kernels=kernels))
 
 
 class CLayer:

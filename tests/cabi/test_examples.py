@@ -52,7 +52,7 @@ def layer(tmp_path_factory):
     table = next(spec.layer for spec in find(["layer"]) if "." in spec.name)
     opened, _ = library(folder / "store", table)
     python = opened.layer("layer/moe")
-    of_layer, kernels = exported(opened, python, python.kernel_name)
+    of_layer, kernels = exported(opened, python)
     for name, text in generate(kernels, "moe", [of_layer]).items():
         (folder / name).write_text(text)
     run(folder, "gcc", "-std=c11", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-c", "moe.c", "-o", "moe.o")

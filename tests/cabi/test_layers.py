@@ -10,14 +10,13 @@ import pytest
 
 from fusekit.cabi import generate
 from fusekit.errors import ArgumentError
-from fusekit.layers.kernels import pinned
 from tests.layers.samples import library
 from tests.layers.test_layer import KEPT, SCRATCH, TYPES
 from tests.plan.test_layer_program import CASES, options
 from tests.runtime.samples import Torchlike
 
 from .launcher import INVALID_ARGUMENT, LANGUAGES, OK, build
-from .layers import CLayer, exported
+from .layers import CLayer, exported, with_ladders
 
 NAMES = ("gpt-oss", "deepseek", "fp8-choices", "mlp-as-stored")
 CALLS = 40
@@ -37,10 +36,10 @@ class Both:
             by_part.setdefault(part, []).append(listed.record.name)
 
         def choose(part: str, tokens: int) -> str:
-            return by_part[part][tokens > SMALL and not pinned(self.layer.program.parts[part])]
+            return by_part[part][tokens > SMALL]
 
-        self.layer.kernel_name = choose
-        self.exported, self.kernels = exported(opened, self.layer, choose)
+        self.layer = with_ladders(opened, self.layer, choose)
+        self.exported, self.kernels = exported(opened, self.layer)
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +64,8 @@ def opened(request, layers, tmp_path_factory):
 
 def call(layer: Any, which: str, tokens: int, rng: random.Random) -> tuple[dict[str, Any], Any, Any]:
     """Arguments of a pass, some outputs left out, some with a padding; kept and scratch memory."""
-    inputs, outputs = layer.program.arguments(which)
-    dims, sizes = layer.program.dims(tokens), layer.sizes(tokens)
+    inputs, outputs = layer.arguments(which)
+    dims, sizes = layer.dims(tokens), layer.sizes(tokens)
     asked = {name for name in outputs if rng.random() < 0.7} or {*outputs}
     if which == "quantise":
         chosen = [name for name in inputs if rng.random() < 0.7]

@@ -5,11 +5,13 @@ import re
 
 import pytest
 
-from fusekit.errors import IntegrityError, NotBuiltError, UsageError
-from fusekit.layers import Layer
+from fusekit.compiler.layers import Layer as Described
+from fusekit.compiler.layers import publish_layer
+from fusekit.errors import NotBuiltError, UsageError
 from fusekit.library import Library
-from fusekit.plan.layer import program, stored_options
+from fusekit.plan.layer import program
 from fusekit.store import NameRecord, Store
+from fusekit.store.names import layer_record
 from tests.bench.layer_stand_in import publish
 from tests.plan.test_layer_program import options
 from tests.store.samples import build_entry
@@ -41,7 +43,7 @@ def listed(fusekit, *arguments):
 
 def test_a_layer_means_its_kernels(store):
     assert [listing.record.name for listing in store.names("model/moe")] == NAMES
-    assert [name for name, _ in store.recorded("model/moe")] == NAMES
+    assert [name for name, _ in store.recorded("model/moe")] == sorted([*NAMES, layer_record("model/moe")])
     assert [listing.record.name for listing in store.names("mod*/moe")] == NAMES
     assert [listing.record.name for listing in store.names("model/moe.fc2")] == ["model/moe.fc2@one"]
     assert [listing.record.name for listing in store.names("model/moe-fc1")] == ["model/moe-fc1@one"]
@@ -66,7 +68,7 @@ def test_show_says_what_a_layer_is(fusekit, store):
     plan = program(OPTIONS)
     assert (document["name"], document["kind"], document["missing"]) == ("model/moe", "moe", [])
     assert (document["options"]["hidden"], document["options"]["weight_dtype"]) == (OPTIONS.hidden, OPTIONS.dtype)
-    assert [kernel["name"] for kernel in document["kernels"]] == [f"{part}@one" for part in PARTS]
+    assert sorted(kernel["name"] for kernel in document["kernels"]) == NAMES
     for which in ("forward", "inference", "backward"):
         inputs, outputs = plan.arguments(which)
         steps = document["passes"][which]
@@ -75,7 +77,7 @@ def test_show_says_what_a_layer_is(fusekit, store):
         }
         assert [tensor["name"] for tensor in steps["outputs"]] == list(outputs)
         assert [step["kernel"] for step in steps["steps"]] == [f"model/moe.{step.part}" for step in plan.steps[which]]
-    sizes = Layer(Library(store), "model/moe").sizes(1024)
+    sizes = Library(store).layer("model/moe").sizes(1024)
     assert document["memory"]["tokens"] == 1024
     assert document["memory"]["kept"] == sizes.kept
     assert document["memory"]["scratch"] == {
@@ -85,9 +87,9 @@ def test_show_says_what_a_layer_is(fusekit, store):
     assert text.startswith(f"model/moe: a layer (moe) of {len(PARTS)} kernels for sm_90a\n")
     for line in ("kept for the backward pass", "fc1-fwd", "[T, 24]", "memory for 1024 tokens"):
         assert line in text
+    assert "ladders from the model" in text
     fusekit("rm", "model/moe.fc2")
-    text = fusekit("show", "model/moe").out
-    assert text.splitlines()[-1] == "not built: model/moe.fc2"
+    assert fusekit("show", "model/moe", "--json").json["missing"] == [], "the layer needs it"
 
 
 def test_show_of_a_layer_for_inference(fusekit):
@@ -104,9 +106,15 @@ def test_show_says_what_a_recipe_quantises(fusekit, store):
     assert (document["options"]["recipe"], document["missing"]) == ("fp8-block", [])
     steps = document["passes"]["quantise"]
     assert [tensor["name"] for tensor in steps["inputs"]] == ["w1", "w2"]
-    assert {"name": "w2_ts", "dtype": "f32", "shape": [8, 2, 2], "added_to": False} in steps["outputs"]
+    assert {
+        "name": "w2_ts",
+        "dtype": "f32",
+        "shape": [8, 2, 2],
+        "added_to": False,
+        "what": "scales for the transpose of w2",
+    } in steps["outputs"]
     assert "w1" not in {tensor["name"] for tensor in document["passes"]["forward"]["inputs"]}
-    assert document["memory"]["fp8_weights"] == Layer(Library(store), "coded/moe").sizes(1024).fp8_weights
+    assert document["memory"]["fp8_weights"] == Library(store).layer("coded/moe").sizes(1024).fp8_weights
     assert "quantise" not in document["memory"]["scratch"]
     text = fusekit("show", "coded/moe").out
     for line in ("FP8 weights", "quantise-x-turned", "w1_q"):
@@ -134,21 +142,21 @@ def test_show_of_a_layer_imports_little(fusekit, store, tmp_path):
 def test_a_layer_moves_between_stores(fusekit, store, tmp_path):
     other = {"FUSEKIT_STORE": str(tmp_path / "other")}
     remote = str(tmp_path / "remote")
-    assert fusekit("push", remote, "model/moe", "--json").json["names"] == len(NAMES)
+    assert fusekit("push", remote, "model/moe", "--json").json["names"] == len(NAMES) + 1
     fusekit("push", remote, "model/fc1")
     assert listed(fusekit, "model/moe", "--from", remote) == NAMES
     assert fusekit("show", "model/moe", "--from", remote, "--json").json["missing"] == []
-    assert fusekit("pull", remote, "model/moe", "--json", **other).json["names"] == len(NAMES)
+    assert fusekit("pull", remote, "model/moe", "--json", **other).json["names"] == len(NAMES) + 1
     assert json.loads(fusekit("ls", "--json", **other).out)[0]["name"] == NAMES[0]
     bundle = str(tmp_path / "moe.tar")
-    assert fusekit("export", bundle, "model/moe", "--json").json["names"] == len(NAMES)
+    assert fusekit("export", bundle, "model/moe", "--json").json["names"] == len(NAMES) + 1
     assert listed(fusekit, "model/moe", "--from", bundle) == NAMES
     assert fusekit("show", "model/moe", "--from", bundle, "--json").json["name"] == "model/moe"
     third = {"FUSEKIT_STORE": str(tmp_path / "third")}
     fusekit("import", bundle, **third)
     fourth = {"FUSEKIT_STORE": str(tmp_path / "fourth"), "FUSEKIT_STORES": str(tmp_path / "third")}
-    assert len(fusekit("copy", "model/moe", "--json", **fourth).json["copied"]) == len(NAMES)
-    assert len(fusekit("rm", "model/moe", "--json").json["removed"]) == len(NAMES)
+    assert len(fusekit("copy", "model/moe", "--json", **fourth).json["copied"]) == len(NAMES) + 1
+    assert len(fusekit("rm", "model/moe", "--json").json["removed"]) == len(NAMES) + 1
     assert listed(fusekit) == ["model/fc1@one", "model/moe-fc1@one"]
     assert fusekit("show", "model/moe", code=3).err
     assert fusekit("verify", "--full").out
@@ -156,12 +164,10 @@ def test_a_layer_moves_between_stores(fusekit, store, tmp_path):
 
 @pytest.mark.parametrize("language", [("k.tar",), ("--lang", "c", "out")])
 def test_an_export_of_half_a_layer_says_what_is_missing(fusekit, store, language):
-    assert "not built" not in fusekit("export", *language, "model/moe").err
-    fusekit("rm", "model/moe.fc2", "model/moe.fc1-dgrad")
-    notes = fusekit("export", *language, "model/moe").err
-    missing = [part for part in PARTS if part in ("model/moe.fc2", "model/moe.fc1-dgrad")]
-    assert f"model/moe is incomplete; not built: {', '.join(missing)}\n" in notes
-    assert "not built" not in fusekit("export", *language, "model/moe.fc2-dgrad", "model/fc1").err
+    assert "incomplete" not in fusekit("export", *language, "model/moe").err
+    fusekit("rm", "model/moe.fc2", "model/moe.layer")
+    assert "model/moe is incomplete: the store has no record" in fusekit("export", *language, "model/moe").err
+    assert "incomplete" not in fusekit("export", *language, "model/moe.fc2-dgrad", "model/fc1").err
 
 
 def test_a_layer_is_exported_with_its_passes_in_c(fusekit, store, tmp_path):
@@ -178,7 +184,7 @@ def test_load_of_a_layer_says_how_it_is_launched(store):
         library.load("model/moe")
     with pytest.raises(NotBuiltError):
         library.load("model/moee")
-    assert library.layer("model/moe").options == OPTIONS
+    assert library.layer("model/moe").options.canonical() == OPTIONS.canonical()
     with pytest.raises(UsageError, match=r"'model/fc1' is a kernel, .* library.load\('model/fc1'\) .* model/fc1@one"):
         library.layer("model/fc1")
     with pytest.raises(NotBuiltError, match="'model/moee' is not in the store; no packaged spec has it"):
@@ -193,26 +199,21 @@ def test_what_names_no_layer(store, name):
         Library(Store(store.root / "none")).layer(name)
 
 
-def test_a_layer_of_an_activation_that_is_not_there(store):
-    """Built by a fusekit that has it."""
-    table = OPTIONS.canonical() | {"activation": OPTIONS.activation | {"kind": "sreglu"}}
-    with pytest.raises(
-        IntegrityError, match=r"not one that this version .* activation.kind = 'sreglu'; build model/moe"
-    ):
-        stored_options("model/moe", {"model/moe.fc2@one": {"layer": table}})
-
-
-def test_kernels_that_an_edited_table_left_behind_do_not_count(store, fusekit):
-    """The table counts of which every kernel is there; of several or none, building again with --prune is asked for."""
+def test_the_last_build_of_an_edited_table_counts(store, fusekit):
     edited = options(file="model", tokens=1024, bias=False)
     publish(fusekit.root, edited)
-    library = Library(store)
-    assert library.layer("model/moe").options == edited
+    assert Library(store).layer("model/moe").options.canonical() == edited.canonical()
     assert fusekit("show", "model/moe", "--json").json["options"]["bias"] is False
-    fusekit("rm", "model/moe.fc2")
-    refused = fusekit("show", "model/moe", code=2).err
-    assert "the kernels of model/moe were built from tables that differ in bias, and none of them has all" in refused
-    assert "--prune" in refused
+
+
+def test_a_store_of_before_has_no_record_and_says_so(store, fusekit):
+    store.discard([(layer_record("model/moe"), "sm_90a")])
+    text = "kernels of model/moe and no record of the layer: .* compiles only .* missing; .* build model.toml/moe"
+    with pytest.raises(NotBuiltError, match=text):
+        Library(store).layer("model/moe")
+    assert "no record of the layer" in fusekit("show", "model/moe", code=3).err
+    assert publish_layer(store, Described(OPTIONS, "sm_90a", ()))
+    assert Library(store).layer("model/moe").options.canonical() == OPTIONS.canonical()
 
 
 def test_a_layer_is_completed(fusekit, store):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fusekit.bench.layer_tensors import LOSS, definitions, random_tensor
-from fusekit.bench.layer_trial import _limit
+from fusekit.bench.layer_trial import _limit, options_of
 from fusekit.errors import CapacityError
 from fusekit.exchange import Ranks
 from fusekit.library import Library
@@ -48,7 +48,7 @@ class LayerRanks:
         self.library, self.devices = library, devices
         self.ranks = Ranks.in_process(library.devices, devices, timeout)
         self.layers = [library.layer(name, ranks=rank, tokens=tokens, rows=rows) for rank in self.ranks]
-        self.options = self.layers[0].options
+        self.options = options_of(self.layers[0])
         self.alone = replace(self.options, ranks=1)
         self.streams = [self._stream(device) for device in devices]
         sizes = self.layers[0].sizes()
@@ -86,7 +86,7 @@ class LayerRanks:
             if known:
                 arrays[name] = self.array(rank, each.whole()[local] if name in PARTS else each.whole(), each.dtype)
             else:
-                extents = self.layers[rank].program.buffers[name].extents({})
+                extents = self.layers[rank].record.buffers[name].extents({})
                 arrays[name] = DeviceArray(self.library.devices, extents, each.dtype, self.devices[rank])
                 random_tensor(name, extents, each.dtype, self.alone, 1).place(arrays[name])
         return arrays
@@ -126,7 +126,7 @@ class LayerRanks:
             if self.options.router["aux_loss"]:
                 inputs |= {"dloss": np.float32([0.5]), "aux_coefficient": np.float32([LOSS * count])}
                 inputs["total_tokens"] = np.int32([count])
-            layer, dims = self.layers[rank], self.layers[rank].program.dims(count)
+            layer, dims = self.layers[rank], self.layers[rank].dims(count)
             placed = dict(self.parameters[rank])
             for which in (FORWARD, BACKWARD):
                 for name, buffer in layer.inputs(which).items():

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from fusekit.bench.layer_tensors import LOSS, random_tensor
-from fusekit.layers import Layer
-from fusekit.layers.kernels import pinned
-from fusekit.layers.pass_plan import plan_pass
+from fusekit.bench.layer_trial import parts_of
+from fusekit.layers import Layer, record_of
+from fusekit.layers.pass_plan import pass_plan
 from fusekit.library import Library
 from fusekit.plan.layer.program import BACKWARD, FORWARD
+from fusekit.plan.layer.record import pinned
 from fusekit.plan.operations import OPERATIONS
 from fusekit.reference import held
 from fusekit.reference.inputs import bits
@@ -30,14 +31,15 @@ class Loose(Layer):
     """A layer that takes any variant and margin of a kernel that is not pinned, another one for each pass."""
 
     def __init__(self, library: Library, name: str, rng: np.random.Generator) -> None:
-        super().__init__(library, name)
-        self._rng, self.taken = rng, dict[str, set[str]]()
+        super().__init__(library, record_of(library.store, name))
+        self._tables = parts_of(self)
+        self._rng, self.taken, self._held = rng, dict[str, set[str]](), dict[str, Any]()
 
     def _plan(
         self, which: str, tokens: int, asked: set[str], compact: set[str] | None = None, in_place: bool = False
     ) -> Any:
         compact = asked if compact is None else compact
-        return plan_pass(self.program, which, tokens, asked, compact, in_place, self._kernel)
+        return pass_plan(self.record, which, self.dims(tokens), asked, compact, in_place, self._kernel)
 
     def _call(self, *arguments: Any, **options: Any) -> None:
         self._moving.clear()  # else a pass keeps its kernels
@@ -45,15 +47,17 @@ class Loose(Layer):
 
     def kernel_name(self, part: str, tokens: int) -> str:
         name = super().kernel_name(part, tokens)
-        if not pinned(self.program.parts[part]):
+        if not pinned(self._tables[part]):
             result = self._library.variants(name.partition("@")[0], self._library.find(name).arch)
             name = str(self._rng.choice([record.name for record in result]))
         self.taken.setdefault(part, set()).add(name)
         return name
 
     def _kernel(self, part: str, dims: Any) -> Any:
-        kernel = super()._kernel(part, dims)
-        if not OPERATIONS[self.program.parts[part]["op"]].gemm:
+        name = self.kernel_name(part, dims["T"])
+        kernel = self._library.load(name) if name not in self._held else self._held[name]
+        self._held[name] = kernel
+        if not OPERATIONS[self._tables[part]["op"]].gemm:
             return kernel
         margin = int(self._rng.choice(MARGINS))
         return SimpleNamespace(name=kernel.name, bind=partial(kernel.bind, cluster_margin=margin))
@@ -65,7 +69,7 @@ class Batches:
     def __init__(self, library: Library, name: str, seed: int = 0) -> None:
         self.rng = np.random.default_rng(seed)
         self.library, self.layer, self.loose = library, library.layer(name), Loose(library, name, self.rng)
-        self.options, buffers = self.layer.options, self.layer.program.buffers
+        self.options, buffers = self.layer.options, self.layer.record.buffers
         inputs = self.layer.inputs(FORWARD) | self.layer.inputs(BACKWARD)
         self.outputs = self.layer.outputs(FORWARD) | self.layer.outputs(BACKWARD)
         self.fixed: Arrays = {"dloss": [0.5], "aux_coefficient": [LOSS], "total_tokens": [POOL]}
@@ -100,7 +104,7 @@ class Batches:
     def run(self, layer: Layer, tokens: Arrays) -> Arrays:
         """Every output of both passes, in bits."""
         devices, count = self.library.devices, len(tokens["x"])
-        dims, sizes = layer.program.dims(count), layer.sizes(count)
+        dims, sizes = layer.dims(count), layer.sizes(count)
         arrays = {item: self.place(value, self.kinds[item]) for item, value in (self.fixed | tokens).items()}
         for each, buffer in self.outputs.items():
             arrays[each] = DeviceArray(devices, buffer.extents(dims), buffer.dtype)

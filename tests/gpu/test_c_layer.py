@@ -22,8 +22,6 @@ STEPS, RATE = 10, np.float32(0.001)
 @pytest.fixture
 def export(opened, tmp_path):
     """Writes and compiles moe.c of a layer; gives the layer, with the variants of the export, and its record."""
-    from fusekit_cli.export_c import layer_record_of
-
     if shutil.which("gcc") is None:
         pytest.skip("gcc is not installed")
 
@@ -31,11 +29,7 @@ def export(opened, tmp_path):
         records = [listed.record for listed in opened.store.names(name, "sm_90a")]
         if not records:
             pytest.skip(f"the store has no {name}; build it there")
-        record, used = layer_record_of(opened.store, name, records)
-        names = {each.key: each.name for each in used}
         layer = opened.layer(name)
-        for part in record.parts:
-            layer.set_variant(part, names[record.kernel(part, tokens)].partition("@")[2])
         store = opened.store.roots[0].path
         command = [
             sys.executable,
@@ -52,7 +46,7 @@ def export(opened, tmp_path):
             "moe",
         ]
         subprocess.run(command, check=True, capture_output=True)
-        return layer, record
+        return layer, layer.record
 
     return export_layer
 
@@ -76,7 +70,7 @@ def narrow(values):
 
 def tensors(opened, layer, tokens, rng):
     """Device memory of every argument, inputs with numbers; by name, with its contents."""
-    dims, arrays, given = layer.program.dims(tokens), {}, {}
+    dims, arrays, given = layer.dims(tokens), {}, {}
     for which in ("forward", "backward"):
         for name, buffer in (layer.inputs(which) | layer.outputs(which)).items():
             if name in arrays:
@@ -186,7 +180,7 @@ def one_pass(record, layer, given, tokens):
         each = record.passes[which]
         names = members((), (*each.inputs, *each.outputs))
         for name in (*each.inputs, *each.outputs):
-            size = (inputs | outputs)[name].bytes(layer.program.dims(tokens))
+            size = (inputs | outputs)[name].bytes(layer.dims(tokens))
             place = f'at(&api, words[1], "{name}", {size}u, {int(name in given)})'
             placed.append(f"    {which}.{names[name]} = {place};")
             if name in outputs:

@@ -18,6 +18,7 @@ from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
 from fusekit.reference import layer as definition
 from fusekit.spec import Activation
 from tests.layers import blocks_of_te
+from tests.plans import plan_of
 
 NAMES = (
     "qwen3",
@@ -124,7 +125,7 @@ def test_no_tokens(trial, name):
 def test_fp8_values_of_weights_are_the_references_bit_for_bit(trial, name):
     one = trial(name, 1)
     run(one, QUANTISE)
-    buffers = one.layer.program.buffers
+    buffers = plan_of(one.layer).buffers
     for weight in one.layer.inputs(QUANTISE):
         shape, dtype = buffers[weight].shape, buffers[weight].dtype
         keys = {"op": "quantise", "out": "fp8-block", "blocks": "128x128", "scales": "pow2", "transpose": True,

@@ -122,7 +122,7 @@ def test_tokens_of_one_rank_have_the_bits_of_one_gpu(over, opened, name, tokens)
                 local_weights[value] = ranks.array(0, rows, buffer.dtype)
         for which in (QUANTISE, FORWARD, BACKWARD):
             for element, buffer in layer.outputs(which).items():
-                extents = buffer.extents(layer.program.dims(count))
+                extents = buffer.extents(layer.dims(count))
                 local_weights[element] = DeviceArray(opened.devices, extents, buffer.dtype, ranks.devices[0])
         memory = {item: DeviceArray(opened.devices, (size,), "u8", ranks.devices[0])
                   for item, size in (("kept", sizes.kept), ("scratch", sizes.scratch))}  # fmt: skip

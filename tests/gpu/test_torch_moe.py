@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from fusekit.errors import ArgumentError  # noqa: E402
 from fusekit.library import Library  # noqa: E402
 from tests.interop import plain_torch  # noqa: E402
+from tests.plans import plan_of  # noqa: E402
 
 NAMES = (
     "qwen3", "gpt-oss", "mixtral", "deepseek", "qwen3-next", "llama4", "logits", "choices", "recompute",
@@ -168,7 +169,7 @@ def test_logits_of_float32_weights_are_float32_products(layers):
     }
     outputs = {"y": torch.empty_like(x), "loss": torch.empty(1, **new), "kept": kept}
     layer.forward(x=x.detach(), **parameters, **outputs, scratch=torch.empty(sizes.forward, dtype=torch.uint8, **new))
-    start = layer.program.kept(layer.program.dims(tokens))[0]["logits"]
+    start = plan_of(layer).kept(layer.dims(tokens))[0]["logits"]
     actual = kept[start : start + 4 * tokens * layer.options.experts].view(torch.float32).view(tokens, -1).double()
     want = torch.nn.functional.linear(x.detach().double(), t["router"], t["router_bias"]).detach()
     assert ((actual - want).abs().max() / want.std()).item() <= 4e-6

@@ -11,6 +11,7 @@ from fusekit.errors import ArgumentError
 from fusekit.layers import Layer
 from fusekit.layers.arguments import outputs_among
 from fusekit.plan.layer import program
+from fusekit.plan.layer.record import unproved
 from tests.plan import layer_meaning, ranks_meaning
 from tests.plan.test_layer_program import options
 
@@ -24,8 +25,12 @@ class StandIn(Layer):
         self.options = options(**{"dtype": "f32", **said})
         self.name = f"{self.options.file}/{self.options.name}"
         self.program = program(self.options)
-        self._library, self._arch, self._device, self._records = self, None, None, {}
+        self.record = unproved(self.options, "sm_90a", lambda part, tokens: part, plan=self.program)
+        self._library, self._device = self, None
         self.passes = []
+
+    def dims(self, tokens):
+        return self.program.dims(tokens)
 
     def _call(self, which, kept, scratch, arguments, stream, cluster_margin=None, in_place=False, sm_count=None):
         assert stream is None  # of a tensor on the CPU

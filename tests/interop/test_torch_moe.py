@@ -85,7 +85,7 @@ def test_x_and_the_kept_memory_are_all_that_stays(frozen, rows):
         moe(x)
     parameters = {parameter.data_ptr() for parameter in moe.parameters()}
     stays = [tensor for tensor in saved if tensor.data_ptr() not in parameters]
-    slope, rest = moe.layer.program.kept_line()
+    slope, rest = moe.layer.record.kept_line(moe.layer.dims(1))
     wanted = {(slope * 50 + rest, torch.uint8)} | ({(50 * H, torch.float32)} if rows else set())
     assert {(tensor.numel(), tensor.dtype) for tensor in stays} == wanted
     assert all(tensor.data_ptr() == x.data_ptr() for tensor in stays if tensor.dtype == torch.float32)
@@ -289,10 +289,10 @@ def test_fully_sharded(one_rank, compiled):
 
 def test_kept_memory_is_bounded_by_a_line():
     for said in CASES.values():
-        layer_program = host(**said).program
-        slope, rest = layer_program.kept_line()
+        layer = host(**said)
+        slope, rest = layer.record.kept_line(layer.dims(1))
         for tokens in [*range(40), 127, 128, 129, 1000, 24576]:
-            size = layer_program.kept(layer_program.dims(tokens))[1]
+            size = layer.record.kept(layer.dims(tokens))[1]
             assert size <= slope * tokens + rest
             assert slope * tokens + rest - size <= 2 * rest
     assert np.isscalar(rest)

@@ -13,6 +13,7 @@ import pytest
 from fusekit.errors import ArgumentError
 from fusekit.exchange import Ranks
 from fusekit.layers.ranked import RankedLayer
+from fusekit.plan.layer.record import unproved
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 interop = pytest.importorskip("fusekit.interop.torch")
@@ -158,7 +159,7 @@ def test_a_module_of_a_group_has_its_windows(monkeypatch):
     library = HostLibrary(o)
     ranks, other = Ranks.in_process(library.devices, [0, 1])
     monkeypatch.setattr("fusekit.interop.torch_ranks.ranks_of", lambda devices, group, *, timeout: ranks)
-    layer = RankedLayer(library, "layers/moe", o, tokens=40)
+    layer = RankedLayer(library, unproved(o, "sm_90a", lambda part, tokens: part), tokens=40)
     first, second = (interop.MoE(layer, group=object()) for _ in range(2))
     assert first.layer.ranks is ranks and first.experts.down_proj.shape[0] == o.local
     assert set(first.layer._windows) == {"sent", "sums"} and first.layer._windows == second.layer._windows

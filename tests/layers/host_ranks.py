@@ -8,11 +8,15 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from fusekit.exchange import Layout
 from fusekit.layers.ranked import RankedLayer
+from fusekit.plan.layer.ranks import stores
+from fusekit.plan.layer.record import unproved
 from fusekit.runtime import Devices, Driver
 from tests.exchange.test_windows import PeerDriver
 from tests.layers.host import moved, put, taken
 from tests.plan import layer_meaning, ranks_meaning
+from tests.plans import plan_of
 from tests.runtime.fake import OK
 
 
@@ -64,7 +68,7 @@ class HostLibrary:
         self.store = SimpleNamespace(names=lambda pattern: [])
 
     def layer(self, name, *, ranks, **said):
-        ranked = HostRanked(self, name, self.options, ranks=ranks, **said)
+        ranked = HostRanked(self, unproved(self.options, "sm_90a", lambda part, tokens: part), ranks=ranks, **said)
         self.layers[ranks.rank] = ranked
         return ranked
 
@@ -81,8 +85,8 @@ class Kernel:
 
     def __init__(self, layer, part, dims, given=None):
         self.layer, self.part, self.dims, self.given = layer, part, dims, given
-        self.keys = layer.program.parts[part]
-        steps = [step for each in layer.program.steps.values() for step in each if step.part == part]
+        self.keys = plan_of(layer).parts[part]
+        steps = [step for each in plan_of(layer).steps.values() for step in each if step.part == part]
         self.written = {name for step in steps for name in step.writes if not name.startswith("window.")}
 
     def bind(self, **given):
@@ -125,11 +129,12 @@ def meet(launches):
     assert len({each.given["capacity"] for each in launches}) == 1
     windows = []
     for each in launches:
-        layout, window = each.layer._layouts[each.window], each.layer._windows[each.window]
+        part, window = stores(plan_of(each.layer))[each.window], each.layer._windows[each.window]
+        layout = Layout(plan_of(each.layer).parts[part], each.layer.capacity, each.layer.options.hidden)
         parts = layout.parts(window.address, each.layer.ranks.device)
         windows.append({f"{each.window}.{name}": part for name, part in parts.items() if name != "flags"})
     wide = [{name: taken(part).astype(np.float64) for name, part in each.items()} for each in windows]
-    world = SimpleNamespace(program=first.layer.program, windows=wide)
+    world = SimpleNamespace(program=plan_of(first.layer), windows=wide)
     reads = [each.reads() for each in launches]
     with np.errstate(all="ignore"):
         outputs = ranks_meaning.EXCHANGES[first.keys["op"]](first.keys, reads, world, first)

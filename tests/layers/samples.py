@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fusekit.abi import Dim, LaunchRecord, PeersArgument, PointerParameter, ScalarArgument, TensorArgument, tensors_of
+from fusekit.compiler.layers import Layer, publish_layer
 from fusekit.config import Config
 from fusekit.library import Library
 from fusekit.plan.layer import Options, program
@@ -17,6 +19,8 @@ from fusekit.runtime import Driver
 from fusekit.store import Entry, NameRecord, Store, key_of
 from tests.cubins import cubin_of
 from tests.runtime.fake import FakeDriver
+
+_PUBLISHED: dict[str, tuple[Entry, bytes, NameRecord]] = {}
 
 
 def records(options: Options) -> dict[str, LaunchRecord]:
@@ -55,6 +59,21 @@ def records(options: Options) -> dict[str, LaunchRecord]:
     return got
 
 
+def _publish(store: Store, options: Options, variants: int) -> None:
+    """The layer's record, which is made once in a process."""
+    table = json.dumps([options.canonical(), variants])
+    if table in _PUBLISHED:
+        entry, document, record = _PUBLISHED[table]
+        store.publish(entry, document)
+        store.publish_name(record, entry)
+        return
+    record_name = publish_layer(store, Layer(options, "sm_90a", ()))
+    assert record_name is not None
+    stored = store.load(record_name.key)
+    assert stored is not None
+    _PUBLISHED[table] = (*stored, record_name)
+
+
 def library(root: Path, options: Options, variants: int = 1) -> tuple[Library, FakeDriver]:
     """A library whose store at `root` holds the layer, on a fake driver. variants: of each kernel."""
     store = Store.open(Config(store=root))
@@ -73,12 +92,13 @@ def library(root: Path, options: Options, variants: int = 1) -> tuple[Library, F
         )  # fmt: skip
         store.publish(entry, cubin)
         op = program(options).parts[part]["op"]
-        spec: dict[str, Any] = {"op": op, "layer": options.canonical()}
+        spec: dict[str, Any] = {"op": op, "layer": {"name": f"{options.file}/{options.name}", "topk": options.topk}}
         gemm = OPERATIONS[op].gemm if op in OPERATIONS else False
         columns, warps = 128 + 32 * number, 8 << number
         spec |= {"tile": [128, columns], "cluster": [1, 1]} if gemm else {"warps": warps}
         name = f"{options.file}/{options.name}.{part}@{f'128x{columns}-c1x1' if gemm else f'w{warps}'}"
         store.publish_name(NameRecord(name, record.arch, entry.key, spec, {}))
+    _publish(store, options, variants)
     kernels = {
         record.symbol: [(each.offset, each.size) for each in record.parameters] for record in layer_records.values()
     }

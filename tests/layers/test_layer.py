@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fusekit.errors import ArgumentError, DriverError, NotBuiltError, UsageError
+from fusekit.errors import ArgumentError, DriverError, NotBuiltError
 from fusekit.library import Library
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
 from fusekit.plan.operations import OPERATIONS
 from fusekit.runtime import Driver
 from tests.layers.samples import library
 from tests.plan.test_layer_program import CASES, options
+from tests.plans import plan_of
 from tests.runtime.samples import Torchlike
 from tests.soak import sample
 
@@ -31,8 +32,8 @@ def opened(tmp_path, name="gpt-oss", **more):
 
 def tensors(layer, which, tokens=T):
     """What a pass is given, each tensor at an address of its own."""
-    inputs, outputs = layer.program.arguments(which)
-    dims = layer.program.dims(tokens)
+    inputs, outputs = layer.arguments(which)
+    dims = layer.dims(tokens)
     return {
         name: Torchlike(buffer.extents(dims), TYPES[buffer.dtype], 0x100_0000 * (number + 1))
         for number, (name, buffer) in enumerate((inputs | outputs).items())
@@ -60,15 +61,15 @@ def test_every_launch_is_given_the_memory_of_its_buffers(tmp_path, name, bound, 
     else:
         layer.forward(**given, **kept, stream=0)
         layer.backward(**backward_tensors, **kept, in_place=in_place, stream=0)
-    steps = [(FORWARD, step) for step in layer.program.steps[FORWARD]]
-    moved = layer.program.needed(BACKWARD, layer.outputs(BACKWARD), in_place=in_place)
+    steps = [(FORWARD, step) for step in plan_of(layer).steps[FORWARD]]
+    moved = plan_of(layer).needed(BACKWARD, layer.outputs(BACKWARD), in_place=in_place)
     steps += [(BACKWARD, step) for step in moved]
     assert len(fake.launches) == len(steps)
-    dims = layer.program.dims(T)
-    places = layer.program.kept(dims)[0]
+    dims = layer.dims(T)
+    places = plan_of(layer).kept(dims)[0]
     for launch, (which, step) in zip(fake.launches, steps, strict=True):
         arguments = given if which == FORWARD else backward_tensors
-        scratch, total = layer.program.scratch(which, set(layer.outputs(which)), dims, in_place=in_place)
+        scratch, total = plan_of(layer).scratch(which, set(layer.outputs(which)), dims, in_place=in_place)
         names = {**step.reads, **step.writes}
         got = [int.from_bytes(each, "little") for each in launch.parameters]
         for address, argument in zip(got, sorted(names), strict=True):
@@ -98,8 +99,8 @@ def test_gemms_hold_back_the_clusters_of_a_margin(tmp_path, bound):
                 bind(**arguments, cluster_margin=margin)(0)
             else:
                 (layer.backward if which == BACKWARD else layer.forward)(**arguments, stream=0, cluster_margin=margin)
-        steps = [step for which in (FORWARD, INFERENCE, BACKWARD) for step in layer.program.steps[which]]
-        gemms = [OPERATIONS[layer.program.parts[step.part]["op"]].gemm for step in steps]
+        steps = [step for which in (FORWARD, INFERENCE, BACKWARD) for step in plan_of(layer).steps[which]]
+        gemms = [OPERATIONS[plan_of(layer).parts[step.part]["op"]].gemm for step in steps]
         assert [launch.grid[0] for launch in fake.launches] == [blocks if gemm else 1 for gemm in gemms]
         assert any(gemms) and not all(gemms)
     fake.launches.clear()
@@ -130,7 +131,7 @@ def test_gemms_are_as_wide_as_the_stream_or_as_the_caller_says(tmp_path, bound):
 def test_a_pass_is_split_where_an_output_is_there(tmp_path, name):
     layer, fake = opened(tmp_path, name)
     backward = layer.bind_backward(**tensors(layer, BACKWARD), **memory(layer))
-    steps = layer.program.steps[BACKWARD]
+    steps = plan_of(layer).steps[BACKWARD]
     for output in layer.outputs(BACKWARD):
         first, rest = backward.split(output)
         assert (*first.launches, *rest.launches) == backward.launches
@@ -162,7 +163,7 @@ def test_passes_are_nvtx_ranges(tmp_path, monkeypatch):
     layer = opened_library.layer("layers/moe")
     layer.forward(**tensors(layer, FORWARD), **memory(layer), stream=7)
     assert names[0] == "layers/moe forward"
-    assert names[1::2] == [f"{layer.kernel_name(step.part, T)}" for step in layer.program.steps[FORWARD]] + ["end"]
+    assert names[1::2] == [f"{layer.kernel_name(step.part, T)}" for step in plan_of(layer).steps[FORWARD]] + ["end"]
     names.clear()
     for part in layer.bind_backward(**tensors(layer, BACKWARD), **memory(layer)).split("dx"):
         part(7)
@@ -175,7 +176,7 @@ def test_without_kept_memory_nothing_is_kept(tmp_path):
     given = tensors(layer, INFERENCE)
     layer.bind_forward(**given, scratch=memory(layer)["scratch"])(0)
     assert all(KEPT not in [int.from_bytes(each, "little") for each in launch.parameters] for launch in fake.launches)
-    assert len(fake.launches) == len(layer.program.steps[INFERENCE])
+    assert len(fake.launches) == len(plan_of(layer).steps[INFERENCE])
 
 
 def test_a_layer_for_inference_refuses_a_backward_pass(tmp_path):
@@ -186,7 +187,7 @@ def test_a_layer_for_inference_refuses_a_backward_pass(tmp_path):
     scratch = Torchlike((sizes.scratch,), "torch.uint8", SCRATCH)
     layer.bind_forward(**given, scratch=scratch)(0)
     layer.load()
-    assert fake.loaded == len(layer.program.parts) == len(layer.program.steps[INFERENCE])
+    assert fake.loaded == len(plan_of(layer).parts) == len(plan_of(layer).steps[INFERENCE])
     rule = (
         r'layers/moe was built for inference alone \(keep = "none"\) and has no backward pass; build it with keep = "z"'
     )
@@ -201,7 +202,7 @@ def test_a_gradient_that_is_not_asked_for_is_not_computed(tmp_path):
     given = tensors(layer, BACKWARD)
     wanted = {name: tensor for name, tensor in given.items() if name in layer.inputs(BACKWARD) or name == "dx"}
     layer.bind_backward(**wanted, **memory(layer))(0)
-    assert len(fake.launches) == len(layer.program.needed(BACKWARD, ["dx"])) < len(layer.program.steps[BACKWARD])
+    assert len(fake.launches) == len(plan_of(layer).needed(BACKWARD, ["dx"])) < len(plan_of(layer).steps[BACKWARD])
     assert layer.sizes(T, gradients=["dx"]).backward <= layer.sizes(T).backward
 
 
@@ -211,7 +212,7 @@ def test_kernels_are_loaded_once(tmp_path):
     layer.load(T)
     assert copy.deepcopy({"layer": layer})["layer"] is layer
     loaded = fake.loaded
-    assert loaded == len(layer.program.parts)
+    assert loaded == len(plan_of(layer).parts)
     layer.bind_forward(**tensors(layer, FORWARD), **memory(layer))
     layer.bind_forward(**tensors(layer, FORWARD, 7), **memory(layer, 7))
     assert fake.loaded == loaded
@@ -237,7 +238,7 @@ def test_kernels_are_made_ready_on_devices_before_a_capture(tmp_path):
     layer, fake = opened(tmp_path)
     fake.devices = layer._library.devices.count = 2
     layer.load(T, devices=[1])
-    assert {device for _, device in fake.settings} == {0, 1} and fake.loaded == len(layer.program.parts)
+    assert {device for _, device in fake.settings} == {0, 1} and fake.loaded == len(plan_of(layer).parts)
     fake.cuCtxPushCurrent(1001)
     fake.cuStreamBeginCapture(77, "CU_STREAM_CAPTURE_MODE_THREAD_LOCAL")
     there = {**tensors(layer, FORWARD), **memory(layer)}
@@ -262,7 +263,7 @@ def test_nothing_of_a_pass_is_queued_where_a_later_kernel_refuses(tmp_path, name
         layer.forward(**given | {name: change(given[name])}, stream=7)
     assert not fake.launches
     layer.forward(**given, stream=7)
-    assert len(fake.launches) == len(layer.program.steps[FORWARD])
+    assert len(fake.launches) == len(plan_of(layer).steps[FORWARD])
 
 
 @pytest.mark.parametrize(
@@ -381,7 +382,7 @@ def test_kernel_names_need_no_driver(tmp_path, monkeypatch):
     with_driver, _ = opened(tmp_path)
     monkeypatch.setattr("fusekit.library.Driver", missing)
     layer = Library(with_driver._library.store).layer("layers/moe")
-    for part in layer.program.parts:
+    for part in plan_of(layer).parts:
         assert layer.kernel_name(part, T) == with_driver.kernel_name(part, T)
 
 
@@ -439,23 +440,18 @@ def test_an_output_has_memory_of_its_own(tmp_path, which, output, other):
 
 
 @pytest.mark.parametrize("more", [{"activation": {"kind": "geglu"}}, {"accumulate": True}])
-def test_a_layer_that_is_open_keeps_the_kernels_of_its_table(tmp_path, monkeypatch, more):
+def test_a_layer_that_is_open_keeps_its_record(tmp_path, monkeypatch, more):
     layer, _ = opened(tmp_path, "llama4")
     kept = memory(layer)
     layer.bind_forward(**tensors(layer, FORWARD), **kept)
-    opened(tmp_path, "llama4", tokens=layer.options.tokens + 1)  # which only says what variants are for
-    layer.bind_forward(**tensors(layer, FORWARD, 2 * T), **memory(layer, 2 * T))
-    opened(tmp_path, "llama4", **more)
-    loaded = []
-    load = layer._library.load_record
-    monkeypatch.setattr(layer._library, "load_record", lambda found, *rest: loaded.append(found) or load(found, *rest))
-    layer.bind_backward(**tensors(layer, BACKWARD), **kept)  # of the table that it had
-    assert {each.spec["layer"]["tokens"] for each in loaded} == {layer.options.tokens}
-    assert not any(each.spec["layer"] == replace(layer.options, **more).canonical() for each in loaded)
-    layer._records.clear()  # as of a variant that was not there when it was opened
-    layer._kernels._loaded.clear()
-    with pytest.raises(UsageError, match=rf"since layers/moe was opened \(other {next(iter(more))}\); open the layer"):
-        layer.bind_backward(**tensors(layer, BACKWARD, 2 * T), **memory(layer, 2 * T))
+    edited, _ = opened(tmp_path, "llama4", **more)
+    assert edited.record.key != layer.record.key
+    loaded, load = [], layer._library.load_key
+    monkeypatch.setattr(
+        layer._library, "load_key", lambda kernel, key, *rest: loaded.append(key) or load(kernel, key, *rest)
+    )
+    layer.bind_backward(**tensors(layer, BACKWARD), **kept)
+    assert loaded and layer.record.kernels.keys() >= {*loaded}
 
 
 def test_all_layers_and_one_are_of_the_same_table(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from fusekit import errors
 from fusekit.abi import LaunchRecord, PointerParameter
 from fusekit.compiler.identity import roots_of
+from fusekit.compiler.layers import layers_of, publish_layer
 from fusekit.compiler.naming import record_of as named
 from fusekit.config import Config
 from fusekit.library import Library
@@ -19,6 +20,7 @@ from fusekit.spec import parse_file
 from fusekit.store import Store, key_of
 from tests.cubins import cubin_of
 from tests.layers.test_layer import TYPES
+from tests.plans import plan_of
 from tests.runtime.fake import FakeDriver
 from tests.runtime.samples import Torchlike
 from tests.store.samples import build_entry
@@ -40,7 +42,7 @@ def record_of(spec, symbol):
 def library(tmp_path_factory):
     """The first variant of every kernel of fp8-layers.toml."""
     store = Store.open(Config(store=tmp_path_factory.mktemp("store")))
-    first, kernels = {}, {}
+    first, kernels, keys = {}, {}, {}
     for spec in parse_file(GPU / "fp8-layers.toml"):
         first.setdefault(spec.name, spec)
     for number, spec in enumerate(first.values()):
@@ -51,6 +53,9 @@ def library(tmp_path_factory):
         entry = replace(entry, key=key_of(fields), fields=fields, launch=record.to_json())
         store.publish(entry, cubin)
         store.publish_name(named(entry.key, spec))
+        keys[spec.full_name] = entry.key
+    for layer in layers_of((spec, keys[spec.full_name]) for spec in first.values()):
+        assert publish_layer(store, layer)
     return Library(store, Driver(FakeDriver(symbol="", others=kernels)))
 
 
@@ -58,11 +63,11 @@ def library(tmp_path_factory):
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "deepseek", "llama4", "choices", "mlp"])
 def test_kernels_take_the_tensors_of_their_layer(library, name, tokens):
     layer = library.layer(f"fp8-layers/{name}")
-    dims, sizes = layer.program.dims(tokens), layer.sizes(tokens)
+    dims, sizes = layer.dims(tokens), layer.sizes(tokens)
     kept, scratch = (Torchlike((size + 1,), "torch.uint8", address) for size, address in
                      ((sizes.kept, 0x7000_0000_0000), (sizes.scratch, 0x6000_0000_0000)))  # fmt: skip
     for which in (QUANTISE, FORWARD, INFERENCE, BACKWARD):
-        inputs, outputs = layer.program.arguments(which)
+        inputs, outputs = layer.arguments(which)
         given = {
             each: Torchlike(buffer.extents(dims), TYPES[buffer.dtype], 0x100_0000_0000 + 0x1_0000_0000 * number)
             for number, (each, buffer) in enumerate((inputs | outputs).items())
@@ -74,7 +79,7 @@ def test_kernels_take_the_tensors_of_their_layer(library, name, tokens):
             bound = layer.bind_backward(**given, **memory)
         else:
             bound = layer.bind_forward(**given, **{**memory, "kept": kept if which == FORWARD else None})
-        assert len(bound.launches) == len(layer.program.steps[which])
+        assert len(bound.launches) == len(plan_of(layer).steps[which])
 
 
 ADDRESSES = 0x100_0000_0000, 0x1_0000_0000  # of the first argument, and between two
@@ -82,8 +87,8 @@ ADDRESSES = 0x100_0000_0000, 0x1_0000_0000  # of the first argument, and between
 
 def given(layer, which, tokens=7, begin=ADDRESSES[0]):
     """Arguments of a pass, memory included; without loads and capture they are all that a call needs."""
-    inputs, outputs = layer.program.arguments(which)
-    dims, sizes = layer.program.dims(tokens), layer.sizes(tokens)
+    inputs, outputs = layer.arguments(which)
+    dims, sizes = layer.dims(tokens), layer.sizes(tokens)
     got = {
         name: Torchlike(buffer.extents(dims), TYPES[buffer.dtype], begin + ADDRESSES[1] * number)
         for number, (name, buffer) in enumerate((inputs | outputs).items())
@@ -124,7 +129,7 @@ def test_equal_layers_load_and_plan_once(library):
     assert library.devices.driver.api.loaded == loaded
     assert second._kernels is first._kernels
     assert first._kernels.plans.remembered == 1
-    part, name = next((step.part, kernel.name) for step, kernel, _ in first._kernels.plans.popitem()[1].steps)
+    part, name = next((step.part, kernel.name) for step, kernel in first._kernels.plans.popitem()[1].steps)
     second.set_variant(part, name.partition("@")[2])
     second.forward(**given(second, FORWARD))
     assert second._kernels is not first._kernels

@@ -7,18 +7,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fusekit.compiler.layers import Layer, publish_layer
 from fusekit.errors import ArgumentError, CapacityError, PeerTimeoutError
 from fusekit.exchange import Layout, Ranks
 from fusekit.layers.ranked import RankedLayer
 from fusekit.library import Library
 from fusekit.plan.exchange import STATUS
+from fusekit.plan.layer import Options
 from fusekit.plan.layer.program import BACKWARD, CHECKED, FORWARD, INFERENCE
+from fusekit.plan.layer.ranks import stores as window_parts
+from fusekit.plan.layer.record import unproved
 from fusekit.runtime import Devices, Driver
 from fusekit.store import key_of
+from fusekit.store.names import layer_record
 from tests.exchange.test_windows import Gathering, PeerDriver, together
 from tests.layers.samples import library
 from tests.layers.test_layer import KEPT, SCRATCH, TYPES, opened
 from tests.plan.test_layer_ranks import LAYERS, over
+from tests.plans import plan_of
 from tests.runtime.samples import Torchlike
 from tests.soak import sample
 
@@ -41,8 +47,8 @@ def ranked(tmp_path):
 
 
 def tensors(layer, which, tokens=T):
-    inputs, outputs = layer.program.arguments(which)
-    dims = layer.program.dims(tokens)
+    inputs, outputs = layer.arguments(which)
+    dims = layer.dims(tokens)
     return {
         name: Torchlike(
             buffer.extents(dims), TYPES[buffer.dtype], FIRST + 0x100_0000 * (number + 1), device=layer.ranks.device
@@ -59,7 +65,7 @@ def memory(layer):
 
 def needed(layer, which):
     """The steps of a pass with all outputs."""
-    return layer.program.needed(which, layer.outputs(which))
+    return plan_of(layer).needed(which, layer.outputs(which))
 
 
 @pytest.mark.parametrize("name", sample(LAYERS, most=6))
@@ -72,23 +78,25 @@ def test_every_launch_is_given_the_memory_of_its_buffers(ranked, name):
         layer.backward(**backward_tensors, **kept, stream=0)
         steps = [(which, step) for which in (FORWARD, BACKWARD) for step in needed(layer, which)]
         assert len(fake.launches) == len(steps)
-        dims = layer.program.dims(T)
-        places = layer.program.kept(dims)[0]
+        dims = layer.dims(T)
+        places = plan_of(layer).kept(dims)[0]
         for launch, (which, step) in zip(fake.launches, steps, strict=True):
             arguments = given if which == FORWARD else backward_tensors
-            scratch = layer.program.scratch(which, set(layer.outputs(which)), dims)[0]
+            scratch = plan_of(layer).scratch(which, set(layer.outputs(which)), dims)[0]
             names = {**step.reads, **step.writes}
             got = [int.from_bytes(each, "little") for each in launch.parameters]
             tensors_ = sorted(each for each in names if not each.startswith("window."))
             assert got[len(tensors_) :] == (layer._windows[step.window].peers if step.window else [])
             for address, argument in zip(got, tensors_, strict=False):
-                buffer = layer.program.buffers[names[argument]]
+                buffer = plan_of(layer).buffers[names[argument]]
                 window, _, part = buffer.name.partition(".")
                 if buffer.place == CHECKED:
                     assert address == layer._parts["overflow"].address and ctypes.string_at(address, 16) == bytes(16)
                 elif part:
                     begin = layer._windows[window].address
-                    parts = layer._layouts[window].parts(begin, layer.ranks.device)
+                    keys = plan_of(layer).parts[window_parts(plan_of(layer))[window]]
+                    layout = Layout(keys, layer.capacity, layer.options.hidden)
+                    parts = layout.parts(begin, layer.ranks.device)
                     words = {"arrivals": begin}
                     assert address == (words[part] if part in words else parts[part].address)
                     assert part in words or parts[part].shape == buffer.extents(dims)
@@ -153,9 +161,9 @@ def test_gemms_hold_back_the_clusters_of_a_margin(ranked):
     layer.bind_backward(**backward_tensors, **kept, cluster_margin=32)(0)
     assert {launch.grid[0] for launch in fake.launches} == {1, 100}
     first, rest = layer.bind_backward(**backward_tensors, **kept).split("dx")
-    sent = [step.part for step in layer.program.steps[BACKWARD] if step.window][-1]
+    sent = [step.part for step in plan_of(layer).steps[BACKWARD] if step.window][-1]
     assert sent == "dispatch" and len(rest.launches) >= 3  # x is sent again for the gradients of weights
-    assert len(first.launches) + len(rest.launches) == len(layer.program.steps[BACKWARD])
+    assert len(first.launches) + len(rest.launches) == len(plan_of(layer).steps[BACKWARD])
 
 
 def test_a_part_of_a_device_is_refused(ranked):
@@ -174,8 +182,8 @@ def test_a_part_of_a_device_is_refused(ranked):
 
 def test_layers_share_windows_and_inference_needs_half_of_them(ranked):
     (layer, other), _ = ranked(over(2), tokens=100)
-    again = RankedLayer(layer._library, layer.name, layer.options, ranks=layer.ranks, tokens=128)
-    fewer = RankedLayer(layer._library, layer.name, layer.options, ranks=layer.ranks, tokens=128, rows=300)
+    again = RankedLayer(layer._library, layer.record, ranks=layer.ranks, tokens=128)
+    fewer = RankedLayer(layer._library, layer.record, ranks=layer.ranks, tokens=128, rows=300)
     layer.connect(training=False)
     assert set(layer._windows) == {"sent", "sums"}
     layer.bind_forward(**tensors(layer, INFERENCE), scratch=memory(layer)["scratch"])
@@ -184,7 +192,7 @@ def test_layers_share_windows_and_inference_needs_half_of_them(ranked):
     assert layer._windows == again._windows == fewer._windows
     assert layer._windows["sent"].peers == other._windows["sent"].peers
     assert layer._windows["sent"].address != other._windows["sent"].address
-    assert layer == RankedLayer(layer._library, layer.name, layer.options, ranks=layer.ranks, tokens=100) != fewer
+    assert layer == RankedLayer(layer._library, layer.record, ranks=layer.ranks, tokens=100) != fewer
 
 
 @pytest.mark.parametrize(
@@ -215,7 +223,7 @@ def test_sizes_are_said_before_anything_is_there(ranked):
     sizes = layer.sizes()
     assert layer.capacity == 1024 and layer.rows == 2048 * 3 and not fake.loaded
     for window, part in (("sent", "dispatch"), ("grads", "dispatch"), ("sums", "combine")):
-        assert sizes.windows[window] == Layout(layer.program.parts[part], 1000, layer.options.hidden).bytes
+        assert sizes.windows[window] == Layout(plan_of(layer).parts[part], 1000, layer.options.hidden).bytes
     assert sizes.windows["returned"] < 0.3 * sizes.windows["sums"]
     assert layer.sizes(1).kept < sizes.kept
     apart = layer._library.layer("layers/moe", tokens=1000, rows=2000)  # sizes want no ranks
@@ -250,6 +258,8 @@ def build_again(store, part):
     fields = {**entry.fields, "source": f"other than {record.key}"}
     store.publish(replace(entry, key=key_of(fields), fields=fields), cubin)
     store.publish_name(replace(record, key=key_of(fields)))
+    table = store.find_name(layer_record("layers/moe"), "sm_90a").spec["options"]
+    assert publish_layer(store, Layer(Options(**table), "sm_90a", ()))
 
 
 def test_ranks_of_a_process_open_one_build_of_a_layer(ranked):
@@ -268,9 +278,14 @@ def test_ranks_of_a_process_open_one_build_of_a_layer(ranked):
         each.close()
     for each in (first, second):
         opened = library.layer("layers/moe", ranks=each)
-    RankedLayer(library, "layers/moe", replace(opened.options, tokens=7), ranks=first)
+    RankedLayer(library, changed(opened, tokens=7), ranks=first)
     with pytest.raises(ArgumentError, match="another build of layers/moe"):
-        RankedLayer(library, "layers/moe", replace(opened.options, bias=not opened.options.bias), ranks=first)
+        RankedLayer(library, changed(opened, bias=not opened.options.bias), ranks=first)
+
+
+def changed(layer, **fields):
+    table, parts = Options(**layer.options.canonical() | fields), layer.record.parts
+    return unproved(table, "sm_90a", lambda part, tokens: layer.record.kernel(part, tokens) if part in parts else part)
 
 
 @pytest.mark.parametrize("again", ["dispatch", "combine", ""])
@@ -390,7 +405,7 @@ def test_no_pass_on_the_same_windows_comes_between_two_parts(ranked):
         with pytest.raises(ArgumentError, match="came between the parts of this one, and other rows may lie there"):
             rest(0)
         assert not fake.launches
-    apart = RankedLayer(layer._library, layer.name, layer.options, ranks=layer.ranks, tokens=200)
+    apart = RankedLayer(layer._library, layer.record, ranks=layer.ranks, tokens=200)
     first(0)
     apart.forward(**tensors(apart, FORWARD), **memory(apart), stream=0)
     rest(0)

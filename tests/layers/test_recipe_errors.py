@@ -56,7 +56,7 @@ def ours(options, given):
     layer, memory, arrays, turned = host(**options), Memory(), {}, options.get("b_major") == "n"
     given = given | {name: given[name].swapaxes(1, 2) for name in ("w1", "w2") if turned}
     tokens = len(given["x"])
-    dims, sizes = layer.program.dims(tokens), layer.sizes(tokens)
+    dims, sizes = layer.dims(tokens), layer.sizes(tokens)
     extra = {name: memory.tensor((max(size, 1),), "u8")[0] for name, size in
              (("kept", sizes.kept), ("scratch", sizes.scratch))}  # fmt: skip
     passes = ("quantise", "forward", "backward") if layer.outputs("quantise") else ("forward", "backward")

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from fusekit.abi.layer_record import ARGUMENT, KEPT, SCRATCH
-from fusekit.layers.kernels import pinned
 from fusekit.plan.layer import program
 from fusekit.plan.layer.options import ROUTER_FIELDS, Options
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
+from fusekit.plan.layer.record import pinned
 from fusekit.plan.operations import OPERATIONS
 from fusekit.reference import layer as definition
 from fusekit.spec import Activation

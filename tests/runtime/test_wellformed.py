@@ -9,10 +9,9 @@ import pytest
 from fusekit.abi import RecordError, evaluate, validate
 from fusekit.abi.expr import MAX_NODES
 from fusekit.choice.tuning import Tuning
-from fusekit.choice.variants import check_alike, choose
+from fusekit.choice.variants import check_alike, check_name, choose
 from fusekit.errors import FusekitError, IntegrityError, UsageError
-from fusekit.plan.layer import stored_options
-from fusekit.runtime.wellformed import WELLFORMED, check_entry, check_name
+from fusekit.runtime.wellformed import WELLFORMED, check_entry
 from fusekit.share.bundle import export_bundle
 from fusekit.share.bundle_import import import_bundle
 from fusekit.share.push_pull import pull, push
@@ -23,7 +22,6 @@ from fusekit.store.documents import DEPTH, seal
 from fusekit.store.entries import Entry
 from fusekit.store.lockfile import read_lock
 from tests.cubins import cubin_of
-from tests.plan.test_layer_program import CASES, options
 from tests.store.samples import build_entry, build_launch, build_record, files
 
 NAME = "quickstart/fc1@a"
@@ -41,13 +39,6 @@ SPECS = [
     {"tile": "128x128"}, {"tile": [128]}, {"tile": [128, 0]}, {"tile": [True, 1]}, {"cluster": {}}, {"op": None},
     {"op": 5}, {"problem": [1]}, {"problem": {"M": "8"}}, {"problem": {"M": 1.5}}, {"activation": "gelu"},
     {"activation": {"kind": 3}}, {"warps": "8"}, {"experts": None}, {"schedule": ["static"]}, {"arch": {}},
-]  # fmt: skip
-LAYER = options().canonical()
-LAYERS = [
-    {"hidden": "64"}, {"hidden": -8}, {"tokens": None}, {"experts": True}, {"router": []}, {"activation": {}},
-    {"activation": {"kind": 5}}, {"activation": {"kind": "swiglu", "limit": {}}}, {"keep": 3}, {"dtype": "f1"},
-    {"router": LAYER["router"] | {"bias": 1}}, {"router": LAYER["router"] | {"scaling_factor": "1"}},
-    {"router": LAYER["router"] | {"input": []}}, {"router": LAYER["router"] | {"num_groups": -1}},
 ]  # fmt: skip
 LAUNCHES = [
     {}, {"schema": 99}, {"grid": "1"}, {"grid": [1, 1]}, {"arguments": {}}, {"symbol": 5}, {"more": 1},
@@ -99,10 +90,6 @@ def bad_launch(launch):
     "record_and_cubin",
     [
         *(pytest.param(lambda spec=spec: bad_name(spec), id=f"spec-{index}") for index, spec in enumerate(SPECS)),
-        *(
-            pytest.param(lambda each=each: bad_name({"layer": LAYER | each}), id=f"layer-{i}")
-            for i, each in enumerate(LAYERS)
-        ),
         *(pytest.param(lambda each=each: bad_launch(each), id=f"launch-{i}") for i, each in enumerate(LAUNCHES[:-1])),
         *(pytest.param(lambda each=each: bad_cubin(each), id=f"cubin-{i}") for i, each in enumerate(CUBINS)),
     ],
@@ -125,37 +112,6 @@ def test_what_cannot_be_used_is_refused_at_every_door(record_and_cubin, tmp_path
     with pytest.raises(IntegrityError):
         check_entry(*store.load(record.key))
         check_name(record)
-        stored_options("layers/moe", {"layers/moe.fc1@a": record.spec})
-
-
-@pytest.mark.parametrize("said", CASES.values(), ids=CASES)
-def test_every_kind_of_layer_passes(said):
-    entry, _ = build_entry(0)
-    layer = options(**said).canonical()
-    WELLFORMED.name(dataclasses.replace(build_record(entry, NAME), spec=SPEC | {"layer": layer}))
-    assert stored_options("layers/moe", {"layers/moe.fc1@a": {"layer": layer}}) == options(**said)
-
-
-def test_a_layer_of_another_version_keeps_no_kernel_from_a_launch():
-    entry, _ = build_entry(0)
-    for other in (
-        LAYER | {"more": 1}, {}, LAYER | {"router": {"input": "x"}}, LAYER | {"activation": {"kind": "x"}},
-    ):  # fmt: skip
-        WELLFORMED.name(dataclasses.replace(build_record(entry, NAME), spec=SPEC | {"layer": other}))
-        with pytest.raises(IntegrityError, match="is not one that this version of fusekit knows"):
-            stored_options("layers/moe", {"layers/moe.fc1@a": {"layer": {"file": "layers", "name": "moe", **other}}})
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        *({"hidden": 12}, {"experts": 0}, {"ranks": 3}, {"topk": 1000}, {"ranks": 0}),
-        {"kind": "mlp", "experts": 0, "topk": 0, "shared": 0, "router": {}, "ranks": 0},
-    ],
-)
-def test_a_layer_that_breaks_a_rule_is_not_opened(change):
-    with pytest.raises(IntegrityError, match="no layer has that; build layers/moe again"):
-        stored_options("layers/moe", {"layers/moe.fc1@a": {"layer": LAYER | change}})
 
 
 @pytest.mark.parametrize("margin", [-1, 1.5, float("inf")])

@@ -3,7 +3,6 @@
 from fusekit.plan.layer.options import KINDS, Options, broken, layer_fields
 from fusekit.plan.layer.passes import program
 from fusekit.plan.layer.program import Buffer, Program, Step
-from fusekit.plan.layer.stored import check_table, stored_options
 
 __all__ = [
     "KINDS",
@@ -12,8 +11,6 @@ __all__ = [
     "Program",
     "Step",
     "broken",
-    "check_table",
     "layer_fields",
     "program",
-    "stored_options",
 ]

@@ -13,7 +13,6 @@ from fusekit.abi.layer_record import (
     SCRATCH,
     Ladder,
     LayerBuffer,
-    LayerKernel,
     LayerLaunch,
     LayerPass,
     LayerRecord,
@@ -57,42 +56,42 @@ _FORMS = {"q": "FP8 values", "s": "scales", "t": "FP8 values for the transpose",
 Choose = Callable[[str, int], str]
 
 
-def layer_record(
-    options: Options, arch: str, choose: Choose, summary: str = "", kernels: Mapping[str, LayerKernel] | None = None,
-    tuning: Mapping[str, Any] | None = None,
-) -> LayerRecord:  # fmt: skip
-    """The record of a layer. choose: the key of a part's kernel for so many tokens. kernels: those by key. tuning: what
-    `choose` asks.
+def layer_record(options: Options, arch: str, choose: Choose, summary: str = "") -> LayerRecord:
+    """The record of a layer. choose: the key of a part's kernel for so many tokens.
 
     Raises FusekitError if the record's launches are not the program's.
     """
     plan = program(options)
-    record = unproved(options, arch, choose, summary, kernels, tuning)
+    record = unproved(options, arch, choose, summary, plan)
     prove(record, plan, options)
     return record
 
 
 def unproved(
-    options: Options, arch: str, choose: Choose, summary: str = "", kernels: Mapping[str, LayerKernel] | None = None,
-    tuning: Mapping[str, Any] | None = None,
+    options: Options, arch: str, choose: Choose, summary: str = "", plan: Program | None = None
 ) -> LayerRecord:  # fmt: skip
-    """`layer_record`, without its proof."""
-    plan = program(options)
-    pinned = [part for part, keys in plan.parts.items() if any(keys.get(name) for name in _BY_TILE)]
+    """`layer_record`, without its proof. plan: the layer's program, if it is at hand."""
+    plan = plan or program(options)
+    one = [part for part, keys in plan.parts.items() if pinned(keys)]
     windows, offsets = _windows(options, plan)
     record = LayerRecord(
         f"{options.file}/{options.name}", arch, _dims(options, plan),
         {name: LayerBuffer(each.dtype, each.shape, each.place, offsets.get(name, 0), words(name, each.place))
          for name, each in plan.buffers.items()},
         {which: _pass(plan, which) for which in plan.steps},
-        {part: ((None, choose(part, options.tokens)),) if part in pinned else _ladder(part, choose)
+        {part: ((None, choose(part, options.tokens)),) if part in one else _ladder(part, choose)
          for part in plan.parts},
         "S" if plan.room_for else "T", summary, options.canonical(),
-        {"deterministic": True, "batch_invariant": True, "pinned": pinned},
-        {} if kernels is None else dict(sorted(kernels.items())), windows, _limits(options, plan), tuning or {},
+        {"deterministic": True, "batch_invariant": True, "pinned": one}, windows=windows,
+        limits=_limits(options, plan),
     )  # fmt: skip
     record.check()
     return record
+
+
+def pinned(keys: Mapping[str, Any]) -> bool:
+    """Whether the bits of a row's results depend on the variant. keys: of a kernel's table."""
+    return any(keys.get(name) for name in _BY_TILE)
 
 
 def words(name: str, place: str) -> str:
@@ -204,7 +203,7 @@ def prove(record: LayerRecord, plan: Program, options: Options) -> None:
     random tokens, outputs, lent memory and orders.
     """
     read, rng = LayerRecord.from_json(record.to_json()), random.Random(record.name)
-    for which in plan.steps:
+    for which in (which for which, steps in plan.steps.items() if steps):
         for tokens, asked, lent, in_place in _calls(plan, which, rng):
             limits, there = dict[str, int](), plan
             if options.ranks > 1:
@@ -222,9 +221,9 @@ def prove(record: LayerRecord, plan: Program, options: Options) -> None:
             size = read.scratch(which, asked, env, lent, in_place=in_place)[1]
             _same(size, there.scratch(which, asked, dims, lent, in_place=in_place)[1], f"{what}: scratch memory")
             if len(asked) % 2:  # what a caller allocates
-                most = read.most_scratch(which, tokens, None, in_place=in_place, **limits)
+                most = read.most_scratch(which, tokens, None, in_place=in_place, limits=limits)
                 _same(most, there.most_scratch(which, tokens, in_place=in_place), f"{what}: most scratch memory")
-                most = read.most_scratch(which, tokens, asked, in_place=in_place, **limits)
+                most = read.most_scratch(which, tokens, asked, in_place=in_place, limits=limits)
                 _same(most, there.most_scratch(which, tokens, asked, in_place=in_place), f"{what}: most scratch memory")
 
 
