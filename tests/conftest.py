@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 FIGURES = pytest.StashKey[list[str]]()
 PARTS = 24  # of a long round, to run at the same time
@@ -54,7 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # Random cases are few, the same in every run, and may take long. --soak draws others, and keeps those that fail for
     # the next run.
     if not config.getoption("--soak"):
-        settings.register_profile("repeatable", derandomize=True, max_examples=40, deadline=None)
+        slow = [HealthCheck.too_slow]
+        settings.register_profile(
+            "repeatable", derandomize=True, max_examples=40, deadline=None, suppress_health_check=slow
+        )
         settings.load_profile(config.getoption("--hypothesis-profile", None) or "repeatable")
     # What a build keeps of installed files in the user's cache folder serves all tests and their processes.
     if hasattr(config, "cache"):
