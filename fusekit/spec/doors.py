@@ -52,6 +52,7 @@ DOORS: Mapping[str, Door] = {
     "torchtitan": Door("torchtitan", "0.3.0", glu_layout="interleaved"),
     "vllm": Door("vllm", "0.33.0", keys={"keep": "none"}),
     "sglang": Door("sglang", "0.5.23", keys={"keep": "none"}),
+    "transformer-engine": Door("transformer-engine", "2.20.2", rows=True, biases=False),
     "pytorch": Door("torch", "2.13.0", choices=False),
     "jax": Door("jax", "0.10.2", choices=False),
 }

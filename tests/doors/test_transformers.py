@@ -7,15 +7,15 @@ import pytest
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytest.importorskip("transformers.integrations.moe", reason="transformers is not installed")
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
-from transformers import Trainer, TrainingArguments  # noqa: E402
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import Trainer, TrainingArguments
 
-from fusekit.cpu import CpuLayer  # noqa: E402
-from fusekit.interop import transformers as interop  # noqa: E402
-from tests.interop import models, training  # noqa: E402
-from tests.plan.test_layer_program import options  # noqa: E402
+from fusekit.cpu import CpuLayer
+from fusekit.interop import transformers as interop
+from tests.interop import models, training
+from tests.plan.test_layer_program import options
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 H, I, STEPS = 64, 32, 3  # noqa: E741
