@@ -94,7 +94,7 @@ def publish_layer(store: Store, layer: Layer, *, named: bool = True) -> NameReco
 
 
 def _variants(store: Store, layer: Layer, part: str) -> list[NameRecord]:
-    """Of a part that is not among what was built, those of the store."""
+    """The variants of a part: those that were built, else those of the store."""
     kernel = f"{layer.name}.{part}"
     built = [each for each in layer.kernels if each.name.partition("@")[0] == kernel]
     return sorted(built, key=lambda each: each.name) or store.variants(kernel, layer.arch)

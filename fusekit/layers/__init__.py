@@ -87,7 +87,7 @@ def record_of(
 
 
 def _of_device(library: Library, archs: list[str], device: int | None) -> str:
-    """Of several architectures, the device's; the first without one."""
+    """The architecture of the device, among several; without a device the first."""
     from fusekit.runtime.devices import archs_of
 
     try:
