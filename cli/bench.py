@@ -13,7 +13,7 @@ import click
 
 from fusekit.errors import DriverError, UsageError, install
 from fusekit_cli import complete, output
-from fusekit_cli.lookup import stored
+from fusekit_cli.lookup import note_runs, stored
 from fusekit_cli.options import Session, common, signing, stored_names
 from fusekit_cli.progress import progress
 
@@ -154,6 +154,8 @@ def command(
         document["tuning"] = _write(
             library, arch, table, before.merged(row for row in measured if len(row.variants) > 1)
         )
+    if document["ok"]:
+        note_runs(library)
     _write_report(document, html, csv)
     output.answer(session, document, lambda: _print(session, document, target))
     return 0 if document["ok"] else 1

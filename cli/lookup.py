@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fusekit.errors import IntegrityError, is_glob
 from fusekit.store import NameListing, NameRecord, Store
 from fusekit.store.names import layer_record
 from fusekit_cli.options import Session
+
+if TYPE_CHECKING:
+    from fusekit.library import Library
 
 
 def chosen(store: Store, pattern: str, arch: str | None) -> list[NameListing]:
@@ -80,3 +84,9 @@ def stored(store: Store, pattern: str, arch: str | None) -> list[NameListing]:
     if arch is not None and (others := sorted({other for _, other in store.recorded(pattern)} - {arch})):
         detail = f"only for {', '.join(others)}"
     raise store.not_built(pattern, arch, detail)
+
+
+def note_runs(library: Library) -> None:
+    """Note in the store which GPUs the kernels ran on that this process has loaded."""
+    for name, ordinal in sorted({(use.kernel, use.device) for use in library.memory()}):
+        library.store.note_run(library.find(name, device=ordinal).key, library.devices.get(ordinal).name)

@@ -110,6 +110,7 @@ def _kernel(store: Store, record: NameRecord, entry: Entry, root: str, table: Tu
     fits = occupancy_of(entry)
     signers = _signers(store, entry)
     times = _times(record, table)
+    gpus = [*store.ran(record.key), *(device for device, *_ in times)]
     rest = {name: document[name] for name in ("key", "root", "lowest_driver", "cubin", "resources")}
     if signers:
         rest["signed_by"] = signers
@@ -136,7 +137,7 @@ def _kernel(store: Store, record: NameRecord, entry: Entry, root: str, table: Tu
         "threads": threads,
         "occupancy": None if fits is None else fits.share,
         "proved": entry.proof.get("launches"),
-        "timed": ", ".join(dict.fromkeys(device.removeprefix("NVIDIA ") for device, *_ in times)),
+        "ran": ", ".join(dict.fromkeys(gpu.removeprefix("NVIDIA ") for gpu in gpus)),
         "cubin": entry.cubin_bytes,
         "cubin_sha256": entry.cubin_sha256,
         "signed": ", ".join(signers),
@@ -215,8 +216,8 @@ def _notes(store: Store, signed: bool, machine_code: bool) -> list[str]:
         "Occupancy: warps on a multiprocessor, of those that it holds, by CUDA's rules for registers, shared memory "
         "and threads. One large CTA with warps of several roles is usual for a GEMM: low is not slow.",
         "Proved: launches for which the launch record gave the bytes that the compiler's host code gives, on the CPU.",
-        "Timed on: GPUs that have a time in a tuning table, for what the kernel computes and its variant; maybe of an "
-        "earlier build. Where else a kernel ran is not recorded.",
+        "Ran on: GPUs on which fusekit run or bench launched this build in this store, and those that have a time in a "
+        "tuning table for what the kernel computes and its variant, maybe of an earlier build.",
     ]
     if store.trust is not None:
         notes.append("Signatures are checked: all that is here is signed by a trusted key.")

@@ -175,7 +175,7 @@ _COLUMNS = (
     ("Threads", "threads", True, "4.6rem"),
     ("Occupancy", "occupancy", True, "6.9rem"),
     ("Proved", "proved", True, "4.3rem"),
-    ("Timed on", "timed", False, "minmax(4.6rem,.6fr)"),
+    ("Ran on", "ran", False, "minmax(4.6rem,.6fr)"),
     ("Cubin", "cubin", True, "5.2rem"),
     ("Signed by", "signed", False, "minmax(5.5rem,1.2fr)"),
 )

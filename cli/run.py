@@ -61,6 +61,7 @@ def command(
     waking = Waking(device)  # starts the driver while Python imports modules
     try:
         from fusekit.library import open_library
+        from fusekit_cli.lookup import note_runs
 
         library = open_library(session.config)
         if _is_layer(library, name, arch):
@@ -84,8 +85,11 @@ def command(
             documents.append(_run(trial, check, timed, cluster_margin))
     finally:
         waking.wait()  # a process must not end while the driver starts
+    ok = all(document["ok"] for document in documents)
+    if ok:
+        note_runs(library)
     output.answer(session, output.one_or_many(documents), lambda: _print(documents))
-    return 0 if all(document["ok"] for document in documents) else 1
+    return 0 if ok else 1
 
 
 def _setting(text: str) -> tuple[str, float]:

@@ -9,6 +9,7 @@ import click
 
 from fusekit.errors import DriverError, UsageError, install
 from fusekit_cli import output
+from fusekit_cli.lookup import note_runs
 from fusekit_cli.options import Session
 from fusekit_cli.run import rates
 
@@ -43,6 +44,8 @@ def run(
         if error.name != "CUDA_ERROR_OUT_OF_MEMORY":
             raise
         raise UsageError(f"{error}; a layer's tensors must fit together; take fewer --rows") from error
+    if document["ok"]:
+        note_runs(library)
     output.answer(session, document, lambda: _print(document))
     return 0 if document["ok"] else 1
 

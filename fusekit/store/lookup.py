@@ -264,6 +264,17 @@ class Lookup:
         for lease in self._leases:
             lease.renew(make)
 
+    def ran(self, key: str) -> list[str]:
+        """The GPUs that `note_run` was told of, from the writable root."""
+        return marks.ran(self._publisher.folders, key)
+
+    def note_run(self, key: str, gpu: str) -> None:
+        """Note that the entry ran on a GPU of this name. Nothing where the writable root does not have it, or cannot be
+        written.
+        """
+        if self._mark(key):
+            marks.note_run(self._publisher.folders, key, gpu)
+
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _first_good(self, read: Callable[[Root], T | None]) -> T | None:

@@ -1,6 +1,7 @@
 """Marks of last use, and leases of builds. Collection reads them; nothing else depends on them.
 
-**A mark** is the empty file `used/<2 digits>/<key>`, whose time stamp is that of the last use. A reader marks an entry
+**A mark** is the file `used/<2 digits>/<key>`, whose time stamp is that of the last use; it is empty, or has a line for
+each GPU that the entry ran on. A reader marks an entry
 *first* and looks it up *then*; fusekit.store.gc explains why that order protects it. A mark works with `noatime` and is
 one system call. On a read-only mount, a full disk or without permission it is omitted, and the entry counts as used
 when it was last published or marked by another process.
@@ -18,15 +19,17 @@ clocks of hosts need not agree.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
+import stat
 import threading
 import time
 from pathlib import Path
 
 from fusekit.errors import IntegrityError, NoStoreError, StoreError
 from fusekit.store import process
-from fusekit.store.files import AnyPath, close, read_file
+from fusekit.store.files import READ, AnyPath, close, read_file
 from fusekit.store.folders import Folders
 from fusekit.store.layout import LEASES, Node, walk
 from fusekit.store.publishing import NEW, Publisher, touch
@@ -34,6 +37,7 @@ from fusekit.store.publishing import NEW, Publisher, touch
 LEASE_SECONDS = 900
 _RENEW_SECONDS = 60.0
 _LEASE_LIMIT = 32
+_RAN_BYTES = 4096  # of a mark
 _MODE = 0o666  # who may write in the store may mark; the umask applies
 
 
@@ -65,6 +69,40 @@ def mark(folders: Folders, key: str, entry: AnyPath) -> bool:
             os.close(os.open(key, NEW, _MODE, dir_fd=at))
         return True
     return False
+
+
+def ran(folders: Folders, key: str) -> list[str]:
+    """The lines of the mark of `key`: where the entry ran."""
+    with contextlib.suppress(OSError, StoreError), folders.at("used", key[:2]) as at:
+        descriptor = os.open(key, READ, dir_fd=at)
+        try:
+            return _lines(descriptor)
+        finally:
+            close(descriptor)
+    return []
+
+
+def note_run(folders: Folders, key: str, line: str) -> None:
+    """Add a line to the mark of `key`. Nothing where it is there already, or the mark is missing, full, or cannot be
+    written.
+    """
+    with contextlib.suppress(OSError, StoreError), folders.at("used", key[:2]) as at:
+        descriptor = os.open(key, READ & ~os.O_RDONLY | os.O_RDWR | os.O_APPEND, dir_fd=at)
+        try:
+            text = f"{line}\n".encode()
+            if line not in _lines(descriptor) and os.fstat(descriptor).st_size + len(text) <= _RAN_BYTES:
+                os.write(descriptor, text)
+        finally:
+            close(descriptor)
+
+
+def _lines(descriptor: int) -> list[str]:
+    """Whole lines of printable text. OSError for what is no plain file of this store's own."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+        raise OSError(errno.EINVAL, "is not a plain file")
+    text = os.pread(descriptor, _RAN_BYTES, 0).decode(errors="replace")
+    return [line for line in text.split("\n")[:-1] if line and line.isprintable()]
 
 
 class Lease:

@@ -113,6 +113,14 @@ def test_a_page_of_a_store(store, fusekit, out):
     assert out.read_bytes() == before
 
 
+def test_where_a_kernel_ran(store, fusekit, out):
+    (listed,) = store.names(NAMES[0])
+    store.note_run(listed.record.key, "NVIDIA H200")
+    fusekit("report", str(out))
+    page, _ = check(out.read_text())
+    assert "H200" in page.rows[0] and "H200" not in page.rows[1]
+
+
 def test_names_choose_and_what_is_missing_is_an_error(store, fusekit, out, tmp_path):
     fusekit("report", str(out), "quickstart/moe-fc1")
     assert names(check(out.read_text())[0]) == [name.partition("/")[2] for name in NAMES[1:]]
@@ -170,7 +178,7 @@ def test_a_browser_runs_the_script_and_nothing_else(store, fusekit, out, tmp_pat
 
 
 def test_a_nasty_name_is_text():
-    kernel = dict.fromkeys(("op", "spills", "shared", "threads", "occupancy", "proved", "timed"))
+    kernel = dict.fromkeys(("op", "spills", "shared", "threads", "occupancy", "proved", "ran"))
     kernel |= {"name": NASTY, "model": NASTY, "arch": NASTY, "registers": 1, "cubin": 1, "signed": NASTY}
     kernel |= {"about": NASTY, "search": NASTY, "sections": [(NASTY, NASTY)]}
     page, data = check(html(NASTY, [kernel], {NASTY: NASTY}, [NASTY]))

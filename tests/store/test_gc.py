@@ -238,6 +238,30 @@ def test_signatures_go_with_what_they_sign(tmp_path):
     assert [path.exists() for path in (*signed[0], *signed[1], young, old)] == [False, False, True, True, True, False]
 
 
+def test_a_mark_says_where_an_entry_ran(tmp_path):
+    store, entries = fill(tmp_path)
+    key = entries[0].key
+    mark, other = mark_path(tmp_path, key), tmp_path / "other"
+    assert store.ran(key) == []
+    for gpu in ("NVIDIA H100", "NVIDIA H200", "NVIDIA H100"):
+        store.note_run(key, gpu)
+    assert store.ran(key) == ["NVIDIA H100", "NVIDIA H200"]
+    store.note_run(key, "x" * 5000)  # more than a mark takes
+    store.note_run("0" * 64, "NVIDIA H100")  # of no entry
+    assert store.ran(key) == ["NVIDIA H100", "NVIDIA H200"] and not mark_path(tmp_path, "0" * 64).exists()
+    mark.write_bytes(b"NVIDIA H200\n\x1b[31mred\n\xff\nNVIDIA B200")
+    assert store.ran(key) == ["NVIDIA H200", "\ufffd"]  # neither control characters nor half a line
+    mark.unlink()
+    other.write_text("mine\n")
+    os.link(other, mark)
+    store.note_run(key, "NVIDIA H100")  # a second link, which may be anybody's, is replaced
+    assert other.read_text() == "mine\n" and store.ran(key) == ["NVIDIA H100"]
+    mark.unlink()
+    mark.symlink_to(other)
+    store.note_run(key, "NVIDIA H200")
+    assert other.read_text() == "mine\n" and store.ran(key) == []
+
+
 def test_marks_of_no_entry_go(tmp_path):
     store, entries = fill(tmp_path)
     store.roots[0].entry_path(entries[0].key).unlink()
