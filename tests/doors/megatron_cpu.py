@@ -91,7 +91,8 @@ def gpt(settings, layers):
 
 def layer(experts=E, topk=1, **more):
     table = {"dtype": "bf16", "hidden": H, "intermediate": I, "router": {"input": "choices"}, "grad_dtype": "f32"}
-    return CpuLayer(options(experts=experts, topk=topk, **table | more))
+    name = "-".join(["moe", str(experts), str(topk), *more])  # layers of one name are one
+    return CpuLayer(options(name=name, experts=experts, topk=topk, **table | more))
 
 
 def loss(model, seed=0):
