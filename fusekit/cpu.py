@@ -121,7 +121,7 @@ class CpuLayer(Layer):
 
     @property
     def _identity(self) -> tuple[Any, ...]:
-        return "cpu", self.name
+        return "cpu", self.record.key
 
     def load(self, tokens: int | None = None, *, devices: Iterable[int] = ()) -> None:
         """Checks `tokens`: there is nothing to load."""

@@ -204,3 +204,9 @@ def test_the_default_library_is_that_of_the_environment(monkeypatch, tmp_path):
         fusekit.load("quickstart/linear")
     monkeypatch.setenv("FUSEKIT_STORE", str(tmp_path / "other"))
     assert default_library().store.roots[0].path == tmp_path / "other"
+
+
+def test_layers_of_one_name_that_compute_other_things_are_two():
+    one, same, other = (cpu.CpuLayer(options(topk=topk)) for topk in (1, 1, 2))
+    assert one == same and hash(one) == hash(same)
+    assert one.name == other.name and one != other
