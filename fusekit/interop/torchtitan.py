@@ -43,7 +43,7 @@ class _Weights:
         return cls({"w1": w13.flatten(1, 2), "w2": _local(module.w2_EDF)}, {"kind": "swiglu"})
 
     def operator(self, layer: str, topk: int, module: str) -> Operator:
-        """Of the layer that computes them. Raises ArgumentError, NotBuiltError."""
+        """The operator of the layer that computes them. Raises ArgumentError, NotBuiltError."""
         experts, hidden, intermediate = self.tensors["w2"].shape
         given, bias = given_parameters(self.activation), "b1" in self.tensors
         wanted = Experts(hidden, intermediate, experts, topk, "bf16", given, "interleaved", bias, "k")

@@ -96,7 +96,7 @@ def layer(experts=E, topk=1, **more):
 
 
 def loss(model, seed=0):
-    """Of one batch."""
+    """The loss of one batch."""
     ids = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
     places = torch.arange(LENGTH).expand(2, -1)
     mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)

@@ -25,9 +25,9 @@ OVERRIDES = ("routed", "grouped")
 def block(model, imports=()):
     """The first MoE block of a debug model, with overrides."""
     table, name = MODELS[model]
-    made = getattr(importlib.import_module(f"torchtitan.models.{model}"), table)[name]
+    make = getattr(importlib.import_module(f"torchtitan.models.{model}"), table)[name]
     given = {"attn_backend": "flex", "moe_comm_backend": "standard"}
-    config = made(**{each: given[each] for each in inspect.signature(made).parameters if each in given})
+    config = make(**{each: given[each] for each in inspect.signature(make).parameters if each in given})
     apply_overrides(OverrideConfig(imports=list(imports)), config)
     moe = next(layer.moe for layer in config.layers if getattr(layer, "moe", None) is not None)
     torch.manual_seed(0)
