@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from itertools import pairwise
+from math import log
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -65,6 +66,13 @@ class Drawing:
         self.lines.append(
             f'<path d="{path}" fill="none" stroke="{self.colours["line"]}" stroke-width="1.5"{dash}'
             ' marker-end="url(#head)"/>'
+        )
+
+    def line(self, points: Sequence[tuple[float, float]], colour: str, width: float = 1.5, dash: str = "") -> None:
+        path = "M" + "L".join(f"{x:.0f} {y:.1f}" for x, y in points)
+        extra = f' stroke-dasharray="{dash}"' if dash else ""
+        self.lines.append(
+            f'<path d="{path}" fill="none" stroke="{self.colours[colour]}" stroke-width="{width:g}"{extra}/>'
         )
 
     def __str__(self) -> str:
@@ -214,8 +222,38 @@ def experts(theme: str) -> Drawing:
     return drawing
 
 
+def losses(theme: str) -> Drawing:
+    """The losses of a language model by backend, on a logarithmic axis."""
+    data = json.loads((HERE / "results.json").read_text())["losses"]
+    drawing = Drawing(760, 330, data["title"], theme)
+    left, top, width, height, low, high = 46, 44, 560, 240, 0.5, 4.0
+    drawing.text(0, 16, data["title"], font_size=15, font_weight=600)
+    for tick in (0.5, 1.0, 2.0, 4.0):
+        y = top + height * log(high / tick) / log(high / low)
+        drawing.line([(left, y), (left + width, y)], "peer", 0.5)
+        drawing.text(left - 8, y + 4, f"{tick:g}", "muted", "end", font_size=12)
+    steps = data["window"] * len(data["curves"][0]["losses"])
+    for tick in range(0, steps + 1, 500):
+        drawing.text(left + width * tick / steps, top + height + 20, str(tick), "muted", "middle", font_size=12)
+    drawing.text(left + width / 2, top + height + 40, "steps of 8192 bytes", "muted", "middle", font_size=12)
+    for number, (curve, colour) in enumerate(zip(data["curves"], ("line", "accent", "text"), strict=True)):
+        points = [
+            (left + width * (index + 0.5) * data["window"] / steps,
+             top + height * log(high / loss) / log(high / low))
+            for index, loss in enumerate(curve["losses"])
+        ]  # fmt: skip
+        dash = "4 4" if number == 2 else ""
+        drawing.line(points, colour, 3 if number == 0 else 1.5, dash)
+        y = top + 10 + 38 * number
+        drawing.line([(left + width + 14, y), (left + width + 38, y)], colour, 3 if number == 0 else 1.5, dash)
+        drawing.text(left + width + 44, y + 4, curve["label"], font_size=12)
+        drawing.text(left + width + 44, y + 20, f"held out: {curve['held_out']}", "muted", font_size=12)
+    return drawing
+
+
 FIGURES: dict[str, Callable[[str], Drawing]] = {
     "results": results, "pipeline": pipeline, "layer": layer, "experts": experts,
+    "losses": losses,
 }  # fmt: skip
 
 
