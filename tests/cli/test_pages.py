@@ -16,7 +16,8 @@ RUN = {"your-kernel.md", "cluster.md"}
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.name not in RUN]
 # What needs another machine or package, or all of the catalogue: tests/cli/test_exchange.py, test_lock.py, tests/cute.
 ELSEWHERE = re.compile(
-    r"\w+://|^fusekit (lock|exec|warm)|--check cache_manifests|pull|ls --from|import|^fusekit export kernels.tar$|attention"
+    r"\w+://|^fusekit (lock|exec|warm)|--check cache_manifests|pull|ls --from|import|^fusekit export kernels.tar$"
+    r"|attention"
 )
 NOT_BUILT, NO_GPU = 3, 4
 SPEC = """schema = 1
