@@ -51,8 +51,10 @@ def test_the_spec_has_the_layers_of_each_case(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("which", [FORWARD, BACKWARD])
 def test_launches_that_wait_for_other_ranks_are_apart(which: str) -> None:
-    layer_program = program(over(2, "choices"))
-    layer: Any = SimpleNamespace(program=layer_program, outputs=lambda each: layer_program.arguments(each)[1])
+    options = over(2, "choices")
+    layer_program = program(options)
+    sizes = {"capacity": 64, "rows": 128}
+    layer: Any = SimpleNamespace(options=options, outputs=lambda each: layer_program.arguments(each)[1], **sizes)
     steps = layer_program.needed(which, layer_program.arguments(which)[1])
     bound: Any = SimpleNamespace(launches=tuple(step.part for step in steps))
     got = parts(layer, bound, which)
