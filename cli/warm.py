@@ -44,15 +44,14 @@ def command(
     if bool(program) == bool(models):
         raise UsageError("warm takes a program or models; give one: fusekit warm --model config.json, or -- CMD")
     if models:
+        described, ladder = tuple(Model.of(_config(path), path) for path in models), _ladder(tokens)
         chosen = plans or tuple(plan for plan in _PLANS if find_spec(plan) is not None)
         if missing := [plan for plan in chosen if find_spec(plan) is None]:
             raise UsageError(f"--plan {missing[0]}: that package is not installed here; install it, or leave it out")
         if not chosen:
             raise UsageError(f"none of the packages {', '.join(_PLANS)} is installed here; install one of them")
-        work = Work(
-            tuple(Model.of(_config(path), path) for path in models), chosen, _ladder(tokens), ranks, sms, tactics,
-            jobs or len(os.sched_getaffinity(0)),
-        )  # fmt: skip
+        jobs = jobs or len(os.sched_getaffinity(0))
+        work = Work(described, chosen, ladder, ranks, sms, tactics, jobs)
         program = (sys.executable, "-m", "fusekit.cute.plans", work.to_text())
     return execute(session, program, {**environment(arch, sms), "CUDA_VISIBLE_DEVICES": ""})
 

@@ -109,6 +109,6 @@ def _missing(store: Store, name: str, arch: str | None) -> Exception:
     _, remedy = how_to_build(name, arch or kernels[0].arch)
     return NotBuiltError(
         f"the store has {len(kernels)} kernels of {name} and no record of the layer: some of its kernels are missing,"
-        f" or a fusekit before 0.2 built them; a build makes it, and compiles only kernels that are missing; {remedy}",
+        f" or an earlier fusekit built them; a build makes it, and compiles only kernels that are missing; {remedy}",
         name=name,
     )

@@ -43,7 +43,7 @@ def test_a_step_beyond_64_bits_has_no_value_anywhere(tmp_path, soak, soak_part, 
     texts["fusekit.c"] += SOURCE
     library = ctypes.CDLL(str(build(tmp_path, texts, "fusekit")))
     assert tuple(dim.name for dim in built.dims) == DIMS
-    writer, source = flat._RecordWriter("x", built, {}), random.Random(f"expressions {wraps} {soak_part}")
+    writer, source = flat._RecordWriter("x", built, {}, False), random.Random(f"expressions {wraps} {soak_part}")
     none = 0
     for _ in range(180_000 // PARTS if soak else 6_000):
         expr = drawn(source, 3)

@@ -12,6 +12,7 @@ import pytest
 
 from fusekit.abi import LaunchRecord
 from fusekit.cabi import Exported, generate_loader
+from fusekit.errors import NotBuiltError
 from fusekit.library import Library
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.wellformed import WELLFORMED
@@ -68,12 +69,12 @@ def test_its_store_is_whole(store):
     assert (report.bad, report.entries, report.names, report.blobs) == ((), 9, 9, 9)
 
 
-def test_its_kernels_and_layers_load(store):
+def test_its_kernels_load_and_layers_want_a_build(store):
     for kernel in exported(store):
         loaded = Library(store, Driver(fake_for(kernel.record, symbol=kernel.record.symbol))).load(kernel.name)
         assert loaded.name == kernel.name
-    layer = Library(store, Driver(fake_for(kernel.record))).layer("frozen/mlp")
-    assert layer.sizes(tokens=1000).kept >= 0
+    with pytest.raises(NotBuiltError, match=r"no record of the layer.*fusekit build frozen\.toml/mlp"):
+        Library(store, Driver(fake_for(kernel.record))).layer("frozen/mlp")
 
 
 def test_its_bundle_is_imported(frozen, store, trust, tmp_path):

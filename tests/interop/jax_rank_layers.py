@@ -24,6 +24,7 @@ import pytest
 import fusekit
 from fusekit.errors import ArgumentError, PeerTimeoutError
 from fusekit.exchange import Ranks
+from fusekit.plan.layer.record import unproved
 from fusekit.spec import parse_file
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
@@ -62,7 +63,7 @@ class Ranked(HostRanked):
     """The layer of a rank, each on a thread of XLA's: the last one to come runs what all have queued."""
 
     def over(self, ranks):
-        ranked = Ranked(self._library, self.name, self.options, ranks=ranks, tokens=self.capacity, rows=self.rows)
+        ranked = Ranked(self._library, self.record, ranks=ranks, tokens=self.capacity, rows=self.rows)
         self._library.layers[ranks.rank] = ranked
         return ranked
 
@@ -93,7 +94,7 @@ def jax_ranked(monkeypatch):
         library = HostLibrary(o, devices=3)
         library.lock, library.loaded = threading.Lock(), []
         library.barrier = threading.Barrier(o.ranks, timeout=patience)
-        layer = Ranked(library, "layers/moe", o, tokens=tokens)
+        layer = Ranked(library, unproved(o, "sm_90a", lambda part, tokens: part), tokens=tokens)
         name = f"fusekit_test_ranks_{next(_NUMBERS)}"
         return library, moe(layer, name, mesh=mesh, platform="cpu", **{"axis": "experts", **said})
 
