@@ -12,6 +12,7 @@ import pytest
 from fusekit.errors import ArgumentError, DriverError, NotBuiltError
 from fusekit.library import Library
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
+from fusekit.plan.layer.record import unproved
 from fusekit.plan.operations import OPERATIONS
 from fusekit.runtime import Driver
 from tests.layers.samples import library
@@ -386,25 +387,12 @@ def test_kernel_names_need_no_driver(tmp_path, monkeypatch):
         assert layer.kernel_name(part, T) == with_driver.kernel_name(part, T)
 
 
-def test_a_part_whose_bits_follow_its_tile_has_one_variant_for_any_number_of_tokens(tmp_path, monkeypatch):
+def test_a_part_whose_bits_follow_its_tile_has_one_variant_for_any_number_of_tokens():
     """The layer scales outputs by the router's weights, so fc2-dgrad has sums over a tile's columns."""
-    layer, _ = opened(tmp_path, next(name for name in CASES if options(**CASES[name]).router.get("scale") == "output"))
-    chooser, rows = layer._library.chooser, {}
-
-    def noted(name, arch, device):
-        choose = chooser(name, arch, device)
-
-        def chosen(problem):
-            rows[name.partition(".")[2]] = problem["M"]
-            return choose(problem)
-
-        return chosen
-
-    monkeypatch.setattr(layer._library, "chooser", noted)
-    for part in ("fc1-fwd", "fc2-dgrad"):
-        layer.kernel_name(part, T)
-    topk, tokens = layer.options.topk, layer.options.tokens
-    assert rows == {"fc1-fwd": T * topk, "fc2-dgrad": tokens * topk} and tokens != T
+    o = options(**CASES[next(name for name in CASES if options(**CASES[name]).router.get("scale") == "output")])
+    record = unproved(o, "sm_90a", lambda part, tokens: f"{part} of {min(tokens, 4096)}")
+    assert record.parts["fc2-dgrad"] == ((None, f"fc2-dgrad of {min(o.tokens, 4096)}"),)
+    assert record.parts["fc1-fwd"][0] == (1, "fc1-fwd of 1") and len(record.parts["fc1-fwd"]) > 4
 
 
 def test_a_layer_that_is_not_there(tmp_path):
