@@ -13,6 +13,7 @@ from fusekit.reference.quantise import scale_of
 from tests.layers import blocks_of_te
 from tests.layers.host import host
 from tests.plan.test_layer_program import defined
+from tests.plan.test_layer_program import options as options_of
 
 FACTOR = 1.03  # measured: .992 to 1.020
 TENSORS = ("y", "dx", "dw1", "dw2")
@@ -76,7 +77,7 @@ def errors(name, outliers=False, **more):
     """(ours, Transformer Engine's, those of bf16), each by tensor, against float64 of the same bf16 numbers."""
     rng, table = np.random.default_rng(7), LAYERS[name] | {"router": {"input": "choices"}, "dtype": "bf16"}
     table |= {"grad_dtype": "bf16"}
-    options, h, i, experts = host(**table).options, table["hidden"], table["intermediate"], table["experts"]
+    options, h, i, experts = options_of(**table), table["hidden"], table["intermediate"], table["experts"]
     given = {"x": numbers(rng, TOKENS, h, outliers=outliers), "dy": numbers(rng, TOKENS, h, outliers=outliers)}
     given["w1"] = blocks_of_te.bf16(numbers(rng, experts, 2 * i, h) * h**-0.5)
     given["w2"] = blocks_of_te.bf16(numbers(rng, experts, h, i) * i**-0.5)
