@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, prod
@@ -174,6 +175,22 @@ class Layout:
             reader.boolean("in_place"), reader.array("places", Place.from_json), reader.integer("since"),
             reader.integer("until") if "until" in reader else inf,
         )  # fmt: skip
+
+
+def _unbounded(expr: Expr, env: Mapping[str, int]) -> int:
+    """`evaluate` of the symbols of a tracer, which has no values to compare with 64 bits."""
+    if isinstance(expr, int | str):
+        return evaluate(expr, env)
+    first, *rest = (_unbounded(item, env) for item in expr[1:])
+    for item in rest:
+        first = _SYMBOLIC[expr[0]](first, item)
+    return first
+
+
+_SYMBOLIC: dict[str, Callable[[int, int], int]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv, "max": max,
+    "ceildiv": lambda dividend, divisor: -(-dividend // divisor),
+}  # fmt: skip
 
 
 def needs(places: Iterable[Place], sizes: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
@@ -404,8 +421,9 @@ class LayerRecord:
     def environment(self, tokens: int, **limits: int) -> dict[str, int]:
         """The dims for so many tokens. limits: capacity and rows of a layer over ranks."""
         env = {"T": tokens, **limits}
+        value = evaluate if type(tokens) is int else _unbounded
         for name, expr in self.dims.items():
-            env[name] = evaluate(expr, env)
+            env[name] = value(expr, env)
         return env
 
     def kept(self, env: Mapping[str, int]) -> tuple[dict[str, int], int]:

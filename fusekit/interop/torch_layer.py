@@ -33,6 +33,7 @@ from fusekit.layers.arguments import untrained
 # Those that this PyTorch has.
 DTYPES = {name: getattr(torch, known) for known, name in by("framework").items() if hasattr(torch, known)}
 NAMESPACE = "fusekit"
+BIASES = ("b1", "b2", "router_bias")
 _ALIGNMENT = 16  # of a tensor that kernels copy in boxes
 _SIZES_KEPT = 256
 _QUANTISE = "_quantise"
@@ -58,7 +59,7 @@ class Operator:
         others = ("x", "logits", "weights")
         self.parameters = tuple(name for name in self.inputs if f"d{name}" in buffers and name not in others)
         added = set(layer.record.passes["backward"].adds)
-        self.summed = tuple(name for name in self.parameters if f"d{name}" in added and name not in ("b1", "b2"))
+        self.summed = tuple(name for name in self.parameters if f"d{name}" in added and name not in BIASES)
         # What such a kernel gives of a bias is added to what is there, too.
         self.zeroed = added - {f"d{name}" for name in self.summed}
         self.loss = "loss" in layer.outputs("forward")
