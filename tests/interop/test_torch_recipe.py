@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from fusekit.errors import ArgumentError, NotBuiltError
+from fusekit.plan.layer import Options
 from fusekit.reference import layer as definition
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -55,7 +56,7 @@ def test_values_and_gradients_are_the_definitions(name):
     x = x_of(moe)
     y, result = step(moe, x)
     tensors = {each: _path(moe, path).detach().double().numpy() for each, path in moe.names.items()}
-    layer, theirs = defined(moe.layer.options, tensors)
+    layer, theirs = defined(Options(**moe.layer.options.canonical()), tensors)
     want, _, kept = definition.forward(layer, x.detach().double().numpy(), theirs)
     assert np.linalg.norm(y.numpy() - want) < 1e-3 * np.linalg.norm(want)
     grad_y = y.double().cos().numpy()
