@@ -102,8 +102,10 @@ class FusedRoutedExperts(RoutedExperts):  # type: ignore[misc]
 class _Rows:
     """The forward pass on sorted rows; to the layer, whose `topk` is 1, each row is a token with one expert."""
 
-    layer: str
-    operator: Operator | None
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        self.layer: str = config.layer
+        self.operator: Operator | None = None
 
     def forward(self, x_RD: Any, num_tokens_per_expert_E: Any) -> Any:  # noqa: N803
         """As torchtitan calls it: [R, D] and [E] to [R, D]. Rows beyond the counts give 0. Nothing waits for the
@@ -128,10 +130,6 @@ class FusedRows(_Rows, FusedGroupedExperts):  # type: ignore[misc]
 
         layer: str = ""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.layer, self.operator = config.layer, None
-
 
 class FusedGptOssRows(_Rows, GptOssGroupedExperts):  # type: ignore[misc]
     """torchtitan's GptOssGroupedExperts, with its own parameters."""
@@ -141,10 +139,6 @@ class FusedGptOssRows(_Rows, GptOssGroupedExperts):  # type: ignore[misc]
         """layer: its name; default: one that fits."""
 
         layer: str = ""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.layer, self.operator = config.layer, None
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Raises ArgumentError under tensor parallelism, of which each process would add the whole bias."""

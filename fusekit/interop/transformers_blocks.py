@@ -267,7 +267,6 @@ def _compared(module: Any, config: Any, options: Any, paths: dict[str, tuple[str
     small.hidden_size = _HIDDEN
     for name in [name for name in small.to_dict() if name.endswith("intermediate_size")]:
         setattr(small, name, _INTERMEDIATE)
-    shared = _INTERMEDIATE * (options.shared // options.intermediate or 1) if options.shared else 0
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             copied = kind(small).double().train(module.training)
@@ -281,10 +280,10 @@ def _compared(module: Any, config: Any, options: Any, paths: dict[str, tuple[str
     except Exception as error:  # of whatever the module's code needs beyond
         raise _refused(kind.__name__, f"its code cannot be looked at ({type(error).__name__}: {error})") from error
     want = own[0] if isinstance(own, tuple) else own
-    if options.shared:
-        shared = tensors["shared_w2"].shape[1]
-    asked = replace(options, hidden=_HIDDEN, intermediate=tensors["w2"].shape[1 if options.b_major == "n" else 2],
-                    shared=shared)  # fmt: skip
+    asked = replace(
+        options, hidden=_HIDDEN, intermediate=tensors["w2"].shape[1 if options.b_major == "n" else 2],
+        shared=tensors["shared_w2"].shape[1] if options.shared else 0,
+    )  # fmt: skip
     got = torch.from_numpy(defined(asked, x.reshape(-1, _HIDDEN).numpy(), tensors)).reshape(want.shape)
     apart = ((got - want.double()).norm() / want.double().norm()).item()
     if not apart <= _CLOSE:

@@ -87,7 +87,7 @@ def note_run(folders: Folders, key: str, line: str) -> None:
     written.
     """
     with contextlib.suppress(OSError, StoreError), folders.at("used", key[:2]) as at:
-        descriptor = os.open(key, READ & ~os.O_RDONLY | os.O_RDWR | os.O_APPEND, dir_fd=at)
+        descriptor = os.open(key, READ | os.O_RDWR | os.O_APPEND, dir_fd=at)
         try:
             text = f"{line}\n".encode()
             if line not in _lines(descriptor) and os.fstat(descriptor).st_size + len(text) <= _RAN_BYTES:
