@@ -88,5 +88,5 @@ def stored(store: Store, pattern: str, arch: str | None) -> list[NameListing]:
 
 def note_runs(library: Library) -> None:
     """Note in the store which GPUs the kernels ran on that this process has loaded."""
-    for name, ordinal in sorted({(use.kernel, use.device) for use in library.memory()}):
-        library.store.note_run(library.find(name, device=ordinal).key, library.devices.get(ordinal).name)
+    for key, ordinal in sorted(library.opened):
+        library.store.note_run(key, library.devices.get(ordinal).name)

@@ -72,6 +72,7 @@ class Library:
         self._checks: Checks | None = None
         self._tuning: dict[str, tuning.Tuning] = {}
         self._held = Held()
+        self.opened: set[tuple[str, int]] = set()  # keys of the entries that were loaded, and the devices
         # Of equal layers, as long as one of them lives: 48 blocks of a model load and plan once.
         self.layer_kernels: WeakValueDictionary[Any, LayerKernels] = WeakValueDictionary()
 
@@ -240,6 +241,7 @@ class Library:
     def _open(self, found: NameRecord, record: LaunchRecord, cubin: bytes, ordinal: int) -> Kernel:
         from fusekit.runtime.kernel import Kernel
 
+        self.opened.add((found.key, ordinal))
         if (log := debug_log()) is not None:
             from fusekit.store.files import quietly
 

@@ -13,6 +13,7 @@ from fusekit.abi import TensorArgument
 from fusekit.bench import compare
 from fusekit.compiler.gemm import signature
 from fusekit.config import Config
+from fusekit.library import open_library
 from fusekit.spec import parse_text
 from fusekit.store import Store, key_of
 from fusekit_cli.main import main
@@ -144,6 +145,15 @@ def test_text_for_people(machine: Any, capsys: Any) -> None:
     assert f"{NAME} (sm_90a) on FAKE H200, E=3 M=150 N=256 K=64: ok" in text
     assert "2 ms, " in text
     assert " us a launch" in text
+
+
+def test_where_it_ran_is_noted(machine: Any, capsys: Any) -> None:
+    machine()
+    store = open_library().store
+    (listed,) = store.names(NAME)
+    assert store.ran(listed.record.key) == []
+    assert run(capsys, "made/fc1", "--check")[0] == 0
+    assert store.ran(listed.record.key) == ["FAKE H200"]
 
 
 def test_device_memory_is_given_back(machine: Any, capsys: Any) -> None:
