@@ -165,7 +165,9 @@ def _exchanged(window: Window, address: int, gather: Gather, layers: bytes) -> l
     devices, device = window._devices, window._device
     api, check = devices.driver.api, devices.driver.check
     with devices.active(device), devices.apart():
-        handle = bytes(check(api.cuIpcGetMemHandle(address), "cuIpcGetMemHandle").reserved)
+        # getPtr: the one member that the structure has in every version of cuda-bindings.
+        exported = check(api.cuIpcGetMemHandle(address), "cuIpcGetMemHandle")
+        handle = ctypes.string_at(exported.getPtr(), _HANDLE.stop - _HANDLE.start)
     records = [bytes(record) for record in gather(window.size.to_bytes(8, "little") + handle + layers)]
     _check_ranks(len(records))
     others = [rank for rank, record in enumerate(records) if record[_HANDLE.stop :] != records[0][_HANDLE.stop :]]
@@ -187,7 +189,7 @@ def _exchanged(window: Window, address: int, gather: Gather, layers: bytes) -> l
                 peers.append(address)
                 continue
             there = api.CUipcMemHandle()
-            there.reserved = record[_HANDLE]
+            ctypes.memmove(there.getPtr(), record[_HANDLE], _HANDLE.stop - _HANDLE.start)
             opened = int(check(api.cuIpcOpenMemHandle(there, flags), f"cuIpcOpenMemHandle of rank {rank}"))
             window._opened.append(opened)
             peers.append(opened)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuda.bindings import driver as bindings
 
 from fusekit.abi import evaluate
 from fusekit.errors import ArgumentError, DriverError, PeerTimeoutError
@@ -41,7 +42,7 @@ class PeerDriver(FakeDriver):
         self.opened: dict[int, int] = {}
         self.waits: list[tuple[int, int]] = []  # of streams for events
         self.CUipcMem_flags = SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1)
-        self.CUipcMemHandle = lambda: SimpleNamespace(reserved=b"")
+        self.CUipcMemHandle = bindings.CUipcMemHandle  # the real structure: its members differ between versions
 
     def cuMemAlloc(self, size: int) -> Any:  # noqa: N802
         status, address = super().cuMemAlloc(size)
@@ -70,10 +71,12 @@ class PeerDriver(FakeDriver):
         return (OK,)
 
     def cuIpcGetMemHandle(self, address: int) -> Any:  # noqa: N802
-        return OK, SimpleNamespace(reserved=struct.pack("<Q", address).ljust(64, b"\1"))
+        handle = bindings.CUipcMemHandle()
+        ctypes.memmove(handle.getPtr(), struct.pack("<Q", address).ljust(64, b"\1"), 64)
+        return OK, handle
 
     def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> Any:  # noqa: N802
-        (address,) = struct.unpack_from("<Q", handle.reserved)
+        (address,) = struct.unpack("<Q", ctypes.string_at(handle.getPtr(), 8))
         self.opened[address] = self.opened.get(address, 0) + 1
         return OK, address
 
