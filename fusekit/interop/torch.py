@@ -24,9 +24,10 @@ from fusekit.interop.shapes import dims_of
 from fusekit.interop.torch_define import define
 from fusekit.interop.torch_layer import DTYPES
 from fusekit.interop.torch_moe import MoE, expert_parameters
+from fusekit.interop.torch_norm import rms_norm
 from fusekit.runtime import DeviceArray, Kernel
 
-__all__ = ["DTYPES", "MoE", "copy_of", "expert_parameters", "operator"]
+__all__ = ["DTYPES", "MoE", "copy_of", "expert_parameters", "operator", "rms_norm"]
 
 
 @dataclass(slots=True)

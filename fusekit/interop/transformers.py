@@ -77,6 +77,39 @@ def register(
         install(name, library, layers, recipe, in_place)
 
 
+def fuse(model: Any, *, norms: bool = True, compiled: bool = False) -> dict[str, int]:
+    """Lets fusekit's kernels compute modules of a model, in place; for models with and without experts.
+
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16")
+        fusekit.interop.transformers.fuse(model)
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    norms : bool
+        RMSNorms, also those of heads, with the kernels of `fusekit build rms-norm`. Each class is compared once with
+        its own code. Tensors that are not in bf16 on a GPU run the model's code.
+    compiled : bool
+        Under torch.compile, too, which by itself fuses norms with what is next to them.
+
+    Returns
+    -------
+    dict
+        How many modules of each sort.
+
+    Raises
+    ------
+    ArgumentError
+        For a module whose code computes something else; for a model with none.
+    """
+    from fusekit.interop.transformers_modules import fuse_norms
+
+    counts = {"norms": fuse_norms(model, compiled)} if norms else {}
+    if not any(counts.values()):
+        raise ArgumentError(f"{type(model).__name__} has no RMSNorm with a variance_epsilon; leave fuse() out")
+    return counts
+
+
 def backend(
     library: Library | None = None, layers: str = "*", recipe: str = "none", in_place: bool = False
 ) -> Callable[..., Any]:

@@ -1,12 +1,13 @@
 """Training steps of models of Transformers at real widths and few layers, on one GPU: forward, backward and AdamW.
 
-    fusekit build tests/benchmarks/training_step.toml
+    fusekit build tests/benchmarks/training_step.toml rms-norm
     python tests/benchmarks/run.py training_step [--models qwen3-30b-a3b] [--variants grouped_mm,fusekit,...]
 
-A variant is BACKEND[+compile][+graph]. Backends: grouped_mm, Transformers' own; fusekit, its experts; blocks and
-blocks-fp8, whole blocks; skip, without experts: what the rest of the model takes. +compile: torch.compile of the model;
-+graph: the whole step in one CUDA graph. Each variant is a process of its own, with the same weights and data. Prints
-a line of JSON each, and a table: `ms` of a step, `passes_ms` without the optimiser (timed alone), peak memory.
+A variant is BACKEND[+norms][+compile][+graph]. Backends: grouped_mm, Transformers' own; fusekit, its experts; blocks
+and blocks-fp8, whole blocks; skip, without experts: what the rest of the model takes. +norms: RMSNorms by fusekit;
++compile: torch.compile of the model; +graph: the whole step in one CUDA graph. Each variant is a process of its own,
+with the same weights and data. Prints a line of JSON each, and a table: `ms` of a step, `passes_ms` without the
+optimiser (timed alone), peak memory.
 """
 
 import argparse
@@ -31,8 +32,9 @@ MODELS = {
     }),
 }  # fmt: skip
 VARIANTS = (
-    "grouped_mm", "fusekit", "blocks", "blocks-fp8", "grouped_mm+graph", "blocks+graph", "grouped_mm+compile+graph",
-    "fusekit+compile+graph", "blocks+compile+graph", "blocks-fp8+compile+graph", "skip+compile+graph",
+    "grouped_mm", "fusekit", "blocks", "blocks+norms", "blocks-fp8", "grouped_mm+graph", "blocks+norms+graph",
+    "grouped_mm+compile+graph", "fusekit+compile+graph", "blocks+compile+graph", "blocks+norms+compile+graph",
+    "blocks-fp8+compile+graph", "skip+compile+graph",
 )  # fmt: skip
 LAYERS = {"fusekit": ("{}", "none"), "blocks": ("{}*", "none"), "blocks-fp8": ("{}*", "fp8-block")}
 
@@ -67,6 +69,8 @@ def measure(model: str, variant: str, tokens: int, steps: int) -> dict:
     import torch
     import transformers
 
+    from fusekit.interop import transformers as interop
+
     transformers.logging.set_verbosity_error()
     backend, *flags = variant.split("+")
     register(model)
@@ -79,6 +83,8 @@ def measure(model: str, variant: str, tokens: int, steps: int) -> dict:
         network = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, experts_implementation=backend
         ).train()
+    if "norms" in flags:
+        interop.fuse(network, compiled=True)
     with torch.no_grad():
         for path, parameter in network.named_parameters():
             if "norm" not in path:
@@ -163,7 +169,8 @@ def table(rows: list[dict]) -> None:
     by_name = {(row["model"], row["variant"]): row for row in rows if "ms" in row}
     say(f"{'model':16}{'variant':28}{'ms':>9}{'passes':>9}{'gain':>7}{'peak GiB':>10}")
     for (model, variant), row in by_name.items():
-        base = by_name.get((model, "+".join(["grouped_mm", *variant.split("+")[1:]])))
+        flags = [flag for flag in variant.split("+")[1:] if flag != "norms"]
+        base = by_name.get((model, "+".join(["grouped_mm", *flags])))
         gain = f"{base['passes_ms'] / row['passes_ms']:.2f}" if base else ""
         say(f"{model:16}{variant:28}{row['ms']:9.2f}{row['passes_ms']:9.2f}{gain:>7}{row['peak_gib']:10.2f}")
 
