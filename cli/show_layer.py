@@ -12,7 +12,8 @@ from fusekit_cli import output
 from fusekit_cli.options import Session
 
 if TYPE_CHECKING:
-    from fusekit.abi.layer_record import LayerBuffer, LayerRecord, LayerStep
+    from fusekit.abi.layer_pass import LayerBuffer, LayerStep
+    from fusekit.abi.layer_record import LayerRecord
     from fusekit.layers import LayerOptions
 
 QUANTISE = "quantise"

@@ -17,164 +17,18 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf, prod
+from math import inf
 from typing import Any
 
-from fusekit.abi.codec import RecordReader, expression, integer, string
+from fusekit.abi.codec import RecordReader, expression, string
 from fusekit.abi.expr import Expr, RecordError, evaluate, thaw, variables
-from fusekit.dtypes import DTYPES
+from fusekit.abi.layer_memory import ALIGNMENT, Layout, needs, padded
+from fusekit.abi.layer_pass import ARGUMENT, KEPT, SCRATCH, LayerBuffer, LayerPass, joins_of
 
 SCHEMA = 1
 UNDERSTOOD = frozenset({"dims", "buffers", "passes", "parts", "joins", "windows"})
 """What a record may require of its reader by the member `must`."""
-ARGUMENT, KEPT, SCRATCH = "argument", "kept", "scratch"
-ALIGNMENT = 256  # of a buffer within kept or scratch memory
 Ladder = tuple[tuple[int | None, str], ...]
-
-
-def padded(size: int) -> int:
-    """`size` rounded up to whole alignments."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-@dataclass(frozen=True)
-class LayerBuffer:
-    """place: "argument", "kept", "scratch", a window, or "checked" (see the exchange). offset: bytes from
-    the begin of its window. words: what it holds, for people.
-    """
-
-    dtype: str
-    shape: tuple[Expr, ...]
-    place: str
-    offset: Expr = 0
-    words: str = ""
-
-    def extents(self, env: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape in numbers."""
-        return tuple(evaluate(extent, env) for extent in self.shape)
-
-    def bytes(self, env: Mapping[str, int]) -> int:
-        """Its size; of at least one element, so that it has an address."""
-        return prod(max(extent, 1) for extent in self.extents(env)) * DTYPES[self.dtype].bytes
-
-    def to_json(self) -> dict[str, Any]:
-        more = {"offset": thaw(self.offset), "words": self.words}
-        return {"dtype": self.dtype, "shape": thaw(self.shape), "place": self.place} | {
-            name: value for name, value in more.items() if value
-        }
-
-    @classmethod
-    def from_json(cls, value: Any, where: str) -> LayerBuffer:
-        reader = RecordReader(value, where)
-        return cls(
-            reader.string("dtype", tuple(DTYPES)), reader.array("shape", expression), reader.string("place"),
-            reader.expr("offset") if "offset" in reader else 0, reader.string("words") if "words" in reader else "",
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class LayerStep:
-    """A launch of `part`. arguments: of the kernel, as buffers; writes: the buffers that it writes.
-
-    outputs: those for which it is queued; None: always. needs, unless: an output that must be asked for, or must not.
-    window: of a launch that all ranks make together, the one that they store into. on_side: it is queued on the side
-    stream. awaits, apart: it waits for rows of other ranks; it never joins the side stream.
-    """
-
-    part: str
-    arguments: Mapping[str, str]
-    writes: tuple[str, ...]
-    outputs: frozenset[str] | None = None
-    needs: str = ""
-    unless: str = ""
-    window: str = ""
-    on_side: bool = False
-    awaits: bool = False
-    apart: bool = False
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """The buffers that it reads and does not write."""
-        return frozenset(self.arguments.values()).difference(self.writes)
-
-    def is_for(self, asked: Collection[str]) -> bool:
-        """Whether a pass with the outputs `asked` queues it."""
-        wanted = self.outputs is None or not self.outputs.isdisjoint(asked)
-        return wanted and not (self.needs and self.needs not in asked) and self.unless not in asked
-
-    def to_json(self) -> dict[str, Any]:
-        document: dict[str, Any] = {"part": self.part, "arguments": dict(self.arguments), "writes": list(self.writes)}
-        if self.outputs is not None:
-            document["outputs"] = sorted(self.outputs)
-        given = {name: getattr(self, name) for name in _CONDITIONS}
-        return document | {name: value for name, value in given.items() if value}
-
-    @classmethod
-    def from_json(cls, value: Any, where: str) -> LayerStep:
-        reader = RecordReader(value, where)
-        conditions: dict[str, Any] = {name: reader.string(name) for name in _CONDITIONS[:3] if name in reader}
-        conditions |= {name: reader.boolean(name) for name in _CONDITIONS[3:] if name in reader}
-        return cls(
-            reader.string("part"), reader.mapping("arguments", string), reader.array("writes", string),
-            frozenset(reader.array("outputs", string)) if "outputs" in reader else None, **conditions,
-        )  # fmt: skip
-
-
-_CONDITIONS = ("needs", "unless", "window", "on_side", "awaits", "apart")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """buffer: its name. home: scratch memory, or the kept buffer or output in whose memory it lies. above: the buffers
-    at whose ends it may begin; without any, it begins with the home.
-    """
-
-    buffer: str
-    home: str
-    above: tuple[str, ...]
-
-    @property
-    def begin(self) -> Expr:
-        """Bytes from the home's begin; NAME.end is where another buffer ends, rounded up."""
-        ends = [f"{name}.end" for name in self.above]
-        return ("max", *ends) if len(ends) > 1 else ends[0] if ends else 0
-
-    @classmethod
-    def from_json(cls, value: Any, where: str) -> Place:
-        reader = RecordReader(value, where)
-        return cls(reader.string("buffer"), reader.string("home"), reader.array("above", string))
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Places of a pass's buffers. It is for callers that want some of `outputs`, with those of `lends` in contiguous
-    memory; for dims from `since` to `until`; and only where no home needs more bytes than it has.
-
-    lends: outputs that hold buffers until they are written. in_place: kept memory holds some, once it was read.
-    """
-
-    outputs: frozenset[str]
-    lends: frozenset[str]
-    in_place: bool
-    places: tuple[Place, ...] = ()
-    since: int = 0
-    until: float = inf
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "outputs": sorted(self.outputs), "lends": sorted(self.lends), "in_place": self.in_place,
-            "since": self.since, **({} if self.until == inf else {"until": int(self.until)}),
-            "places": [{"buffer": p.buffer, "home": p.home, "above": list(p.above)} for p in self.places],
-        }  # fmt: skip
-
-    @classmethod
-    def from_json(cls, value: Any, where: str) -> Layout:
-        reader = RecordReader(value, where)
-        return cls(
-            frozenset(reader.array("outputs", string)), frozenset(reader.array("lends", string)),
-            reader.boolean("in_place"), reader.array("places", Place.from_json), reader.integer("since"),
-            reader.integer("until") if "until" in reader else inf,
-        )  # fmt: skip
 
 
 def _unbounded(expr: Expr, env: Mapping[str, int]) -> int:
@@ -191,61 +45,6 @@ _SYMBOLIC: dict[str, Callable[[int, int], int]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv, "max": max,
     "ceildiv": lambda dividend, divisor: -(-dividend // divisor),
 }  # fmt: skip
-
-
-def needs(places: Iterable[Place], sizes: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-    """Where each buffer begins in its home, and the bytes that each home needs. sizes: of the buffers; one that no step
-    needs takes nothing.
-    """
-    ends: dict[str, int] = {}
-    begins: dict[str, int] = {}
-    needed: dict[str, int] = {}
-    for place in places:
-        begin = begins[place.buffer] = max([ends[name] for name in place.above], default=0)
-        end = begin + sizes.get(place.buffer, 0)
-        needed[place.home] = max(needed.get(place.home, 0), end)
-        ends[place.buffer] = padded(end)
-    return begins, needed
-
-
-@dataclass(frozen=True)
-class LayerPass:
-    """inputs, outputs: what the caller gives. in_place: the order of `steps` in a pass that overwrites kept memory.
-    adds: outputs that are added to what is there.
-    """
-
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    steps: tuple[LayerStep, ...]
-    layouts: tuple[Layout, ...]
-    in_place: tuple[int, ...] = ()
-    adds: tuple[str, ...] = ()
-
-    def queued(self, asked: Collection[str], *, in_place: bool = False) -> tuple[LayerStep, ...]:
-        """The steps for the outputs `asked`."""
-        order = [self.steps[index] for index in self.in_place] if in_place and self.in_place else self.steps
-        return tuple(step for step in order if step.is_for(asked))
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "inputs": list(self.inputs), "outputs": list(self.outputs),
-            "steps": [step.to_json() for step in self.steps], "layouts": [each.to_json() for each in self.layouts],
-            **({"in_place": list(self.in_place)} if self.in_place else {}),
-            **({"adds": list(self.adds)} if self.adds else {}),
-        }  # fmt: skip
-
-    @classmethod
-    def from_json(cls, value: Any, where: str) -> LayerPass:
-        reader = RecordReader(value, where)
-        result = cls(
-            reader.array("inputs", string), reader.array("outputs", string), reader.array("steps", LayerStep.from_json),
-            reader.array("layouts", Layout.from_json),
-            reader.array("in_place", integer) if "in_place" in reader else (),
-            reader.array("adds", string) if "adds" in reader else (),
-        )  # fmt: skip
-        if result.in_place and sorted(result.in_place) != [*range(len(result.steps))]:
-            raise RecordError(f"{where}.in_place: it must have each of {len(result.steps)} steps once")
-        return result
 
 
 @dataclass(frozen=True)
@@ -539,21 +338,6 @@ class LayerRecord:
             )
             for step, joins in zip(steps, joins_of(steps), strict=True)
         ]  # fmt: skip
-
-
-def joins_of(steps: Iterable[LayerStep]) -> list[bool]:
-    """For each step, whether it first joins the side stream: because it reads what a launch there writes, or because an
-    earlier step has awaited the rows anyway.
-    """
-    joins, pending, awaited = [], set[str](), False
-    for step in steps:
-        reads = not pending.isdisjoint(step.arguments.values())
-        join = bool(pending) and not (step.on_side or step.awaits or step.apart) and (awaited or reads)
-        joins.append(join)
-        awaited = (awaited or step.awaits) and not join and not step.on_side
-        pending = set() if join or step.on_side else pending
-        pending |= set(step.writes) if step.on_side else set()
-    return joins
 
 
 def _known(names: Collection[str], known: Collection[str], where: str) -> None:

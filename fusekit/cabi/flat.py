@@ -24,7 +24,9 @@ from fusekit.abi import (
     variables,
 )
 from fusekit.abi.floats import FloatExpr, evaluate_float
-from fusekit.abi.layer_record import LayerPass, LayerRecord, Layout
+from fusekit.abi.layer_memory import Layout
+from fusekit.abi.layer_pass import LayerPass
+from fusekit.abi.layer_record import LayerRecord
 from fusekit.abi.limits import LAUNCH_VARIABLES, WORD
 from fusekit.abi.parameters import ENCODINGS, INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZLE_BYTES, Scalar
 from fusekit.cabi.layout import DTYPES, KINDS, OPERATORS, PASSES, PLACES, TABLES, Field

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from fusekit.abi import render
 from fusekit.abi.expr import variables
-from fusekit.abi.layer_record import LayerPass, LayerRecord
+from fusekit.abi.layer_pass import LayerPass
+from fusekit.abi.layer_record import LayerRecord
 from fusekit.cabi.identifiers import members
 from fusekit.cabi.layout import PASSES
 

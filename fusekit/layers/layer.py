@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
-from fusekit.abi.layer_record import LayerBuffer, LayerRecord
+from fusekit.abi.layer_pass import LayerBuffer
+from fusekit.abi.layer_record import LayerRecord
 from fusekit.errors import ArgumentError
 from fusekit.layers.arguments import gradient_names, token_count
 from fusekit.layers.kernels import LayerKernels

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fusekit.abi.layer_record import ARGUMENT, KEPT, SCRATCH, LayerRecord, LayerStep, joins_of
+from fusekit.abi.layer_pass import ARGUMENT, KEPT, SCRATCH, LayerStep, joins_of
+from fusekit.abi.layer_record import LayerRecord
 
 if TYPE_CHECKING:
     from fusekit.runtime import Kernel

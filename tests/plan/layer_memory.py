@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from fusekit.abi.layer_record import ARGUMENT, KEPT, SCRATCH
+from fusekit.abi.layer_pass import ARGUMENT, KEPT, SCRATCH
 from fusekit.plan.layer import Options, Program, program
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE
 from fusekit.spec.parse import parse_text

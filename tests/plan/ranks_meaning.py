@@ -6,7 +6,7 @@ the last launches left there, NaN before the first: a row that nobody sent must 
 
 import numpy as np
 
-from fusekit.abi.layer_record import KEPT
+from fusekit.abi.layer_pass import KEPT
 from fusekit.plan.layer.program import CHECKED
 from fusekit.plan.layer.ranks import WINDOWS, room
 from fusekit.reference import exchange, permutation

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fusekit.abi.layer_record import ARGUMENT, KEPT, SCRATCH
+from fusekit.abi.layer_pass import ARGUMENT, KEPT, SCRATCH
 from fusekit.plan.layer import program
 from fusekit.plan.layer.options import ROUTER_FIELDS, Options
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fusekit.abi.layer_record import KEPT
+from fusekit.abi.layer_pass import KEPT
 from fusekit.plan.layer import program
 from fusekit.plan.layer.options import broken
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fusekit.abi.layer_record import ARGUMENT
+from fusekit.abi.layer_pass import ARGUMENT
 from fusekit.plan.layer.program import QUANTISE, WGRAD
 from fusekit.plan.quant import BLOCK, NONE, SIDE
 from fusekit.plan.quantise import MOST_TOPK, SQUARE

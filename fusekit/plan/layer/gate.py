@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fusekit.abi.layer_record import KEPT
+from fusekit.abi.layer_pass import KEPT
 from fusekit.plan.layer.program import BOTH, DGRAD, WGRAD
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from fusekit.abi.layer_record import SCRATCH, Layout, Place, needs, padded
+from fusekit.abi.layer_memory import Layout, Place, needs, padded
+from fusekit.abi.layer_pass import SCRATCH
 
 SLACK = 1.02  # what a layout may take where the search takes 1
 NEAR = 1024  # two layouts in turn change at T tokens or T / 1024 away from it

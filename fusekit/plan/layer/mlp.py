@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusekit.abi.layer_record import ARGUMENT, KEPT, SCRATCH
+from fusekit.abi.layer_pass import ARGUMENT, KEPT, SCRATCH
 from fusekit.plan.layer.factors import Rows
 from fusekit.plan.layer.program import BOTH, DGRAD
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from fusekit.abi.layer_record import ARGUMENT, KEPT, SCRATCH
+from fusekit.abi.layer_pass import ARGUMENT, KEPT, SCRATCH
 from fusekit.plan.layer.factors import Plain, Rows, factors
 from fusekit.plan.layer.gate import GRAD_SCALE, SCALE, gate, gate_backward
 from fusekit.plan.layer.logits import logits, rounded

@@ -13,7 +13,8 @@ from functools import cache
 from math import inf, prod
 from typing import Any
 
-from fusekit.abi.layer_record import ALIGNMENT, ARGUMENT, KEPT, SCRATCH, Layout, needs, padded
+from fusekit.abi.layer_memory import ALIGNMENT, Layout, needs, padded
+from fusekit.abi.layer_pass import ARGUMENT, KEPT, SCRATCH
 from fusekit.dtypes import DTYPES
 from fusekit.plan.exchange import CHOICES, NOTHING
 from fusekit.plan.layer.memory import Home, Sample, ladder

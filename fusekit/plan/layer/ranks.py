@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fusekit.abi.layer_record import KEPT
+from fusekit.abi.layer_pass import KEPT
 from fusekit.plan.exchange import CHOICES, GRAIN, NOTHING, ROWS, of_row, parts, regions, wide, words
 from fusekit.plan.layer.factors import E4M3, Blocks, Rows
 from fusekit.plan.layer.options import Options

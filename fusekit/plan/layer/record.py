@@ -7,17 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fusekit.abi.expr import Expr, evaluate
-from fusekit.abi.layer_record import (
-    ARGUMENT,
-    KEPT,
-    SCRATCH,
-    Ladder,
-    LayerBuffer,
-    LayerLaunch,
-    LayerPass,
-    LayerRecord,
-    LayerStep,
-)
+from fusekit.abi.layer_pass import ARGUMENT, KEPT, SCRATCH, LayerBuffer, LayerPass, LayerStep
+from fusekit.abi.layer_record import Ladder, LayerLaunch, LayerRecord
 from fusekit.errors import FusekitError
 from fusekit.plan.exchange import (
     CHOICE_SENDERS,
