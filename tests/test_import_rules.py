@@ -110,6 +110,7 @@ FRAMEWORKS = {
         "fusekit/interop/sglang.py",
         "fusekit/interop/torch.py",
         "fusekit/interop/torch_define.py",
+        "fusekit/interop/torch_fp8.py",
         "fusekit/interop/torch_layer.py",
         "fusekit/interop/torch_moe.py",
         "fusekit/interop/torch_norm.py",

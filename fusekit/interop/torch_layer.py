@@ -87,7 +87,7 @@ class Operator:
         )  # fmt: skip
         if self.fp8:
             quantise = f"{NAMESPACE}::{name}{_QUANTISE}"
-            fake = lambda *weights: self._new_fp8(self._checked(self.weights, weights))  # noqa: E731
+            fake = lambda *weights: self.new_fp8(self._checked(self.weights, weights).device)  # noqa: E731
             define(quantise, self._quantise_schema(), self._run_quantise, fake)
 
     def __deepcopy__(self, memo: Any) -> Operator:
@@ -172,18 +172,23 @@ class Operator:
         given = ", ".join(f"Tensor {name}" for name in self.weights)
         return f"({given}) -> ({', '.join(['Tensor'] * len(self.fp8))})"
 
-    def _new_fp8(self, like: Any) -> tuple[Any, ...]:
-        buffers, device = self.layer.record.buffers, like.device
+    def new_fp8(self, device: Any) -> tuple[Any, ...]:
+        """Memory for the quantised weights."""
+        buffers = self.layer.record.buffers
         return tuple(
             torch.empty(buffers[name].extents({}), dtype=DTYPES[buffers[name].dtype], device=device)
             for name in self.fp8
         )
 
     def _run_quantise(self, *weights: Any) -> tuple[Any, ...]:
-        given = dict(zip(self.weights, map(_dense, weights), strict=True))
-        fp8 = self._new_fp8(weights[0])
-        self.layer.quantise(**given, **dict(zip(self.fp8, fp8, strict=True)), stream=stream_of(weights[0]))
+        fp8 = self.new_fp8(weights[0].device)
+        self.quantise_into(weights, fp8)
         return fp8
+
+    def quantise_into(self, weights: Sequence[Any], fp8: Sequence[Any]) -> None:
+        """Quantises the weights into tensors of `new_fp8`."""
+        given = dict(zip(self.weights, map(_dense, weights), strict=True))
+        self.layer.quantise(**given, **dict(zip(self.fp8, fp8, strict=True)), stream=stream_of(weights[0]))
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -383,7 +388,7 @@ def launch(name: str, tensors: Sequence[Any], sums: Sequence[Any]) -> Any:
     keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if torch.compiler.is_compiling() or not _is_plain(tensors):
         return op_of(name)(*tensors, *sums, keep)
-    return _operators()[name].run(tensors, sums, keep)
+    return operators()[name].run(tensors, sums, keep)
 
 
 def _is_plain(tensors: Sequence[Any]) -> bool:
@@ -423,12 +428,12 @@ def _registered(layer: Layer, cluster_margin: int | None, in_place: bool) -> Ope
     others = (f"{name}_{number}" for number in count(2))  # the same layer of another library, or with other settings
     known = getattr(torch.ops, NAMESPACE)
     free = next(each for each in chain([name], others) if not hasattr(known, each))
-    operator = _operators()[free] = Operator(layer, free, cluster_margin, in_place)
+    operator = operators()[free] = Operator(layer, free, cluster_margin, in_place)
     return operator
 
 
 @cache
-def _operators() -> dict[str, Operator]:
+def operators() -> dict[str, Operator]:
     """The operators of this process by name."""
     return {}
 

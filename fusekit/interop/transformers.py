@@ -55,7 +55,7 @@ def register(
         are, then one without `accumulate`, one that keeps z, one that can be trained, and the first by name. With
         `accumulate`, each weight needs a float32 `main_grad`; see `fusekit.interop.torch.MoE`.
     recipe : str
-        Of the layers, such as "fp8-block"; each call then quantises the weights.
+        Of the layers, such as "fp8-block"; each call then quantises the weights, unless `hold_fp8` was called.
     in_place : bool
         As for `MoE`.
     blocks : bool
@@ -108,6 +108,46 @@ def fuse(model: Any, *, norms: bool = True, compiled: bool = False) -> dict[str,
     if not any(counts.values()):
         raise ArgumentError(f"{type(model).__name__} has no RMSNorm with a variance_epsilon; leave fuse() out")
     return counts
+
+
+def hold_fp8(model: Any, hold: bool = True) -> int:
+    """Quantises the weights of a model's blocks now, and then once for each step of an optimiser instead of each call.
+
+        fusekit.interop.transformers.register(recipe="fp8-block", blocks=True)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16", experts_implementation="fusekit").cuda()
+        fusekit.interop.transformers.hold_fp8(model)
+
+    A step of any torch.optim.Optimizer and load_state_dict quantise again, a step that is captured in a CUDA graph as
+    part of that graph. Eager calls also notice every change whose tensor's version PyTorch raises. Not noticed are
+    writes through `.data`, and by other code before a compiled call or a replay: call this again after those. The FP8
+    values stay in the same memory, 2 bytes for each weight.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        On its device. With `register(blocks=True)` and a recipe.
+    hold : bool
+        False: each call quantises the weights again.
+
+    Returns
+    -------
+    int
+        How many blocks.
+
+    Raises
+    ------
+    ArgumentError
+        For a model without such a block.
+    """
+    from fusekit.interop.transformers_blocks import hold_fp8
+
+    count = hold_fp8(model, hold)
+    if not count:
+        raise ArgumentError(
+            f"{type(model).__name__} has no block that a layer with a recipe computes; call"
+            ' register(recipe="fp8-block", blocks=True) before the model is made'
+        )
+    return count
 
 
 def backend(

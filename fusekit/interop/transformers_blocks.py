@@ -24,8 +24,9 @@ import torch
 from transformers import PreTrainedModel
 
 from fusekit.errors import ArgumentError, FusekitError
+from fusekit.interop import torch_fp8
 from fusekit.interop.experts import Experts, layer_for
-from fusekit.interop.torch_layer import DTYPES, casting, launch, operator_of, quantised
+from fusekit.interop.torch_layer import DTYPES, casting, launch, operator_of, operators, quantised
 from fusekit.interop.torch_moe import at, joined, main_grad
 from fusekit.interop.transformers import NAMES, described_layer
 from fusekit.library import Library, open_library
@@ -159,10 +160,8 @@ def _is_watched(module: Any) -> bool:
 def _run(module: Any, name: str, x: Any) -> Any:
     """The block's output from its layer."""
     parameters = {argument: _tensor(module, paths) for argument, paths in module._fusekit_paths}
-    weight_dtype, cast = parameters["w2"].dtype, casting(x.device.type)
-    dtype = torch.get_autocast_dtype(x.device.type) if cast else weight_dtype
-    key = module._fusekit_block, dtype, weight_dtype, parameters["router"].dtype
-    operator, inputs, types, summed, weights, fp8 = _look_up(name, *key)
+    cast = casting(x.device.type)
+    operator, inputs, types, summed, weights, fp8 = _look_up(name, *_key(module, x.device.type, cast))
     tensors = {"x": x, **parameters}
     for argument, kind in zip(inputs, types, strict=True):
         if argument in parameters and (cast or argument in ("router", "router_bias", "expert_bias")):
@@ -173,10 +172,40 @@ def _run(module: Any, name: str, x: Any) -> Any:
         tensors["total_tokens"] = torch.full((1,), prod(x.shape[:-1]), dtype=torch.int32, device=x.device)
         tensors["aux_coefficient"] = torch.zeros(1, dtype=torch.float32, device=x.device)
     if fp8:
-        tensors |= quantised(operator, weights, fp8, tensors)
+        held = getattr(module, "_fusekit_fp8", None)
+        if held is not None and held.name == operator and (torch.compiler.is_compiling() or held.refresh(module)):
+            tensors |= dict(zip(fp8, held.tensors, strict=True))
+        else:
+            tensors |= quantised(operator, weights, fp8, tensors)
     sums = [main_grad(parameters[weight], weight) for weight in summed]
     y = launch(operator, [tensors[argument] for argument in inputs], sums)[0]
     return (y, None) if module._fusekit_tuple else y
+
+
+def _key(module: Any, device: str, cast: bool) -> tuple[Any, ...]:
+    """The arguments of `Backend.look_up`."""
+    w2, router = (_tensor(module, paths) for name, paths in module._fusekit_paths if name in ("w2", "router"))
+    dtype = torch.get_autocast_dtype(device) if cast else w2.dtype
+    return module._fusekit_block, dtype, w2.dtype, router.dtype
+
+
+def hold_fp8(model: Any, hold: bool) -> int:
+    """See `fusekit.interop.transformers.hold_fp8`."""
+    count = 0
+    for module in blocks_of(model):
+        name = module.experts.config._experts_implementation
+        if "_fusekit_block" not in vars(module) or name not in _backends():
+            continue
+        device = module.experts.down_proj.device
+        operator = operators()[_backends()[name].look_up(*_key(module, device.type, casting(device.type)))[0]]
+        if not operator.fp8:
+            continue
+        if hold:
+            torch_fp8.hold(module, operator, dict(module._fusekit_paths), device)
+        else:
+            module._fusekit_fp8 = None
+        count += 1
+    return count
 
 
 def _tensor(module: Any, paths: tuple[str, ...]) -> Any:

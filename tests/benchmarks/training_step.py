@@ -3,11 +3,12 @@
     fusekit build tests/benchmarks/training_step.toml rms-norm
     python tests/benchmarks/run.py training_step [--models qwen3-30b-a3b] [--variants grouped_mm,fusekit,...]
 
-A variant is BACKEND[+norms][+compile][+graph]. Backends: grouped_mm, Transformers' own; fusekit, its experts; blocks
-and blocks-fp8, whole blocks; skip, without experts: what the rest of the model takes. +norms: RMSNorms by fusekit;
-+compile: torch.compile of the model; +graph: the whole step in one CUDA graph. Each variant is a process of its own,
-with the same weights and data. Prints a line of JSON each, and a table: `ms` of a step, `passes_ms` without the
-optimiser (timed alone), peak memory.
+A variant is BACKEND[+norms][+hold][+compile][+graph]. Backends: grouped_mm, Transformers' own; fusekit, its
+experts; blocks and blocks-fp8, whole blocks; skip, without experts: what the rest takes. +norms: RMSNorms by fusekit;
++hold: the weights' FP8 values are made after the optimiser's step, and count as part of it; +compile: torch.compile of
+the model; +graph: the whole step in one CUDA graph. Each variant is a process of its own, with the same weights and
+data. Prints a line of JSON each, and a table: `ms` of a step, `passes_ms` without the optimiser (timed alone), peak
+memory.
 """
 
 import argparse
@@ -34,7 +35,7 @@ MODELS = {
 VARIANTS = (
     "grouped_mm", "fusekit", "blocks", "blocks+norms", "blocks-fp8", "grouped_mm+graph", "blocks+norms+graph",
     "grouped_mm+compile+graph", "fusekit+compile+graph", "blocks+compile+graph", "blocks+norms+compile+graph",
-    "blocks-fp8+compile+graph", "skip+compile+graph",
+    "blocks-fp8+compile+graph", "blocks-fp8+hold+compile+graph", "skip+compile+graph",
 )  # fmt: skip
 LAYERS = {"fusekit": ("{}", "none"), "blocks": ("{}*", "none"), "blocks-fp8": ("{}*", "fp8-block")}
 
@@ -89,6 +90,8 @@ def measure(model: str, variant: str, tokens: int, steps: int) -> dict:
         for path, parameter in network.named_parameters():
             if "norm" not in path:
                 parameter.normal_(std=0.02)
+    if "hold" in flags:
+        interop.hold_fp8(network)
     generator = torch.Generator().manual_seed(1)
     shape = (max(tokens // LENGTH, 1), min(tokens, LENGTH))
     batches = [torch.randint(VOCABULARY, shape, generator=generator).cuda() for _ in range(4)]
@@ -169,7 +172,7 @@ def table(rows: list[dict]) -> None:
     by_name = {(row["model"], row["variant"]): row for row in rows if "ms" in row}
     say(f"{'model':16}{'variant':28}{'ms':>9}{'passes':>9}{'gain':>7}{'peak GiB':>10}")
     for (model, variant), row in by_name.items():
-        flags = [flag for flag in variant.split("+")[1:] if flag != "norms"]
+        flags = [flag for flag in variant.split("+")[1:] if flag not in ("norms", "hold")]
         base = by_name.get((model, "+".join(["grouped_mm", *flags])))
         gain = f"{base['passes_ms'] / row['passes_ms']:.2f}" if base else ""
         say(f"{model:16}{variant:28}{row['ms']:9.2f}{row['passes_ms']:9.2f}{gain:>7}{row['peak_gib']:10.2f}")

@@ -61,3 +61,48 @@ def test_the_loss_with_fp8_values_stays_with_that_in_bf16(name, masters, backend
     assert means["none"] < 0.25 * losses["none"][0], message
     assert min(idle.values()) > 1.5 * means["none"], message
     assert abs(apart) <= WITHIN, message
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_held_fp8_values_train_to_the_same_bits(opened, backends, fused, graph):
+    """Made once after each step, in the graph of a whole step too, next to those that each call makes."""
+    name = "fusekit-held"
+    interop.register(opened, name, layers="training/*-block-*", recipe="fp8-block", blocks=True)
+    ids = training.batches(8, 8, LENGTH, device="cuda")
+    losses = {}
+    for held in (False, True):
+        model = models.model("qwen3-moe", name, H, I, dtype=torch.bfloat16, device="cuda")
+        if held:
+            assert interop.hold_fp8(model) == 2
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused, capturable=True)
+        batch = ids[0].clone()
+
+        def step(model=model, optimizer=optimizer, batch=batch):
+            optimizer.zero_grad()
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            losses[held] = [step().item() for _ in range(2)]
+        torch.cuda.current_stream().wait_stream(side)
+        call = step
+        if graph:
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured):
+                result = step()
+
+            def call(captured=captured, result=result):
+                captured.replay()
+                return result
+
+        for each in ids:
+            batch.copy_(each)
+            losses[held].append(call().item())
+        losses[held].append(model(input_ids=batch, labels=batch).loss.item())
+    del moe.ExpertsInterface._global_mapping[name]
+    assert losses[True] == losses[False] and losses[True][-1] < losses[True][0]
