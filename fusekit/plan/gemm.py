@@ -32,6 +32,8 @@ WGRAD_BOXES = 3  # of dw, where factors are FP8 values: their tiles end sooner
 GATED_UNIT = 32  # columns of da whose gate and up a backward epilogue works on at a time
 BOX_WIDTHS = (64, 32, 16)  # columns of a staging box
 MIN_STAGES, MAX_STAGES = 3, 8
+SWAPPED_STAGES = 20  # at most, where tiles have few rows: what is in flight of w keeps memory busy
+EXCHANGE_PAD = 4  # float32 after each row of swapped products, so that a warp's stores meet no bank twice
 SEGMENT = SIDE // 2  # columns of a tile that have one scale of w, wherever the tile begins
 SCHEDULE_BYTES = 8  # of the workspace: two int32 of the dynamic schedule
 BIG = 2**30  # rows of a ragged tensor map
@@ -97,7 +99,11 @@ class GemmPlan(Product):
 
     @property
     def warpgroup_rows(self) -> int:
-        """Rows of the tile that one consumer warpgroup accumulates: all (ping-pong) or its half (cooperative)."""
+        """Rows of the tile that one consumer warpgroup finishes: all (ping-pong) or its half (cooperative). A swapped
+        tile has fewer than the one block that its epilogue is made for.
+        """
+        if self.swapped:
+            return self.arch.mma_rows
         return self.tile[0] if self.pingpong else self.tile[0] // self.arch.consumer_warpgroups
 
     @property
@@ -121,7 +127,7 @@ class GemmPlan(Product):
         return self._accumulators(self.waves)
 
     def _accumulators(self, waves: int) -> int:
-        multiplied = self.arch.mma_rows // waves if self.quant.promoted else 0
+        multiplied = self.tile[0] if self.swapped else self.arch.mma_rows // waves if self.quant.promoted else 0
         return (self.warpgroup_rows + multiplied) * self.tile[1] // self.arch.warpgroup
 
     @property
@@ -258,7 +264,7 @@ class GemmPlan(Product):
             return GATED_UNIT if self.kind.gated else self.box(self.tile[1], BOX_WIDTHS[0])
         # 64 columns, or 32 where that makes room for one more stage. Weight gradients of FP8 values gain less from
         # a fifth stage than they lose by short rows of dw.
-        enough = 4 if self.wgrad and self.quant.coded_inputs else MAX_STAGES
+        enough = 4 if self.wgrad and self.quant.coded_inputs else self.max_stages
         return max((min(enough, self._stages(self._warp_bytes(box))), box) for box in (64, 32))[1]
 
     def result_box(self, width: int) -> int:
@@ -298,9 +304,19 @@ class GemmPlan(Product):
         columns = self.sides * self.tile[1] if self.backward else self.out_tile_n
         return columns * self.arch.warp_rows if self.quant.coded else 0
 
+    @property
+    def max_stages(self) -> int:
+        """The deepest operand pipeline."""
+        return SWAPPED_STAGES if self.swapped else MAX_STAGES
+
+    @property
+    def exchange_pitch(self) -> int:
+        """float32 from one row of a swapped tile's products to the next, in shared memory."""
+        return self.tile[1] + EXCHANGE_PAD
+
     def _stages(self, warp_bytes: int) -> int:
         room = self.arch.shared_bytes - warp_bytes * self.consumer_warps
-        stages = min(MAX_STAGES, room // self.stage_bytes)
+        stages = min(self.max_stages, room // self.stage_bytes)
         while stages > 0 and self.layout(stages, warp_bytes).bytes > self.arch.shared_bytes:
             stages -= 1
         return stages
@@ -335,6 +351,7 @@ class GemmPlan(Product):
         tile_m, tile_n = self.tile
         stage, ring = stages * self.arch.swizzle_bytes, self.ring_slots
         counts = [count for operand in self.operands for count in operand.barriers(self)]
+        exchange = 4 * tile_m * self.exchange_pitch * self.arch.consumer_warpgroups
         return SharedMemory(
             (
                 Region("x", stage * tile_m, 1024),
@@ -345,6 +362,7 @@ class GemmPlan(Product):
                 *pipeline("tiles", ring, 1, self.ring_readers),
                 *([barriers("barriers", *counts)] if counts else []),
                 *(region for operand in self.operands for region in operand.regions(self, stages)),
+                *([Region("exchange", exchange)] if self.swapped else []),
             )
         )
 

@@ -18,7 +18,8 @@ VECTOR_BYTES = 16  # the granule of TMA addresses and strides
 class Product:
     """The product of `spec`: a KernelSpec, or anything that has its attributes. tile and cluster are (M, N).
 
-    epilogue: "forward", "backward" (after the derivative of an activation) or "wgrad". kind: the activation.
+    epilogue: "forward", "backward" (after the derivative of an activation) or "wgrad". kind: the activation. pingpong:
+    each consumer warpgroup has tiles of its own; swapped: and rows of w take the side of the MMA that has 64.
     """
 
     def __init__(self, spec: Any) -> None:
@@ -28,7 +29,8 @@ class Product:
         self.out_dtype: str = spec.out_dtype
         self.tile: tuple[int, int] = spec.tile
         self.cluster: tuple[int, int] = spec.cluster
-        self.pingpong: bool = spec.mainloop == "pingpong"
+        self.swapped: bool = spec.mainloop == "swap-ab"
+        self.pingpong: bool = self.swapped or spec.mainloop == "pingpong"
         self.dynamic: bool = spec.schedule == "dynamic"
         self.epilogue: str = spec.epilogue
         self.grouped: bool = spec.grouped

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from fusekit.plan.arch import DEFAULT, Architecture
 from fusekit.plan.gemm import GATED_UNIT, MIN_STAGES, GemmPlan
 
-MAINLOOPS = ("pingpong", "cooperative")
+SWAPPED = "swap-ab"
+MAINLOOPS = ("pingpong", "cooperative", SWAPPED)
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
 GLU_LAYOUTS = ("concat", "interleaved", "interleaved-32")
 
@@ -32,8 +33,8 @@ class Refusal:
 
 
 def owners(mainloop: str, arch: Architecture = DEFAULT) -> int:
-    """Threads that work on a tile: one warpgroup (ping-pong), or all consumers (cooperative)."""
-    return arch.warpgroup * (1 if mainloop == "pingpong" else arch.consumer_warpgroups)
+    """Threads that work on a tile: all consumers (cooperative), else one warpgroup."""
+    return arch.warpgroup * (arch.consumer_warpgroups if mainloop == "cooperative" else 1)
 
 
 def accumulators(tile: tuple[int, int], mainloop: str, arch: Architecture = DEFAULT) -> int:
@@ -42,14 +43,16 @@ def accumulators(tile: tuple[int, int], mainloop: str, arch: Architecture = DEFA
 
 
 def default_mainloop(tile: tuple[int, int], arch: Architecture = DEFAULT) -> str:
-    """Ping-pong where one warpgroup can hold the whole tile, else cooperative."""
+    """Swapped for a tile of few rows; ping-pong where one warpgroup can hold the whole tile, else cooperative."""
+    if tile[0] in arch.tile_rows[SWAPPED]:
+        return SWAPPED
     fits = tile[0] in arch.tile_rows["pingpong"] and accumulators(tile, "pingpong", arch) <= arch.accumulator_registers
     return "pingpong" if fits else "cooperative"
 
 
 def refusals(plan: GemmPlan, mainloop: str) -> tuple[Refusal, ...]:
     """Every rule that the plan's tile and cluster break; empty when it fits."""
-    broken = [*_tile_m(plan, mainloop), *_tile_n(plan)]
+    broken = [*_tile_m(plan, mainloop), *_tile_n(plan), *_swapped(plan)]
     if plan.cluster not in CLUSTERS:
         allowed = ", ".join(f"[{m}, {n}]" for m, n in CLUSTERS)
         broken.append(Refusal("cluster", f"a cluster is one of {allowed}"))
@@ -67,6 +70,20 @@ def _tile_m(plan: GemmPlan, mainloop: str) -> Iterator[Refusal]:
         yield Refusal("tile", f"tile M = {tile_m} does not fit the {mainloop} main loop, which has {allowed}{remedy}")
 
 
+def _swapped(plan: GemmPlan) -> Iterator[Refusal]:
+    if not plan.swapped:
+        return
+    if plan.epilogue != "forward" or plan.quant.coded_inputs or not plan.quant.wide:
+        rows = sorted({row for loop, heights in plan.arch.tile_rows.items() if loop != SWAPPED for row in heights})
+        yield Refusal(
+            "mainloop",
+            "it multiplies 16-bit factors, and has a forward epilogue without FP8 output; take tile M = "
+            f"{' or '.join(map(str, rows))}",
+        )
+    if plan.cluster_size > 1:
+        yield Refusal("cluster", f'mainloop = "{SWAPPED}" has tiles of few rows, which CTAs do not share; say [1, 1]')
+
+
 def _tile_n(plan: GemmPlan) -> Iterator[Refusal]:
     tile_n, most = plan.tile[1], plan.arch.max_tile_n
     if plan.gathers and not plan.quant.coded:  # FP8 values of a gated y need 256 columns, in two waves
@@ -82,6 +99,8 @@ def _tile_n(plan: GemmPlan) -> Iterator[Refusal]:
             given += f', glu_layout = "{plan.glu_layout}"'
     else:
         multiple, why = TILE_N[plan.b_major, plan.glu_layout]
+        if plan.swapped and multiple < plan.arch.mma_rows:
+            multiple, why = plan.arch.mma_rows, f"a swapped product has {plan.arch.mma_rows} rows of w"
         given = f'b_major = "{plan.b_major}"' + (f', glu_layout = "{plan.glu_layout}"' if plan.kind.gated else "")
     if plan.gathers:
         given += f', gather = "{plan.gather}"'

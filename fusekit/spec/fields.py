@@ -98,8 +98,8 @@ _SWEPT = {
         "CTAs of a cluster along the tile's two dims. Left out: chosen for the problem.",
                    choices=CLUSTERS, sweep=True),
     "mainloop": Field("mainloop", "choice",
-        "How two warpgroups share work; default: pingpong where a warpgroup can hold "
-                    "the tile.", choices=MAINLOOPS, sweep=True),
+        "How two warpgroups share work; default: swap-ab for tiles of 16 or 32 rows, which multiply w by x^T; pingpong "
+                    "where a warpgroup can hold the tile.", choices=MAINLOOPS, sweep=True),
     "schedule": Field("schedule", "choice", "How tiles are dealt to clusters. Left out: dynamic.",
                     choices=("static", "dynamic"), sweep=True),
 }  # fmt: skip

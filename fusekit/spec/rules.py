@@ -46,7 +46,7 @@ def _of_kernel(alike: _Alike) -> tuple[Broken, ...]:
             broken += operand.rules(spec)
     if any(field == "glu_layout" for field, _, _ in broken):  # the tile's rules depend on it
         return tuple(broken)
-    values = {"tile": spec.tile, "cluster": spec.cluster}
+    values = {"tile": spec.tile, "cluster": spec.cluster, "mainloop": spec.mainloop}
     for refusal in refusals(spec.plan, spec.mainloop):
         broken.append((refusal.field, values[refusal.field], refusal.rule))
     return tuple(broken)

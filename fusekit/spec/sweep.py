@@ -7,7 +7,7 @@ fusekit.choice:
   with the other cluster, and the best one with another tile. Tiles of `COMMON` are preferred, where the model calls
   them hardly dearer than the best, or as the other tile not much dearer.
 - no tile, but clusters: for each of them the best tile and that other one.
-- a tile, but no cluster: for each tile the better of `CLUSTERS`.
+- a tile, but no cluster: for each tile the better of `CLUSTERS`; `ALONE` for a tile that cannot have either.
 - no schedule: dynamic.
 
 Without a problem they are those of `TYPICAL`. Values that a table gives are kept: each of its lists has a variant for
@@ -32,7 +32,8 @@ LOW = (64, 128)
 NARROW = 128  # columns of a dense product, such as a router's, that LOW is a candidate for
 TILES = (LOW, (128, 128), (128, 160), (128, 192), (128, 256), (256, 128), (256, 192))
 CLUSTERS = ((2, 1), (1, 2))
-CANDIDATES = {"tile": TILES, "cluster": CLUSTERS, "schedule": ("dynamic",)}
+ALONE = (1, 1)  # the cluster of swapped tiles
+CANDIDATES = {"tile": TILES, "cluster": (*CLUSTERS, ALONE), "schedule": ("dynamic",)}
 COMMON = ((128, 192), (256, 192))
 HARDLY_DEARER, MUCH_DEARER = 1.02, 1.05
 TYPICAL = Problem(E=32, M=65536, N=4096, K=4096)
@@ -75,6 +76,8 @@ def expand(schema: "Schema", stem: str, values: Mapping[str, Any], index: Index)
         broken: list[Broken] = []
         for rest in _product(free):
             spec = schema.make(stem, values, choice | rest)
+            if "cluster" in free and (spec.cluster == ALONE) != spec.plan.swapped:
+                continue
             matching = _matching(spec, index)
             expansion.unused -= matching
             if matching:

@@ -86,6 +86,8 @@ SPECS = (
     MATRIX["matrix_backward/wgrad-dbias@128x192-c1x2-dynamic"],
     MATRIX["matrix_backward/dense-wgrad-accumulate@256x128-c1x2-dynamic"],
     MATRIX["matrix/gather-swiglu@128x160-c2x1-dynamic"],
+    MATRIX["matrix/few-rows-gathered@32x128-c1x1"],
+    MATRIX["matrix/few-rows-interleaved-32@16x192-c1x1"],
     MATRIX["matrix/gather-awaits@128x192-c2x1-dynamic"],
     *(MATRIX[f"matrix_backward/gather-dswiglu@{name}-c2x1-dynamic"] for name in ("128x128", "256x128")),
     *(MATRIX[f"matrix_backward/wgrad-gather-{name}"] for name in ("x@128x192-c1x2", "dy@256x128-c2x1-dynamic")),
@@ -96,7 +98,8 @@ SPLIT = [spec for spec in MATRIX.values() if spec.operands["split"]]
 # What is built without --soak: of each main loop, epilogue, operand and way to store one, the most crowded.
 CORE = (
     "quickstart/linear@128x128-c2x1", FC1, "matrix/whole-epilogue@128x128-c1x1",
-    "matrix/gather-awaits@128x192-c2x1-dynamic", "matrix_backward/dense-wgrad-accumulate@256x128-c1x2-dynamic",
+    "matrix/gather-awaits@128x192-c2x1-dynamic", "matrix/few-rows-gathered@32x128-c1x1",
+    "matrix_backward/dense-wgrad-accumulate@256x128-c1x2-dynamic",
     "matrix_backward/wgrad-gather-dy@256x128-c2x1-dynamic",
     "matrix_fp8/block-dswiglu@128x128-c2x1-coop-dynamic", "matrix_fp8/wgrad-bf16@128x128-c1x2-coop",
     "gpt-oss-120b/moe.fc2-dgrad@128x160-c2x1-dynamic", "deepseek-v3/moe-fp8.fc2-dgrad@128x128-c2x1-coop-dynamic",
@@ -181,7 +184,8 @@ def test_tensor_cores_multiply_what_tma_brings(built, spec):
     code = instructions(*loaded(built, spec))
     products = {item.opcode.partition(".F32")[0] for item in code if item.base in ("HGMMA", "QGMMA")}
     kind, depth = ("QGMMA", 32) if spec.plan.quant.coded_inputs else ("HGMMA", 16)
-    assert products == {f"{kind}.64x{spec.tile[1] // spec.plan.waves}x{depth}"}
+    columns = spec.tile[0] if spec.plan.swapped else spec.tile[1] // spec.plan.waves
+    assert products == {f"{kind}.64x{columns}x{depth}"}
     loads = [item.opcode for item in code if item.base == "UTMALDG"]
     assert loads
     assert any("MULTICAST" in load for load in loads) is (spec.cluster != (1, 1))

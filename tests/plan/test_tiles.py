@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fusekit.plan import product
 from fusekit.plan.arch.sm_90a import ROW as SM90A
-from fusekit.plan.gemm import MAX_STAGES, MIN_STAGES, NAMED_BARRIERS, WARP
+from fusekit.plan.gemm import MAX_STAGES, MIN_STAGES, NAMED_BARRIERS, SWAPPED_STAGES, WARP
 from fusekit.plan.operands.split import parts
 from fusekit.plan.shared import Region, SharedMemory, barriers, pipeline
 from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS, MAINLOOPS, accumulators, default_mainloop, refusals
@@ -21,6 +21,8 @@ from tests.plans import gemm_plan
 @pytest.mark.parametrize(
     ("tile", "mainloop", "stages", "staging", "registers"),
     [
+        ((16, 64), "swap-ab", 20, 16384, 40),
+        ((32, 128), "swap-ab", 8, 32768, 96),
         ((64, 64), "pingpong", 8, 32768, 32),
         ((128, 160), "pingpong", 5, 32768, 160),
         ((128, 192), "pingpong", 5, 16384, 192),
@@ -33,7 +35,7 @@ def test_known_tiles(tile, mainloop, stages, staging, registers):
     assert default_mainloop(tile) == mainloop
     plan = gemm_plan(tile=tile)
     assert (plan.stages, plan.warp_bytes * plan.consumer_warps, plan.accumulators) == (stages, staging, registers)
-    assert accumulators(tile, mainloop) == registers
+    assert mainloop == "swap-ab" or accumulators(tile, mainloop) == registers  # swapped: those of the epilogue, too
 
 
 @pytest.mark.parametrize("tile", [(64, 64), (128, 192), (256, 128), (256, 192)])
@@ -91,6 +93,24 @@ def test_a_wrong_cluster_is_refused():
     assert refusal.rule == "a cluster is one of [1, 1], [2, 1], [1, 2]"
 
 
+@pytest.mark.parametrize(
+    ("keys", "field"),
+    [
+        ({"op": "grouped-wgrad"}, "mainloop"),
+        ({"backward": True}, "mainloop"),
+        ({"quant": "in=fp8-block"}, "mainloop"),
+        ({"quant": "out=fp8-block"}, "mainloop"),
+        ({"cluster": (2, 1)}, "cluster"),
+        ({"tile": (16, 96)}, "tile"),
+        ({"tile": (64, 128)}, "tile"),
+    ],
+)
+def test_a_swapped_tile_has_few_rows_and_a_forward_epilogue(keys, field):
+    keys = {"tile": (16, 128), "mainloop": "swap-ab"} | keys
+    assert field in {refusal.field for refusal in refusals(gemm_plan(**keys), "swap-ab")}
+    assert refusals(gemm_plan(tile=(16, 128)), "swap-ab") == ()
+
+
 @pytest.mark.parametrize("keys", [{}, {"op": "grouped-wgrad"}, {"b_major": "n"}, {"glu_layout": "concat"}])
 def test_a_tile_is_no_wider_than_one_product(keys):
     widest, wider = gemm_plan(tile=(64, 256), **keys), gemm_plan(tile=(64, 384), **keys)
@@ -101,7 +121,7 @@ def test_a_tile_is_no_wider_than_one_product(keys):
 
 
 @given(
-    tile=st.tuples(st.sampled_from([32, 64, 128, 192, 256]), st.integers(1, 300)),
+    tile=st.tuples(st.sampled_from([16, 32, 64, 128, 192, 256]), st.integers(1, 300)),
     cluster=st.sampled_from(CLUSTERS),
     mainloop=st.sampled_from(MAINLOOPS),
     op=st.sampled_from(["grouped-gemm", "grouped-wgrad"]),
@@ -122,10 +142,11 @@ def test_what_is_not_refused_fits(tile, cluster, mainloop, op, b_major, glu_layo
     plan = gemm_plan(**keys)
     if refusals(plan, mainloop):
         return
-    assert MIN_STAGES <= plan.stages <= MAX_STAGES
+    most = SWAPPED_STAGES if mainloop == "swap-ab" else MAX_STAGES
+    assert MIN_STAGES <= plan.stages <= most
     assert plan.shared.bytes > plan.stages * plan.stage_bytes + plan.warp_bytes * plan.consumer_warps
     assert plan.shared.bytes <= SM90A.shared_bytes
-    assert plan.stages == MAX_STAGES or plan.layout(plan.stages + 1, plan.warp_bytes).bytes > SM90A.shared_bytes
+    assert plan.stages == most or plan.layout(plan.stages + 1, plan.warp_bytes).bytes > SM90A.shared_bytes
     assert plan.accumulators <= SM90A.accumulator_registers < SM90A.consumer_registers
     if op == "grouped-wgrad":
         assert tile[0] % 64 == tile[1] % 64 == 0

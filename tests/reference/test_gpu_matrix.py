@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from fusekit.plan.operands.split import parts
+from fusekit.plan.tiles import GLU_LAYOUTS, MAINLOOPS
 from fusekit.spec import parse_file
 from tests.gpu.cases import TILE_K, cases_of, multiple_of_n
 from tests.plans import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, value_of
@@ -26,7 +27,7 @@ def covered(*keys):
 
 
 def test_few_enough_to_build_in_minutes_and_no_two_share_a_cubin():
-    assert len(SPECS) <= 88
+    assert len(SPECS) <= 102
     assert len(BACKWARD) <= 61
     assert len({str(spec.device_spec()) for spec in (*SPECS, *BACKWARD)}) == len(SPECS) + len(BACKWARD)
     assert len({spec.full_name.partition("/")[2] for spec in (*SPECS, *BACKWARD)}) == len(SPECS) + len(BACKWARD)
@@ -67,12 +68,21 @@ def test_every_cluster_and_the_usual_tiles():
 def test_the_dynamic_schedule_under_every_cluster_main_loop_and_layout():
     dynamic = [spec for spec in SPECS if spec.schedule == "dynamic"]
     assert {(1, 1), (2, 1), (1, 2)} == {spec.cluster for spec in dynamic}
-    assert {spec.mainloop for spec in dynamic} == {"pingpong", "cooperative"}
+    assert {spec.mainloop for spec in dynamic} == set(MAINLOOPS)
     assert {spec.glu_layout for spec in dynamic} == {"none", "concat", "interleaved", "interleaved-32"}
     assert {spec.b_major for spec in dynamic} == {"k", "n"}
     assert {spec.op for spec in dynamic} == {"grouped-gemm", "dense-gemm"}
     for key in ("bias", "save_preactivation", "row_scale"):
         assert {value_of(spec, key) for spec in dynamic} == {True, False}
+
+
+def test_tiles_of_few_rows_with_every_operand_that_they_can_have():
+    some = [spec for spec in SPECS if spec.mainloop == "swap-ab"]
+    assert {spec.glu_layout for spec in some} == {"none", *GLU_LAYOUTS}
+    for key in ("op", "dtype", "b_major", "bias", "row_scale", "save_preactivation", "schedule", "gather"):
+        assert len({value_of(spec, key) for spec in some}) == 2, key
+    assert {spec.tile for spec in some} >= {(16, 64), (16, 128), (32, 128), (32, 256)}
+    assert {spec.tile[0] for spec in some if spec.b_major == "n"} == {16, 32}
 
 
 def test_weight_gradients_of_every_type_tile_cluster_and_schedule():
@@ -108,8 +118,9 @@ def test_weight_gradients_of_dense_layers_whole_and_in_parts():
 def test_float32_results_plain_and_gated():
     some = [spec for spec in SPECS if spec.out_dtype == "f32"]
     assert {"none", "interleaved", "concat"} <= {spec.glu_layout for spec in some}
-    for key in ("op", "dtype", "b_major", "bias", "mainloop", "schedule", "save_preactivation"):
+    for key in ("op", "dtype", "b_major", "bias", "schedule", "save_preactivation"):
         assert len({value_of(spec, key) for spec in some}) == 2, key
+    assert {spec.mainloop for spec in some} == set(MAINLOOPS)
     assert {spec.cluster for spec in some} == {(1, 1), (2, 1), (1, 2)}
     assert {16, 32} <= {box_of(spec) for spec in some}  # columns that are stored at once
 

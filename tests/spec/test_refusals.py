@@ -85,7 +85,7 @@ AT = "[[kernel]] 1 (fc1): "
         ('dtype = "f32"', 'dtype = "f32": must be "bf16" or "fp16"'),
         ('schedule = ["static", "static"]', '"static" appears twice; a sweep names each value once'),
         ("schedule = []", "schedule = []: an empty sweep makes no kernel"),
-        ('mainloop = "ping-pong"', 'must be "pingpong" or "cooperative"; did you mean "pingpong"?'),
+        ('mainloop = "ping-pong"', 'must be "pingpong", "cooperative" or "swap-ab"; did you mean "pingpong"?'),
         ("cluster = [2, 2]", "cluster = [2, 2]: must be [1, 1], [2, 1] or [1, 2]"),
         ("cluster = [[1, 1], [4, 1]]", "cluster = [4, 1]: must be [1, 1], [2, 1] or [1, 2]"),
         ("cluster = [2]", "cluster = [2]: must be a pair of integers [M, N], or a list of such pairs"),

@@ -224,7 +224,10 @@ class Gather(DeviceOperand):
         """Start the warp's copies of a stage; left: columns of the tensor from the lane's first on."""
         unit, group = lane & (UNITS - 1), lane >> 3
         destination = (shared.w if self.plan.gathered_side else shared.x).toint() + stage * self.stage_bytes
-        even = destination + warp * (self.share * ROW_BYTES) + group * ROW_BYTES + (unit ^ group) * 16
+        first = (
+            group if self.share % UNITS == 0 else group + (warp & 1) * ROWS_AT_ONCE
+        )  # the lane's first row, modulo 8
+        even = destination + warp * (self.share * ROW_BYTES) + group * ROW_BYTES + (unit ^ first) * 16
         odd = even ^ 64
         flags = [ptx.all_unless_above(rows[0], left, box * self.plan.arch.box) for box in range(self.boxes)]
         for number, source in enumerate(rows[1:]):

@@ -106,6 +106,7 @@ class Gemm:
             shared.stages_full,
             shared.stages_empty,
             getattr(shared, "scales", None),
+            getattr(shared, "exchange", None),
         )
         ring = TileRing(plan, shared.tiles.toint(), shared.tiles_full, shared.tiles_empty)
         if warp == 0 and lane == 0:
@@ -182,6 +183,8 @@ class Gemm:
             cute.arch.sync_warp()
             if lane == 0:
                 ring.free(count)
+            if cutlass.const_expr(plan.swapped):
+                end = cutlass.min(end, row + plan.tile[0])  # the epilogue's blocks are higher than the tile
             tile = Tile(row + row_offset, end, column_of(n_tile), group, count)
             self.epilogue.prepare(tile, work, warp_state, seen)
             self.main_loop.turns.take(consumer)

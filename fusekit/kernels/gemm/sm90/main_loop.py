@@ -30,6 +30,7 @@ class Stages(NamedTuple):
     full: object
     empty: object
     scales: object = None  # of blocks, stage by stage
+    exchange: object = None  # products of swapped tiles, a region for each warpgroup
 
 
 class Run(NamedTuple):

@@ -1,0 +1,83 @@
+"""Products of few tokens: rows of w take the side of wgmma that has 64 of them, rows of x the other (swap AB).
+
+    (w . x^T)[n, m], wgmma m64nTILE_Mk16
+
+A tile of 16 rows then needs no more of x than those, and the stages hold hardly anything but w: as much of it is in
+flight as shared memory has room for, which is what a launch that is bound by reading w takes.
+
+A warpgroup turns its products through shared memory into the order of an unswapped tile's accumulators, so that
+epilogues and operands know nothing of it. The products have the same bits: sums over K are made of the same 16 at a
+time, in the same order, and a product does not depend on which factor is on which side.
+"""
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
+
+from fusekit.kernels import ptx
+from fusekit.kernels.gemm.sm90.main_loop import MainLoop, Run, Stages, staged
+from fusekit.kernels.gemm.sm90.maps import swizzled
+from fusekit.plan.arch.sm_90a import WARP_ROWS
+from fusekit.plan.gemm import COLUMNS
+
+
+class SwappedLoop(MainLoop):
+    """Load role and accumulation; `most` of the parent are the accumulators in the epilogue's order."""
+
+    def fragments(self, smem_x, smem_w):
+        """The epilogue's accumulators; those of wgmma; wgmma descriptors of w and x, for every stage."""
+        mma = self.tiled_mma()
+        tile_m, tile_n = self.plan.tile
+        most = cute.make_rmem_tensor((self.plan.arch.mma_rows * tile_n // self.plan.arch.warpgroup,), Float32)
+        products = mma.make_fragment_C(mma.partition_shape_C((tile_n, tile_m)))
+        w = mma.make_fragment_A(mma.get_slice(0).partition_A(self.w_tensor(smem_w, tile_n)))
+        x = mma.make_fragment_B(mma.get_slice(0).partition_B(self.x_tensor(smem_x)))
+        return most, (products, (w, x))
+
+    def x_tensor(self, pointer):
+        """Rows of x at `pointer`, every stage."""
+        tile_m, tile_k = self.plan.tile[0], self.plan.tile_k
+        layout = staged(swizzled(self.x_dtype, tile_k), (tile_m, tile_k), self.plan.stages, tile_m * tile_k)
+        return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.x_dtype), layout.outer)
+
+    def tiled_mma(self):
+        """wgmma of one warpgroup."""
+        w_major = OperandMajorMode.MN if self.n_major else OperandMajorMode.K
+        return make_trivial_tiled_mma(
+            self.w_dtype, self.x_dtype, w_major, OperandMajorMode.K, Float32, (1, 1, 1), (64, self.plan.tile[0])
+        )
+
+    @cute.jit
+    def run_tile(self, most, fragments, stages: Stages, run: Run, rows_left: Int32, consumer: Int32, lane: Int32):
+        """As the parent's; every tile has rows."""
+        products, factors = fragments
+        self.accumulate(products, factors, stages, run, consumer, lane)
+        self.exchange(products, most, stages.exchange, consumer, lane)
+
+    @cute.jit
+    def exchange(self, products, most, memory, consumer: Int32, lane: Int32):
+        """Turn a tile's products; all threads of a warpgroup. Warps beyond the tile's rows get those of others."""
+        (tile_m, tile_n), pitch = self.plan.tile, self.plan.exchange_pitch
+        barrier, threads = consumer + self.plan.named_barrier(COLUMNS), self.plan.arch.warpgroup
+        flat = cute.make_tensor(products.iterator, cute.make_layout(cute.size(products)))
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3
+        base = memory.toint() + consumer * (4 * tile_m * pitch)
+        column, row = warp * WARP_ROWS + (lane >> 2), (lane & 3) * 2  # of the lane's first product
+        to = base + (row * pitch + column) * 4
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)  # the tile before has been read
+        for block in cutlass.range_constexpr(tile_n // 64):
+            for chunk in cutlass.range_constexpr(tile_m // 8):
+                for r in cutlass.range_constexpr(2):
+                    for c in cutlass.range_constexpr(2):
+                        place = (chunk * 8 + c) * pitch + block * 64 + r * 8
+                        value = flat[block * (tile_m // 2) + chunk * 4 + r * 2 + c]
+                        ptx.store_shared_f32(to + place * 4, value)
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+        line = (warp & (tile_m // WARP_ROWS - 1)) * WARP_ROWS + (lane >> 2)
+        source = base + (line * pitch + (lane & 3) * 2) * 4
+        for chunk in cutlass.range_constexpr(tile_n // 8):
+            for r in cutlass.range_constexpr(2):
+                pair = ptx.load_shared_f32x2(source + (r * 8 * pitch + chunk * 8) * 4)
+                for c in cutlass.range_constexpr(2):
+                    most[chunk * 4 + r * 2 + c] = pair[c]

@@ -1,0 +1,81 @@
+"""Products of few rows in the order that epilogues expect: every thread's part, by the layout of wgmma's D fragment."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from fusekit.kernels.gemm.sm90 import swapped
+from tests.kernels.plain import plain
+from tests.plans import gemm_plan
+
+THREADS, WARP, BANKS = 128, 32, 32
+
+
+@pytest.mark.parametrize("tile", [(16, 64), (32, 192)])
+@pytest.mark.parametrize("consumer", [0, 1])
+def test_a_warpgroup_turns_its_products(tile, consumer):
+    plan = gemm_plan(tile=tile)
+    tile_m, tile_n = tile
+    (region,) = [region for region in plan.shared.regions if region.name == "exchange"]
+    memory = np.full(region.bytes // 4, np.nan)
+    products = np.arange(tile_m * tile_n, dtype=float).reshape(tile_n, tile_m)
+    thread, stores, lines = SimpleNamespace(number=0), {}, []
+
+    def store(address, value):
+        assert np.isnan(memory[address // 4]) or memory[address // 4] == value
+        memory[address // 4] = value
+        lines.append((thread.number // WARP, len(stores.setdefault(thread.number, [])), address // 4 % BANKS))
+        stores[thread.number].append(address)
+
+    def load(address):
+        assert address % 8 == 0
+        return memory[address // 4], memory[address // 4 + 1]
+
+    barriers = []
+    module = plain(
+        swapped,
+        ptx=SimpleNamespace(store_shared_f32=store, load_shared_f32x2=load),
+        cute=SimpleNamespace(
+            make_tensor=lambda values, layout: values, make_layout=lambda size: size, size=lambda tensor: None,
+            arch=SimpleNamespace(
+                make_warp_uniform=int, warp_idx=lambda: 4 * (1 + consumer) + thread.number // WARP,
+                barrier=lambda barrier_id, number_of_threads: barriers.append((barrier_id, number_of_threads)),
+            ),
+        ),
+    )  # fmt: skip
+    own = SimpleNamespace(plan=plan)
+    shared = SimpleNamespace(toint=lambda: 0)
+
+    def turned(number):
+        thread.number = number
+        warp, lane = number // WARP, number % WARP
+        flat = np.zeros(tile_m * tile_n // THREADS)
+        for index in range(len(flat)):
+            block, (chunk, (r, c)) = index // (tile_m // 2), (index % (tile_m // 2) // 4, divmod(index % 4, 2))
+            row = block * 64 + warp * 16 + lane // 4 + 8 * r
+            flat[index] = products[row, chunk * 8 + lane % 4 * 2 + c]
+        most = np.full(64 * tile_n // THREADS, np.nan)
+        accumulators = SimpleNamespace(iterator=flat)
+        module.SwappedLoop.exchange(own, accumulators, most, shared, consumer, lane)
+        return most
+
+    for number in range(THREADS):  # all have written before the first reads
+        turned(number)
+    for number in range(THREADS):
+        warp, lane = number // WARP, number % WARP
+        if warp >= tile_m // 16:
+            continue  # whose rows are no part of the tile
+        expected = [
+            products[chunk * 8 + lane % 4 * 2 + c, warp * 16 + lane // 4 + 8 * r]
+            for chunk in range(tile_n // 8) for r in range(2) for c in range(2)
+        ]  # fmt: skip
+        assert turned(number).tolist() == expected
+    assert set(barriers) == {(plan.named_barrier("columns") + consumer, THREADS)}
+    low, high = consumer * region.bytes // 8, (consumer + 1) * region.bytes // 8
+    used = np.flatnonzero(~np.isnan(memory))
+    assert low <= used.min() and used.max() < high  # the other warpgroup's part is its own
+    by_instruction: dict[tuple[int, int], list[int]] = {}
+    for warp, index, bank in lines[: tile_m * tile_n]:
+        by_instruction.setdefault((warp, index), []).append(bank)
+    assert all(len(set(banks)) == WARP for banks in by_instruction.values())
