@@ -20,6 +20,10 @@ class _Any(metaclass=_Names):
     def __class_getitem__(cls, item):
         return cls
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source, handler):  # a field of such a type is not checked
+        return handler.generate_schema(object)
+
 
 class _Module(types.ModuleType):
     __path__: list[str] = []  # noqa: RUF012

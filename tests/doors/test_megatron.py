@@ -14,6 +14,8 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from fusekit.errors import ArgumentError
 from fusekit.interop import megatron
@@ -77,15 +79,63 @@ def weights(model):
     return gradients(model, "data")
 
 
-def reduced(kind, overlap, distributed):
-    """Losses of two micro-batches under Megatron's DDP, and the main gradients."""
-    settings = config()
-    specs = spec() if kind == "theirs" else megatron.fused(spec(), layer=layer(accumulate=kind == "accumulating"))
-    model = gpt(settings, specs)
-    ddp_settings = DistributedDataParallelConfig(
+def parallel(specs, overlap, distributed):
+    """A small GPT, and it under Megatron's DDP."""
+    model = gpt(config(), specs)
+    settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, use_distributed_optimizer=distributed
     )
-    ddp = DistributedDataParallel(settings, ddp_settings, model)
+    return model, DistributedDataParallel(config(), settings, model)
+
+
+@pytest.mark.parametrize("to", ["ours", "theirs"])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_states_of_the_optimizer_go_with_a_checkpoint(tmp_path, monkeypatch, distributed, to):
+    metadata = {"dp_cp_group": dist.group.WORLD, "distrib_optim_sharding_type": "fully_reshardable"}
+    trained, models, optimizers = [], [], []
+    settings = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=True, use_distributed_optimizer=distributed)
+    for kind in ("theirs", "ours") if to == "ours" else ("ours", "theirs"):
+        specs = spec() if kind == "theirs" else megatron.fused(spec(), layer=layer())
+        model, ddp = parallel(specs, False, distributed)
+        optimizer = get_megatron_optimizer(settings, [ddp])
+        loss(ddp, len(trained)).backward()  # each with a state of its own
+        ddp.finish_grad_sync()
+        optimizer.step()
+        models.append(model), optimizers.append(optimizer)
+        trained.append(states(model, optimizer))
+    sharded = models[0].sharded_state_dict(metadata=metadata)
+    dist_checkpointing.save(
+        sharded | {"optimizer": optimizers[0].sharded_state_dict(sharded, metadata=metadata)}, tmp_path
+    )
+    sharded = models[1].sharded_state_dict(metadata=metadata)
+    wanted = sharded | {"optimizer": optimizers[1].sharded_state_dict(sharded, is_loading=True, metadata=metadata)}
+    # Without Apex and Transformer Engine Megatron loads all tensors of a state but saves no `step`.
+    load = DistributedOptimizer._set_main_param_and_optimizer_states
+    monkeypatch.setattr(
+        DistributedOptimizer, load.__name__, lambda self, weight, saved: load(self, weight, {"step": None} | saved)
+    )
+    optimizers[1].load_state_dict(dist_checkpointing.load(wanted, tmp_path)["optimizer"])
+    for name, state in states(models[1], optimizers[1]).items():
+        assert torch.equal(state, trained[0][name]), name
+        assert not torch.equal(state, trained[1][name]), name
+
+
+def states(model, optimizer):
+    """Float32 weights and both moments of each parameter, flat, experts stacked."""
+    single, result = getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer, {}
+    for parameter in model.parameters():
+        parameter.exp_avg, parameter.exp_avg_sq = (
+            single.state[parameter.main_param][name] for name in ("exp_avg", "exp_avg_sq")
+        )
+    for kind in ("main_param", "exp_avg", "exp_avg_sq"):
+        result |= {f"{kind} of {name}": value.flatten().clone() for name, value in gradients(model, kind).items()}
+    return result
+
+
+def reduced(kind, overlap, distributed):
+    """Losses of two micro-batches under Megatron's DDP, and the main gradients."""
+    specs = spec() if kind == "theirs" else megatron.fused(spec(), layer=layer(accumulate=kind == "accumulating"))
+    model, ddp = parallel(specs, overlap, distributed)
     ddp.zero_grad_buffer()
     losses = []
     for micro in range(2):
