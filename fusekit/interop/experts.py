@@ -1,4 +1,4 @@
-"""The layer of a store that computes the experts of a trainer's or a server's module: choices of experts are given."""
+"""The layer of a store that computes the experts, the block or the dense MLP of a trainer's or a server's module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ KEEPS = ("z", "x", "none")  # the sooner, the rather a layer is taken
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The computation of an experts module, or of a whole block, as keys of a spec. router: what is not the default."""
+    """The computation of an experts module, or of a whole block, as keys of a spec; with 0 experts, of a dense MLP.
+
+    router: what is not the default.
+    """
 
     hidden: int
     intermediate: int
@@ -43,10 +46,15 @@ class Experts:
         plain = {field_.name: getattr(options, field_.name) for field_ in fields(cls) if field_.name in _COPIED}
         return cls(**plain, activation=given_parameters(options.activation), router=_given_routing(options.router))
 
+    @property
+    def kind(self) -> str:
+        """The layer's, in a spec."""
+        return "moe" if self.experts else "mlp"
+
     def fits(self, options: LayerOptions) -> bool:
         """Whether a layer computes this, and nothing more. Weights that it wants in dtype are cast to that."""
         return (
-            options.kind == "moe"
+            options.kind == self.kind
             and options.ranks == 1
             and options.weight_dtype in ("", self.weight_dtype)
             and _given_routing(options.router) == self.router
@@ -57,8 +65,8 @@ class Experts:
     def table(self, arch: str = DEFAULT.name, inference: bool = False) -> str:
         """A spec file with this layer, for `arch`. inference: without a backward pass."""
         activation = ", ".join(f"{name} = {_toml(value)}" for name, value in self.activation)
-        lines = ["schema = 1", "", "[[kernel]]", 'name = "moe"', 'kind = "moe"', f'arch = "{arch}"']
-        for name in ("dtype", "hidden", "intermediate", "experts", "topk"):
+        lines = ["schema = 1", "", "[[kernel]]", f'name = "{self.kind}"', f'kind = "{self.kind}"', f'arch = "{arch}"']
+        for name in ("dtype", "hidden", "intermediate", *(("experts", "topk") if self.experts else ())):
             lines.append(f"{name} = {_toml(getattr(self, name))}")
         routing = [*self.router, *([("weight_dtype", "f32")] if self.router_dtype == "f32" else [])]
         if routing:
@@ -99,20 +107,22 @@ def layer_for(library: Library, layers: str, experts: Experts, module: str, accu
         def rank(name: str) -> tuple[Any, ...]:
             o = known[name]
             casts = o.weight_dtype != experts.weight_dtype
-            casts_router = experts.router_dtype not in ("", o.router["weight_dtype"])
-            return casts, casts_router, o.router["aux_loss"], o.accumulate != accumulate, KEEPS.index(o.keep), name
+            casts_router = experts.router_dtype not in ("", o.router.get("weight_dtype"))
+            loss = o.router.get("aux_loss", False)
+            return casts, casts_router, loss, o.accumulate != accumulate, KEEPS.index(o.keep), name
 
         return min(fitting, key=rank)
     if experts.dtype != "bf16":
         raise ArgumentError(
-            f"{module} has parameters of {experts.dtype}; layers of experts have bf16: load the model with"
+            f"{module} has parameters of {experts.dtype}; layers have bf16: load the model with"
             ' dtype="bfloat16", or run it under autocast',
             argument="dtype",
         )
+    what = "these experts" if experts.experts else "this MLP"
     error = NotBuiltError(
-        f"{module}: no layer of the store computes these experts; save this as experts.toml and build it with:"
-        f" fusekit build experts.toml\n\n{experts.table()}",
-        name="experts/moe",
+        f"{module}: no layer of the store computes {what}; save this as experts.toml and build it with: fusekit build"
+        f" experts.toml\n\n{experts.table()}",
+        name=f"experts/{experts.kind}",
         command="fusekit build experts.toml",
     )
     error.one_line = False

@@ -77,20 +77,31 @@ def register(
         install(name, library, layers, recipe, in_place)
 
 
-def fuse(model: Any, *, norms: bool = True, compiled: bool = False) -> dict[str, int]:
-    """Lets fusekit's kernels compute modules of a model, in place; for models with and without experts.
+def fuse(
+    model: Any, *, norms: bool = True, mlps: bool = False, compiled: bool = False, library: Library | None = None,
+    layers: str = "*",
+) -> dict[str, int]:  # fmt: skip
+    """Lets fusekit compute modules of a model, in place; for models with and without experts.
 
         model = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16")
         fusekit.interop.transformers.fuse(model)
+
+    Each class is compared once with its own code, and modules with other tensors than those it was fused for, such as
+    float32 ones or adapters, run that code.
 
     Parameters
     ----------
     model : torch.nn.Module
     norms : bool
-        RMSNorms, also those of heads, with the kernels of `fusekit build rms-norm`. Each class is compared once with
-        its own code. Tensors that are not in bf16 on a GPU run the model's code.
+        RMSNorms in bf16 on a GPU, also those of heads, with the kernels of `fusekit build rms-norm`.
+    mlps : bool
+        Dense MLPs of a gate, an up and a down projection, in layers with `kind = "mlp"`. A call joins the first two.
     compiled : bool
         Under torch.compile, too, which by itself fuses norms with what is next to them.
+    library : Library, optional
+        Has the layers. Default: that of the environment.
+    layers : str
+        Glob of the names of layers to choose from.
 
     Returns
     -------
@@ -99,14 +110,18 @@ def fuse(model: Any, *, norms: bool = True, compiled: bool = False) -> dict[str,
 
     Raises
     ------
+    NotBuiltError
+        If no layer fits an MLP. The message has the spec to build.
     ArgumentError
         For a module whose code computes something else; for a model with none.
     """
-    from fusekit.interop.transformers_modules import fuse_norms
+    from fusekit.interop.transformers_modules import fuse_mlps, fuse_norms
 
     counts = {"norms": fuse_norms(model, compiled)} if norms else {}
+    if mlps:
+        counts["mlps"] = fuse_mlps(model, library, layers, compiled)
     if not any(counts.values()):
-        raise ArgumentError(f"{type(model).__name__} has no RMSNorm with a variance_epsilon; leave fuse() out")
+        raise ArgumentError(f"{type(model).__name__} has no module of {' or '.join(counts)} to fuse; leave fuse() out")
     return counts
 
 
@@ -252,8 +267,8 @@ def recognised(module: type, act_fn: type, has_gate: bool, numbers: dict[str, fl
             f"{module.__name__}: its activation cannot be looked at ({type(error).__name__}: {error}); use"
             ' experts_implementation="grouped_mm" for this model'
         ) from error
-    for activation, layout in _candidates(has_gate, numbers):
-        result = _activated(activation, layout, z)
+    for activation, layout in candidates(has_gate, numbers):
+        result = activated(activation, layout, z)
         if result.shape == want.shape and torch.allclose(result, want, rtol=1e-9, atol=1e-12):
             return activation, layout
     raise ArgumentError(
@@ -262,7 +277,8 @@ def recognised(module: type, act_fn: type, has_gate: bool, numbers: dict[str, fl
     )
 
 
-def _candidates(has_gate: bool, numbers: dict[str, float]) -> Iterator[tuple[dict[str, Any], str]]:
+def candidates(has_gate: bool, numbers: dict[str, float]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Activations and GLU layouts that kernels have, with a module's numbers."""
     alphas = [1.0, *(value for name, value in numbers.items() if name.endswith("alpha"))]
     limits = [None, *(value for name, value in numbers.items() if name.endswith("limit"))]
     approximations = ("none", "tanh")
@@ -276,7 +292,7 @@ def _candidates(has_gate: bool, numbers: dict[str, float]) -> Iterator[tuple[dic
             yield {**settings, "limit": limit, "up_offset": offset}, layout
 
 
-def _activated(activation: dict[str, Any], layout: str, z: Any) -> Any:
+def activated(activation: dict[str, Any], layout: str, z: Any) -> Any:
     """The definition of an activation, in PyTorch."""
     functional, kind = torch.nn.functional, activation["kind"]
     plain = {

@@ -144,7 +144,7 @@ def _take_over(kind: type) -> None:
     def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         experts = self.experts
         name = experts.config._experts_implementation
-        if not _serves(name) or args or kwargs or getattr(experts, "_is_expert_parallel", False) or _is_watched(self):
+        if not _serves(name) or args or kwargs or getattr(experts, "_is_expert_parallel", False) or is_watched(self):
             return original(self, hidden_states, *args, **kwargs)
         return _run(self, name, hidden_states)
 
@@ -152,7 +152,7 @@ def _take_over(kind: type) -> None:
     kind.forward = forward  # type: ignore[attr-defined]
 
 
-def _is_watched(module: Any) -> bool:
+def is_watched(module: Any) -> bool:
     """Whether somebody asked to see what a part of the block takes or gives."""
     return any(getattr(child, hooks) for child in module._modules.values() for hooks in _HOOKS)
 

@@ -3,12 +3,12 @@
     fusekit build tests/benchmarks/training_step.toml rms-norm
     python tests/benchmarks/run.py training_step [--models qwen3-30b-a3b] [--variants grouped_mm,fusekit,...]
 
-A variant is BACKEND[+norms][+hold][+compile][+graph]. Backends: grouped_mm, Transformers' own; fusekit, its
-experts; blocks and blocks-fp8, whole blocks; skip, without experts: what the rest takes. +norms: RMSNorms by fusekit;
-+hold: the weights' FP8 values are made after the optimiser's step, and count as part of it; +compile: torch.compile of
-the model; +graph: the whole step in one CUDA graph. Each variant is a process of its own, with the same weights and
-data. Prints a line of JSON each, and a table: `ms` of a step, `passes_ms` without the optimiser (timed alone), peak
-memory.
+A variant is BACKEND[+norms][+mlps][+hold][+compile][+graph]. Backends: grouped_mm, Transformers' own; fusekit, its
+experts; blocks and blocks-fp8, whole blocks; skip, without experts: what the rest takes; torch: of a dense model.
++norms, +mlps: RMSNorms and dense MLPs by fusekit; +hold: the weights' FP8 values are made after the optimiser's step,
+and count as part of it; +compile: torch.compile of the model; +graph: the whole step in one CUDA graph. Each variant is
+a process of its own, with the same weights and data. Prints a line of JSON each, and a table: `ms` of a step,
+`passes_ms` without the optimiser (timed alone), peak memory.
 """
 
 import argparse
@@ -31,12 +31,17 @@ MODELS = {
         "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
         "norm_topk_prob": True, "num_hidden_layers": 4,
     }),
+    "llama-3-8b": ("LlamaConfig", "causal", {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "num_hidden_layers": 4,
+    }),
 }  # fmt: skip
 VARIANTS = (
     "grouped_mm", "fusekit", "blocks", "blocks+norms", "blocks-fp8", "grouped_mm+graph", "blocks+norms+graph",
     "grouped_mm+compile+graph", "fusekit+compile+graph", "blocks+compile+graph", "blocks+norms+compile+graph",
     "blocks-fp8+compile+graph", "blocks-fp8+hold+compile+graph", "skip+compile+graph",
 )  # fmt: skip
+DENSE = ("torch", "torch+norms", "torch+norms+mlps", "torch+compile+graph", "torch+mlps+compile+graph")
 LAYERS = {"fusekit": ("{}", "none"), "blocks": ("{}*", "none"), "blocks-fp8": ("{}*", "fp8-block")}
 
 
@@ -81,11 +86,11 @@ def measure(model: str, variant: str, tokens: int, steps: int) -> dict:
     )
     torch.manual_seed(0)
     with torch.device("cuda"):
-        network = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, experts_implementation=backend
-        ).train()
-    if "norms" in flags:
-        interop.fuse(network, compiled=True)
+        experts = {} if backend == "torch" else {"experts_implementation": backend}
+        network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **experts).train()
+    fused = {flag: flag in flags for flag in ("norms", "mlps")}
+    if any(fused.values()):
+        interop.fuse(network, compiled=True, layers=f"training_step/{model}", **fused)
     with torch.no_grad():
         for path, parameter in network.named_parameters():
             if "norm" not in path:
@@ -168,12 +173,13 @@ def say(line: str) -> None:
 
 
 def table(rows: list[dict]) -> None:
-    """Each variant beside grouped_mm with the same flags; gain: of the passes."""
+    """Each variant beside what PyTorch and Transformers do under the same flags; gain: of the passes."""
     by_name = {(row["model"], row["variant"]): row for row in rows if "ms" in row}
     say(f"{'model':16}{'variant':28}{'ms':>9}{'passes':>9}{'gain':>7}{'peak GiB':>10}")
     for (model, variant), row in by_name.items():
-        flags = [flag for flag in variant.split("+")[1:] if flag not in ("norms", "hold")]
-        base = by_name.get((model, "+".join(["grouped_mm", *flags])))
+        backend, *flags = variant.split("+")
+        known = [flag for flag in flags if flag in ("compile", "graph")]
+        base = by_name.get((model, "+".join(["torch" if backend == "torch" else "grouped_mm", *known])))
         gain = f"{base['passes_ms'] / row['passes_ms']:.2f}" if base else ""
         say(f"{model:16}{variant:28}{row['ms']:9.2f}{row['passes_ms']:9.2f}{gain:>7}{row['peak_gib']:10.2f}")
 
@@ -181,7 +187,7 @@ def table(rows: list[dict]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--variants", help="default: all of the model's")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds of a variant")
@@ -194,7 +200,8 @@ def main() -> int:
         return 0
     rows, begin = [], time.monotonic()
     for model in options.models.split(","):
-        for variant in options.variants.split(","):
+        known = DENSE if model.startswith("llama") else VARIANTS
+        for variant in options.variants.split(",") if options.variants else known:
             left = options.budget - (time.monotonic() - begin)
             if left <= 0:
                 rows.append({"model": model, "variant": variant, "error": "not run: the budget is spent"})
