@@ -212,43 +212,60 @@ def test_every_room_is_in_the_table():
     assert {room_of(path) for path in LIBRARY_FILES} <= set(MAY)
 
 
-@pytest.mark.parametrize("path", LIBRARY_FILES, ids=name_of)
-def test_library_imports(path):
+def test_library_imports():
+    wrong = [f"{name_of(path)}, line {line}: {why}" for path in LIBRARY_FILES for line, why in forbidden_imports(path)]
+    assert not wrong, "\n".join(wrong)
+
+
+def forbidden_imports(path: Path) -> Iterator[tuple[int, str]]:
     room = room_of(path)
     allowed = MAY[room] | {f"fusekit.{room}", "fusekit.dtypes"}
     for got in imports_of(path):
-        stdlib = got.module.partition(".")[0] in sys.stdlib_module_names
-        if got.module.partition(".")[0] in FRAMEWORKS:
-            assert name_of(path) in FRAMEWORKS[got.module.partition(".")[0]], f"line {got.line}"
+        root = got.module.partition(".")[0]
+        stdlib = root in sys.stdlib_module_names
+        if root in FRAMEWORKS:
+            if name_of(path) not in FRAMEWORKS[root]:
+                yield got.line, f"may not import {got.module}"
             continue
         is_version = got.module == "fusekit"  # for its version
-        assert is_version or stdlib or within(got.module, allowed), (
-            f"{room} may not import {got.module} (line {got.line})"
-        )
-        root = got.module.partition(".")[0]
+        if not (is_version or stdlib or within(got.module, allowed)):
+            yield got.line, f"{room} may not import {got.module}"
         if got.top and root in LAZY and room not in LAZY_ROOMS.get(root, set()):
-            pytest.fail(f"{got.module} is imported at the top (line {got.line}); import it where it is used")
-        if room == "kernels" and stdlib:
-            assert root in KERNEL_STDLIB, f"device code may not import {got.module} (line {got.line})"
+            yield got.line, f"{got.module} is imported at the top; import it where it is used"
+        if room == "kernels" and stdlib and root not in KERNEL_STDLIB:
+            yield got.line, f"device code may not import {got.module}"
 
 
-@pytest.mark.parametrize("path", CLI_FILES, ids=name_of)
-def test_cli_imports_lazily(path):
-    for got in imports_of(path):
-        if got.top:
-            assert not within(got.module, CLI_LAZY), f"{got.module} (line {got.line}) belongs inside the command"
+def test_cli_imports_lazily():
+    early = [
+        f"{name_of(path)}, line {got.line}: {got.module} belongs inside the command"
+        for path in CLI_FILES
+        for got in imports_of(path)
+        if got.top and within(got.module, CLI_LAZY)
+    ]
+    assert not early, "\n".join(early)
 
 
-@pytest.mark.parametrize("path", [*LIBRARY_FILES, *CLI_FILES], ids=name_of)
-def test_the_environment_is_read_in_one_place(path):
+MAY_READ_THE_ENVIRONMENT = {
+    PACKAGE / "config.py",
+    PACKAGE / "compiler" / "options.py",
+    PACKAGE / "compiler" / "reads.py",  # it listens to what others read
+    PACKAGE / "cute" / "startup" / "sitecustomize.py",  # it may run where fusekit is not installed
+}
+
+
+def test_the_environment_is_read_in_one_place():
     # A compile process gets an environment of its own, so that nothing in the user's can change what is compiled.
-    if path in (PACKAGE / "config.py", PACKAGE / "compiler" / "options.py"):
-        return
-    if path == PACKAGE / "compiler" / "reads.py":  # it listens to what others read
-        return
-    if path == PACKAGE / "cute" / "startup" / "sitecustomize.py":  # it may run where fusekit is not installed
-        return
-    tree = tree_of(path)
+    reads = [
+        f"{name_of(path)}, line {line} reads the environment; fusekit/config.py does that"
+        for path in (*LIBRARY_FILES, *CLI_FILES)
+        if path not in MAY_READ_THE_ENVIRONMENT
+        for line in environment_reads(tree_of(path))
+    ]
+    assert not reads, "\n".join(reads)
+
+
+def environment_reads(tree: ast.AST) -> Iterator[int]:
     # Writing is another matter: an assignment or a deletion.
     writes = {
         id(node.value)
@@ -257,16 +274,27 @@ def test_the_environment_is_read_in_one_place(path):
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "getenvb"):
-            assert id(node) in writes, f"line {node.lineno} reads the environment; fusekit/config.py does that"
-        if isinstance(node, ast.ImportFrom) and node.module == "os":
-            assert not {alias.name for alias in node.names} & {"environ", "getenv"}
+            if id(node) not in writes:
+                yield node.lineno
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and {alias.name for alias in node.names} & {"environ", "getenv"}
+        ):
+            yield node.lineno
 
 
-@pytest.mark.parametrize("path", [*LIBRARY_FILES, *CLI_FILES], ids=name_of)
-def test_no_module_level_mutable_state(path):
-    tree = tree_of(path)
-    for node in ast.walk(tree):
-        assert not isinstance(node, ast.Global), f"line {node.lineno}: global state"
+def test_no_module_level_mutable_state():
+    state = [
+        f"{name_of(path)}, line {line}: {why}"
+        for path in (*LIBRARY_FILES, *CLI_FILES)
+        for line, why in mutable_state(tree_of(path))
+    ]
+    assert not state, "\n".join(state)
+
+
+def mutable_state(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    yield from ((node.lineno, "global state") for node in ast.walk(tree) if isinstance(node, ast.Global))
     for node in tree.body:
         value = getattr(node, "value", None) if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
         empty = isinstance(value, (ast.List, ast.Dict)) and not ast.unparse(value).strip("[]{}")
@@ -277,9 +305,8 @@ def test_no_module_level_mutable_state(path):
             "defaultdict",
             "deque",
         )
-        assert not empty and not (is_constructor and not value.args), (
-            f"line {node.lineno}: filled later, so it is state"
-        )
+        if empty or (is_constructor and not value.args):
+            yield node.lineno, "filled later, so it is state"
 
 
 PRIVATE_DSL = {PACKAGE / "compiler" / "dsl.py", PACKAGE / "cute" / "dsl.py", PACKAGE / "kernels" / "dsl.py"}

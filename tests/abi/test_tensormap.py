@@ -108,18 +108,18 @@ def test_a_refusal_names_the_field(change, field):
         encode(dataclasses.replace(PLAIN, **change))
 
 
-@pytest.mark.parametrize("bit", [*range(64, 512)])
-def test_no_bit_is_ignored(bit):
+def test_no_bit_is_ignored():
     """Flipping any bit behind the address either changes a field or makes `decode` refuse."""
-    data = bytearray(encode(PLAIN))
-    data[bit // 8] ^= 1 << bit % 8
-    if 64 <= bit < 96 and 1 << bit - 64 & ENCODER_BITS:
-        assert decode(bytes(data)) == PLAIN
-        return
-    try:
-        assert decode(bytes(data)) != PLAIN
-    except RecordError as error:
-        assert "tensor map" in str(error)
+    for bit in range(64, 512):
+        data = bytearray(encode(PLAIN))
+        data[bit // 8] ^= 1 << bit % 8
+        if bit < 96 and 1 << bit - 64 & ENCODER_BITS:
+            assert decode(bytes(data)) == PLAIN, bit
+            continue
+        try:
+            assert decode(bytes(data)) != PLAIN, bit
+        except RecordError as error:
+            assert "tensor map" in str(error), bit
 
 
 def test_half_a_descriptor_is_refused():

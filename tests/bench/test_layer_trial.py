@@ -46,7 +46,7 @@ def small(**said: Any) -> Any:
     return options(**{"hidden": 64, "intermediate": 32, "tokens": 40, "grad_dtype": "bf16"} | said)
 
 
-@pytest.mark.parametrize("case", sample([*CASES, *OTHERS], most=6))
+@pytest.mark.parametrize("case", sample([*CASES, *OTHERS], "deepseek", "fp8-interleaved", "added", "relu"))
 def test_a_right_layer_is_ok(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any, case: str) -> None:
     trial = small(**(CASES | OTHERS)[case])
     name = publish(tmp_path, trial)
@@ -128,7 +128,7 @@ def test_a_wrong_layer_is_noticed(
             ("fp8-interleaved", "fc2-dgrad", "dz_ts", lambda scale: np.roll(scale, 1, axis=0), {"dw1"}),
             ("fp8-interleaved", "fc2-dgrad", "y_t", lambda fp8: np.roll(fp8, 1, axis=0), {"dw2"}),
         ],
-        most=4,
+        most=3,
     ),
 )
 def test_wrong_fp8_values_are_noticed(

@@ -106,8 +106,8 @@ def attempts(hostile: Path, folder: Path, bundles: Sequence[bytes]) -> Found:
 
 
 def test_every_byte_and_every_cut(hostile, tmp_path, soak):
-    """Every byte with --soak, else one in 31; the digests cover all alike."""
-    step = 1 if soak else 31
+    """Every byte with --soak, else one in 127; the digests cover all alike."""
+    step = 1 if soak else 127
     long_name = replace(hand_written()[-1], name=f"{'f' * 60}/{'k' * 60}@v")  # with extension headers
     message = run(hostile, "sweep", bundle_of(tmp_path, [long_name]), str(step))
     assert int(re.findall(r"(\d+) of them read", message)[0]) > 4000 // step
@@ -120,9 +120,9 @@ def of_every_form() -> list[Exported]:
 
 def test_every_word_of_a_launch_record(hostile, tmp_path, soak):
     """Whatever number is there, the record is refused, or taken and launched without harm. Every word with --soak, else
-    one in 37.
+    one in 149.
     """
-    step = 1 if soak else 37
+    step = 1 if soak else 149
     message = run(hostile, "words", bundle_of(tmp_path, of_every_form()), str(step))
     tried, taken, launched = map(int, re.findall(r"\d+", message))
     assert tried > 20_000 // step

@@ -97,12 +97,9 @@ SPECS = (
 SPLIT = [spec for spec in MATRIX.values() if spec.operands["split"]]
 # What is built without --soak: of each main loop, epilogue, operand and way to store one, the most crowded.
 CORE = (
-    "quickstart/linear@128x128-c2x1", FC1, "matrix/whole-epilogue@128x128-c1x1",
-    "matrix/gather-awaits@128x192-c2x1-dynamic", "matrix/few-rows-gathered@32x128-c1x1",
-    "matrix_backward/dense-wgrad-accumulate@256x128-c1x2-dynamic",
-    "matrix_backward/wgrad-gather-dy@256x128-c2x1-dynamic",
-    "matrix_fp8/block-dswiglu@128x128-c2x1-coop-dynamic", "matrix_fp8/wgrad-bf16@128x128-c1x2-coop",
-    "gpt-oss-120b/moe.fc2-dgrad@128x160-c2x1-dynamic", "deepseek-v3/moe-fp8.fc2-dgrad@128x128-c2x1-coop-dynamic",
+    FC1, "matrix/whole-epilogue@128x128-c1x1", "matrix_backward/dense-wgrad-accumulate@256x128-c1x2-dynamic",
+    "matrix_backward/wgrad-gather-dy@256x128-c2x1-dynamic", "matrix_fp8/wgrad-bf16@128x128-c1x2-coop",
+    "deepseek-v3/moe-fp8.fc2-dgrad@128x128-c2x1-coop-dynamic", "matrix/few-rows-gathered@32x128-c1x1",
     "matrix_fp8_output/dz-turned-kept-sums@128x128-c1x2-coop",
     "matrix_fp8_output/dz-mx-turned-bias@128x128-c1x2-coop-dynamic",
     "matrix_fp8_output/dz-amax-interleaved-32@128x128-c2x1-dynamic",

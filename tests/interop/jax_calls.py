@@ -19,7 +19,7 @@ from tests.runtime.fake import FakeDriver
 from tests.runtime.samples import fake_for, load
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
-jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_num_cpu_devices", 3)  # as in jax_rank_layers.py, in the same process
 jnp = jax.numpy
 STREAM = 0x77
 _NUMBERS = itertools.count()

@@ -74,7 +74,7 @@ def floats(more):
     return {name: array for name, array in more.items() if name in ("logits", "weights")}
 
 
-@pytest.mark.parametrize("case", sample(PLAIN, "plain", "mlp-as-stored"))
+@pytest.mark.parametrize("case", sample(PLAIN, "mlp-as-stored"))
 def test_values_and_gradients_are_those_of_plain_jax(jax_layer, case):
     layer, f = jax_layer(layer_of(case))
     x, params, more = inputs_of(layer)
@@ -158,7 +158,8 @@ def test_only_the_gradients_asked_for_are_computed(jax_layer):
 def test_a_bias_of_the_choice_alone_has_no_gradient(jax_layer):
     layer, f = jax_layer(layer_of("deepseek"))
     x, params, more = inputs_of(layer)
-    gradient = jax.grad(lambda bias: total(f)(x, {**params, "expert_bias": bias}, more))(params["expert_bias"])
+    loss = jax.jit(jax.grad(lambda bias: total(f)(x, {**params, "expert_bias": bias}, more)))
+    gradient = loss(params["expert_bias"])
     assert not gradient.any() and not any("dgrad" in part for part in parts(layer))
 
 
@@ -168,7 +169,7 @@ def test_the_loss_alone(jax_layer):
     x, params, more = inputs_of(layer)
 
     def loss(g):
-        return jax.grad(lambda p: g(x, p, **more)[1])(params)
+        return jax.jit(jax.grad(lambda p: g(x, p, **more)[1]))(params)
 
     close(loss(f), loss(plain(layer.options)))
 
@@ -192,7 +193,7 @@ def test_any_count_of_tokens_for_the_loss(jax_layer, tokens):
     close(f(x, params, **more, total_tokens=tokens)[1], (T / count) ** 2 * f(x, params, **more)[1])
 
 
-def test_layers_in_a_scan_with_recomputation(jax_layer):
+def test_layers_in_a_scan_with_recomputation(jax_layer, soak):
     """What is kept is stacked by XLA: every layer's own comes back."""
     layer, f = jax_layer(layer_of("gpt-oss"))
     x, params, _ = inputs_of(layer)
@@ -208,11 +209,11 @@ def test_layers_in_a_scan_with_recomputation(jax_layer):
         return jax.jit(jax.value_and_grad(run, argnums=(0, 1)))(x, stacked)
 
     wanted = loss(plain(layer.options), remat=False)
-    close(loss(f, remat=False), wanted, 2e-4)
-    close(loss(f, remat=True), wanted, 2e-4)
+    for remat in (False, True) if soak else (True,):
+        close(loss(f, remat=remat), wanted, 2e-4)
 
 
-@pytest.mark.parametrize("case", sample(["gpt-oss", "deepseek", "recompute", "mlp", "fp8-gpt-oss"], "gpt-oss", "mlp"))
+@pytest.mark.parametrize("case", sample(["gpt-oss", "deepseek", "recompute", "mlp", "fp8-gpt-oss"], "gpt-oss"))
 def test_backward_passes_in_place(jax_layer, case):
     """The same bits, also of a second pass over what the same forward pass kept: XLA copies that before the first."""
     layer, f = jax_layer(layer_of(case), in_place=True)
@@ -255,6 +256,7 @@ def test_no_tokens(jax_layer, case):
     assert all(not each.any() for each in jax.tree.leaves(gradients))
 
 
+@pytest.mark.soak("in PyTorch, too; the door passes them on as they are")
 def test_types_of_gradients_are_those_of_the_parameters(jax_layer):
     layer, f = jax_layer(layer_of("gpt-oss", dtype="bf16", grad_dtype="f32"))
     x, params, _ = inputs_of(layer)

@@ -9,6 +9,7 @@ from fusekit.errors import ArgumentError, NotBuiltError
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 from fusekit.interop import jax_ragged as ragged  # noqa: E402
+from tests.soak import sample  # noqa: E402
 
 jnp = jax.numpy
 BF16 = jnp.bfloat16
@@ -103,7 +104,7 @@ def agree(found, wanted, most=2e-2):
     jax.tree.map(check, found, wanted)
 
 
-@pytest.mark.parametrize("out", [None, "float32"])
+@pytest.mark.parametrize("out", sample([None, "float32"], "float32"))
 def test_it_is_the_one_of_jax(calls, out):
     x, w = arrays((M, K), (E, K, N))
     x = x.at[SPARE].set(jnp.nan)  # reaches nothing

@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=3"
-
 import numpy as np
 import pytest
 
@@ -28,6 +26,7 @@ from fusekit.plan.layer.record import unproved
 from fusekit.spec import parse_file
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
+jax.config.update("jax_num_cpu_devices", 3)
 from tests.layers.host_ranks import HostLibrary, HostRanked  # noqa: E402
 from tests.plan.test_layer_ranks import PARTS, alone, over  # noqa: E402
 from tests.soak import sample  # noqa: E402
@@ -201,6 +200,7 @@ def test_values_and_gradients_are_those_of_one_gpu(jax_ranked, name, order, chec
     assert sorted(set(library.loaded)) == [(rank, 11) for rank in range(o.ranks)]
 
 
+@pytest.mark.soak("takes as long as all others; a layer of one GPU with a recipe is differentiated in jax_layers.py")
 def test_a_layer_with_a_recipe_sends_fp8_values(jax_ranked):
     """Near to plain JAX; FP8 values that are made once for several calls give the same bits."""
     o, mesh = over(2, "fp8-deepseek", dtype="f32", grad_dtype="f32"), mesh_of(0, 1)
@@ -294,18 +294,19 @@ def test_calls_that_do_not_fit_are_refused_in_words(jax_ranked):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mesh", "axis", "said"),
+    ("ranks", "order", "axis", "said"),
     [
-        (2, None, None, "is over 2 ranks; give the mesh of jax.shard_map, and the axis"),
-        (2, mesh_of(0, 1), "data", "the mesh has no axis 'data'; it has experts"),
-        (2, mesh_of(0, 1, 2), "experts", "is over 2 ranks, and there are 3; start as many"),
-        (1, mesh_of(0, 1), "experts", "is a layer of one GPU, which takes no mesh"),
+        (2, (), None, "is over 2 ranks; give the mesh of jax.shard_map, and the axis"),
+        (2, (0, 1), "data", "the mesh has no axis 'data'; it has experts"),
+        (2, (0, 1, 2), "experts", "is over 2 ranks, and there are 3; start as many"),
+        (1, (0, 1), "experts", "is a layer of one GPU, which takes no mesh"),
     ],
 )
-def test_meshes_that_do_not_fit_are_refused_in_words(jax_ranked, ranks, mesh, axis, said):
+def test_meshes_that_do_not_fit_are_refused_in_words(jax_ranked, ranks, order, axis, said):
     from fusekit.interop import jax as interop
     from tests.layers.host import HostLayer
 
+    mesh = mesh_of(*order) if order else None
     with pytest.raises(ArgumentError, match=said):
         if ranks == 1:
             interop.moe(HostLayer(alone(over(2, "choices"))), "fusekit_test_refused", mesh=mesh, axis=axis)
@@ -370,7 +371,7 @@ def test_processes_find_each_other():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     started = [
         subprocess.Popen(
             [sys.executable, "-c", PROCESS, address, str(rank)], cwd=Path(__file__).parents[2], env=environment,

@@ -1,4 +1,4 @@
-"""JAX in processes of its own: its threads would make the forks of other tests unsafe."""
+"""JAX in a process of its own: its threads would make the forks of other tests unsafe."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("program", ["jax_calls.py", "jax_layers.py", "jax_ragged_dot.py", "jax_rank_layers.py"])
-def test_calls_of_jax(program, soak):
+def test_calls_of_jax(soak):
     if importlib.util.find_spec("jax") is None:
         pytest.skip("JAX is not installed")
-    path = Path(__file__).parent / program
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path), *(["--soak"] if soak else [])]
+    programs = [str(path) for path in sorted(Path(__file__).parent.glob("jax_*.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *programs, *(["--soak"] if soak else [])]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # the driver is a fake one, also where there is a GPU
     environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # most of the time goes into compiling what runs once
     done = subprocess.run(

@@ -24,7 +24,7 @@ from tests.soak import sample  # noqa: E402
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", sample(["gpt-oss", "deepseek", "choices", "logits", "mlp", "recompute"], most=2))
+@pytest.mark.parametrize("name", sample(["gpt-oss", "deepseek", "choices", "logits", "mlp", "recompute"], "gpt-oss"))
 @torch._dynamo.config.patch(recompile_limit=3)  # graphs for any count of tokens, for none, and for one
 def test_compile_of_a_whole_graph_with_any_count_of_tokens(name):
     torch._dynamo.reset()
@@ -51,7 +51,7 @@ def test_compile_of_a_whole_graph_with_any_count_of_tokens(name):
         assert torch.equal(outputs[0], want[0])
 
 
-@pytest.mark.parametrize("dynamic", [None, False, True])
+@pytest.mark.parametrize("dynamic", sample([None, False, True], None))
 def test_a_compiled_call_with_a_number_of_tokens_for_the_loss(dynamic):
     """A second number is traced as a symbol, unless every number has a graph of its own."""
     torch._dynamo.reset()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from tests.soak import sample  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 COEFFICIENT = 0.3
+NAMES = ("plain", "gpt-oss", "gpt-oss-as-stored", "deepseek", "llama4", "choices", "logits")
 
 
 def modules(name, tokens, seed=0):
@@ -82,8 +84,7 @@ def together(bodies):
     assert not failed, failed
 
 
-@pytest.mark.parametrize("tokens", [(7, 4), (5, 0, 9)])
-@pytest.mark.parametrize("name", ["plain", "gpt-oss", "gpt-oss-as-stored", "deepseek", "llama4", "choices", "logits"])
+@pytest.mark.parametrize(("name", "tokens"), sample(product(NAMES, [(7, 4), (5, 0, 9)]), most=5))
 def test_a_module_over_ranks_is_that_of_one_gpu(name, tokens):
     o, one, ranks = modules(name, tokens)
     given = [given_of(o, count, rank) for rank, count in enumerate(tokens)]

@@ -68,7 +68,7 @@ def needed(layer, which):
     return plan_of(layer).needed(which, layer.outputs(which))
 
 
-@pytest.mark.parametrize("name", sample(LAYERS, most=6))
+@pytest.mark.parametrize("name", sample(LAYERS))
 def test_every_launch_is_given_the_memory_of_its_buffers(ranked, name):
     layers, fake = ranked(over(2, name), tokens=100)
     for layer in layers:
