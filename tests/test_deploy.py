@@ -14,6 +14,9 @@ import pytest
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
 
+from fusekit.compiler.build import build
+from fusekit.config import Config
+
 ROOT = Path(__file__).parents[1]
 HERE = ROOT / "examples" / "deploy"
 KERNELS = "quickstart/moe-fc1@128x128-c2x1"
@@ -55,6 +58,14 @@ while [ $# -gt 0 ]; do
 done"""
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A store with what the recipes build, which finds it there."""
+    folder = tmp_path_factory.mktemp("built") / "store"
+    assert build([KERNELS], config=Config(store=folder)).ok
+    return folder
+
+
 # -- Docker -----------------------------------------------------------------------------------------------------------
 
 
@@ -73,13 +84,14 @@ def stages():
     return got
 
 
-def test_images(run, soak, tmp_path):
+def test_images(run, soak, tmp_path, built):
     tools = stub(tmp_path / "tools", "useradd", ":")
     source = tmp_path / "source"
     if soak:
         shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "*cache__"))
     else:
         source.mkdir()
+        shutil.copytree(built, tmp_path / "build" / "kernels")
     for name, instructions in stages().items():
         kernels, wheels, path = tmp_path / name / "kernels", tmp_path / name / "wheels", [tools]
         if soak:
@@ -177,12 +189,13 @@ def test_kubernetes_documents_are_valid():
         validate.validate(document, validate.latest_version(), strict=True)
 
 
-def test_kubernetes_builds_and_launches(run, tmp_path):
+def test_kubernetes_builds_and_launches(run, tmp_path, built):
     config, claim, *jobs = documents()
     folders = {f"/{name}": tmp_path / name for name in ("project", "shared", "local")}
     for folder in folders.values():
         folder.mkdir()
     write_project(folders["/project"], config["data"]["fusekit.toml"])
+    shutil.copytree(built, folders["/shared"] / "store")
     codes = []
     for job in jobs:
         spec = job["spec"]["template"]["spec"]

@@ -148,7 +148,7 @@ def test_targets_are_files_folders_globs_and_stdin(fusekit, tmp_path):
 def test_no_option_comes_from_the_folder_for_temporary_files(fusekit, tmp_path):
     spec(tmp_path / "a", tile="[64, 128]")
     digests = set()
-    for name in ("plain", "a blank", "x --opt-level=0 --ptxas-options=-O0"):
+    for name in ("plain", "x --opt-level=0 --ptxas-options=-O0"):
         (tmp_path / name).mkdir()
         line = ("build", "a/moe.toml", "--json", "--store", str(tmp_path / f"store of {name}"))
         digests.add(fusekit(*line, **{"TMPDIR": str(tmp_path / name), ANEW: "1"}).json["built"][0]["cubin_sha256"])

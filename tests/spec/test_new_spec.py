@@ -14,6 +14,7 @@ from fusekit.spec.hf_config import read_model
 from fusekit.spec.model_kernels import Request
 from fusekit.spec.new_spec import SCHEMA_FILE, WIDTH, new_spec
 from fusekit.spec.schemas import schemas
+from tests.soak import sample
 from tests.spec.configs import CONFIGS
 from tests.spec.kernel_lists import kernel_list
 
@@ -41,7 +42,7 @@ def meaning(spec):
     return {name: value for name, value in spec.canonical().items() if name not in CHOSEN}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", sample(CONFIGS, most=12))
 def test_every_model_gives_a_file_that_can_be_read(name):
     text = text_of(name, name)
     assert text.startswith(f"#:schema ./{SCHEMA_FILE}\n")
@@ -219,7 +220,7 @@ def layers_of(text, name="model"):
     return {spec.layer.name: spec.layer for spec in parse_text(text, name) if spec.layer is not None}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", sample(CONFIGS, most=12))
 def test_a_model_is_a_layer(name):
     text = text_of(name, name, kernels=False)
     tables, layers = tomllib.loads(text)["kernel"], layers_of(text, name)
