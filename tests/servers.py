@@ -294,12 +294,14 @@ class _Forked:
 
 
 class Commands:
-    """Runs `python -m fusekit` as a fork. folder: of `start_compiler`."""
+    """Runs `python -m fusekit` as a fork of what is started once in `folder`, that of `start_compiler`."""
 
-    def __init__(self, folder: Path, compiler: Path, environment: Mapping[str, str], owner: int) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str], owner: int) -> None:
         self._environment = dict(environment)
         self._path = folder / "commands"
-        command = [sys.executable, "-c", _COMMANDS, "{}", str(compiler)]
+        if self._path.exists():
+            return
+        command = [sys.executable, "-c", _COMMANDS, "{}", str(folder)]
         with (folder / "commands.log").open("ab") as log:
             start(self._path, command, owner, env=self._environment, stdout=log, stderr=log)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from fusekit.store import NameRecord, Store
 from tests.cli import standin
@@ -53,9 +54,11 @@ class Fusekit:
 
 
 @pytest.fixture(scope="session")
-def commands(tmp_path_factory: pytest.TempPathFactory, compile_servers: Path) -> Commands:
-    """What commands are forked from."""
-    return Commands(tmp_path_factory.mktemp("commands"), compile_servers, SETTINGS, os.getpid())
+def commands(compile_servers: Path, request: pytest.FixtureRequest) -> Commands:
+    """What commands of all workers are forked from."""
+    owner = os.getppid() if hasattr(request.config, "workerinput") else os.getpid()
+    with FileLock(f"{compile_servers}.lock"):
+        return Commands(compile_servers, SETTINGS, owner)
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def arrays(m: int = 300, k: int = 128, e: int = 4, i: int = 160) -> dict[str, An
 
 
 def whole_driver() -> FakeDriver:
-    return fake_for(whole(), others={"second": [(0, 8)]}, devices=2)
+    return fake_for(whole(), others={"second": [(0, 8)]}, devices=3)
 
 
 def scale_of(launched: Any) -> float:
@@ -71,7 +71,7 @@ def test_every_device_is_made_ready_before_the_first_execution(operator):
     """XLA may capture that one, on any device."""
     fake = whole_driver()
     jax.jit(operator(whole(), fake, act_alpha=1.5)).lower(**arrays())
-    assert {device for _, device in fake.settings} == {0, 1}
+    assert {device for _, device in fake.settings} == {0, 1, 2}
     assert not fake.launches
 
 
@@ -117,7 +117,7 @@ def test_values_of_8_and_4_bits_and_several_results(operator):
         dims=(Dim("M"),), parameters=(PointerParameter("d", "d", 0),), grid=("shift", 1, 1), block=(32, 1, 1),
         symbol="kernel", then=(second,),
     )  # fmt: skip
-    fake = fake_for(launch_record, others={"second": [(0, 8)]}, devices=2)
+    fake = fake_for(launch_record, others={"second": [(0, 8)]}, devices=3)
     call = operator(launch_record, fake)
     given = {
         "a": jnp.float8_e4m3fn, "b": jnp.float8_e5m2, "c": jnp.float8_e8m0fnu, "d": jnp.uint8,

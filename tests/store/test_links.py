@@ -146,7 +146,7 @@ class Swapper:
 
 
 @pytest.mark.parametrize("command", ["gc", "rm", "build", "load"])
-@pytest.mark.parametrize("folder", sample(FOLDERS, most=6))
+@pytest.mark.parametrize("folder", sample(FOLDERS))
 def test_a_folder_that_becomes_a_link_at_any_moment(tmp_path, aside, folder, command, soak):
     step, reached = 1 if soak else 4 if command == "load" else 19, 0
     for at in range(1, 3000, step):
