@@ -59,12 +59,12 @@ class AllToAll(nn.Module):
         self.local = count // ranks
         bias = getattr(getattr(block, router), "bias", None) is not None
         self.add_module(router + "_", nn.Linear(hidden, count, bias=bias))
-        mine = copy.deepcopy(config)
+        of_rank = copy.deepcopy(config)
         for name in ("num_experts", "num_local_experts"):
-            if hasattr(mine, name):
-                setattr(mine, name, self.local)
-        mine._experts_implementation_internal = "grouped_mm"
-        self.experts = type(block.experts)(mine)
+            if hasattr(of_rank, name):
+                setattr(of_rank, name, self.local)
+        of_rank._experts_implementation_internal = "grouped_mm"
+        self.experts = type(block.experts)(of_rank)
 
     def forward(self, x):
         rows = x.reshape(-1, x.shape[-1])
