@@ -25,7 +25,9 @@ STDOUT = "-"
 @click.argument("file", metavar="FILE", type=click.Path(), required=False)
 @click.argument("patterns", metavar="[NAME]...", nargs=-1, shell_complete=complete.stored, callback=stored_names)
 @one_arch
-@click.option("--lang", type=click.Choice(["c"]), help="Write source in this language into the folder FILE.")
+@click.option(
+    "--lang", type=click.Choice(["c", "tvm-ffi"]), help="Write C source into the folder FILE, or a library of TVM-FFI."
+)
 @click.option("--prefix", default="fusekit", show_default=True, help="Prefix of every public name in the source.")
 @click.option("--loader", is_flag=True, help="With --lang c: source that loads kernels from bundles, without kernels.")
 @click.option("--wheel", metavar="NAME-VERSION", help="Write a Python wheel of this name; then there is no FILE.")
@@ -57,6 +59,9 @@ def command(
     their cubins, and launch the passes of a layer (file/layer). The source is C11 and C++17, needs only libdl, and
     opens the driver at run time.
 
+    With --lang tvm-ffi, FILE is one shared library with a TVM-FFI function for each kernel and each pass of a layer,
+    which PyTorch, JAX, C++ and Rust load. It takes a C compiler and the package apache-tvm-ffi.
+
     With --lang c --loader the source has no kernels, but functions that load those of a bundle, by name, at run time;
     it takes no NAME, reads no store, and is the same for every bundle.
     """
@@ -74,6 +79,15 @@ def command(
         raise UsageError("export --loader writes source; give --lang c with it")
     if lang != "c" and given("prefix"):
         raise UsageError("export --prefix is for source; give --lang c with it")
+    if lang == "tvm-ffi":
+        if session.sign is not None:
+            raise UsageError("export --lang tvm-ffi writes a library, which is not signed; leave --sign out")
+        if not patterns:
+            raise UsageError("export --lang tvm-ffi names what the library holds; give at least one NAME")
+        from fusekit_cli.export_tvm_ffi import run as run_tvm_ffi
+
+        run_tvm_ffi(session, Path(file), patterns, arch)
+        return
     if lang == "c":
         if session.sign is not None:
             raise UsageError("export --lang c writes source, which is not signed; leave --sign out")

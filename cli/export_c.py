@@ -16,18 +16,31 @@ from fusekit_cli.options import Session
 
 if TYPE_CHECKING:
     from fusekit.abi import LaunchRecord
+    from fusekit.cabi import Exported, ExportedLayer
     from fusekit.store import NameRecord, Store
 
 
 def run(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: str | None = None) -> None:
     """Write the two files and print their paths."""
-    from fusekit.cabi import Exported, ExportedLayer, generate
+    from fusekit.cabi import generate
+
+    kernels, layers, _ = chosen_exports(session, names, arch)
+    texts = generate(list(kernels.values()), prefix, list(layers.values()))
+    _answer(session, out, texts, sorted(kernels), prefix, sorted(layers))
+
+
+def chosen_exports(
+    session: Session, names: tuple[str, ...], arch: str | None
+) -> tuple[dict[str, Exported], dict[str, ExportedLayer], list[str]]:
+    """Kernels, with those of layers, and layers, by name; which of the kernels were named."""
+    from fusekit.cabi import Exported, ExportedLayer
     from fusekit.choice.variants import check_name
     from fusekit.layers import record_of
 
     store = session.open_store()
     kernels: dict[str, Exported] = {}
     layers: dict[str, ExportedLayer] = {}
+    named_kernels: list[str] = []
     for name in names:
         listings = stored(store, name, arch)
         layer = is_whole_layer(store, name, [listed.record for listed in listings])
@@ -50,8 +63,8 @@ def run(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: 
             if named.name in kernels and kernels[named.name].record != launch:
                 raise FusekitError(f"{named.name} is stored for several architectures; choose one with --arch")
             kernels[named.name] = Exported(named.name, launch, cubin, dict(named.defaults))
-    texts = generate(list(kernels.values()), prefix, list(layers.values()))
-    _answer(session, out, texts, sorted(kernels), prefix, sorted(layers))
+            named_kernels.append(named.name)
+    return kernels, layers, list(dict.fromkeys(named_kernels))
 
 
 def _one_arch(name: str, records: Sequence[NameRecord]) -> str:

@@ -6,6 +6,6 @@ cubins as arrays, and for each kernel, and each pass of a layer, a structure of 
 and a bundle has them in a member of its own. Nothing of fusekit is needed to compile or run the result.
 """
 
-from fusekit.cabi.generate import Exported, ExportedLayer, generate, generate_loader
+from fusekit.cabi.generate import Exported, ExportedLayer, Function, generate, generate_loader, generate_tvm_ffi
 
-__all__ = ["Exported", "ExportedLayer", "generate", "generate_loader"]
+__all__ = ["Exported", "ExportedLayer", "Function", "generate", "generate_loader", "generate_tvm_ffi"]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fusekit.abi import LaunchRecord
+from fusekit.abi import LaunchRecord, PeersArgument, ScalarArgument
 from fusekit.abi.layer_record import LayerRecord
 from fusekit.cabi import flat
 from fusekit.cabi.identifiers import check_prefix, kernel_identifiers
 from fusekit.cabi.layer_wrappers import LayerWrapper
-from fusekit.cabi.layout import declarations, layer_declarations, loader_declarations
+from fusekit.cabi.layout import declarations, dlpack_declarations, layer_declarations, loader_declarations
 from fusekit.cabi.wrappers import Wrapper
 from fusekit.errors import UsageError
 
@@ -24,11 +24,14 @@ PARTS = (
     "driver.c", "layout", "record.c", "expressions.c", "reader.c", "arguments.c", "workspace.c", "maps.c", "launch.c",
     "load.c",
 )  # fmt: skip
-LAYER_PARTS = ("dims.c", "layer", "layer.c")
+LAYER_PARTS = ("dims.c", "layer", "layer_load.c", "layer_memory.c", "layer.c")
 LOADER_PARTS = ("listing", "sha256.c", "bundle.c", "kernels.c", "dims.c", "named.c")
+TVM_FFI_PARTS = ("core.h", "layer.h", *PARTS, *LAYER_PARTS, "dlpack", "tvm_ffi.c")
 _ABOUT = "/* Written by fusekit; changes are lost when it is written again. */\n"
 _PREFIXED = re.compile(r"\b(fusekit|FUSEKIT)_")
 _PER_LINE = 6
+_SCRATCH = ("scratch?", "cluster_margin?")
+_MOST_ARGUMENTS = 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,95 @@ def generate_loader(prefix: str = "fusekit") -> dict[str, str]:
     return {f"{prefix}.h": header, f"{prefix}.c": source.replace("#include", f"{posix}#include", 1)}
 
 
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A TVM-FFI function. arguments: in their order; those that may be left out, or None, have a ``?`` after them."""
+
+    name: str
+    arguments: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(self.arguments)})"
+
+
+def generate_tvm_ffi(
+    kernels: Sequence[Exported], layers: Sequence[ExportedLayer] = (), functions: Sequence[str] = ()
+) -> tuple[str, list[Function]]:
+    """C11 source of a library of TVM-FFI functions, and what it has.
+
+    kernels: with those of the layers; functions: the names of those that have one. Raises UsageError as `generate`.
+    """
+    numbers = {kernel.name: number for number, kernel in enumerate(kernels)}
+    titles = [*functions, *(layer.record.name for layer in layers)]
+    identifiers = dict(zip(titles, kernel_identifiers(titles), strict=True))
+    cubins: dict[bytes, str] = {}
+    sources: list[str] = []
+    items: list[str] = []
+    rows: list[str] = []
+    bodies: list[str] = []
+    listed = [Function("prepare", ("device",))]
+
+    def function(name: str, which: str, arguments: Iterable[str]) -> None:
+        bodies.append(f"FK_FFI_FUNCTION({name}, {len(rows)})")
+        rows.append(f'{{"{name}", &fk_ffi_items[{len(items)}], {which}, PTHREAD_MUTEX_INITIALIZER, {{{{0}}}}}}')
+        listed.append(Function(name, tuple(arguments)))
+
+    for number, kernel in enumerate(kernels):
+        kernel.record.check_complete()
+        sources.append(_source_of(number, kernel, cubins.setdefault(kernel.cubin, f"fk_cubin_{len(cubins)}")))
+        if kernel.name in identifiers:
+            function(identifiers[kernel.name], "-1", _arguments(kernel))
+            items.append(f"{{&fk_source_{number}, fk_name_{number}, NULL, NULL, {{NULL}}, NULL}}")
+    for number, layer in enumerate(layers):
+        sources.append(_layer_source(number, layer, numbers))
+        name = identifiers[layer.record.name]
+        for which, each in layer.record.passes.items():
+            if not each.steps:
+                continue
+            extra: tuple[str, ...] = {"quantise": (), "inference": _SCRATCH}.get(which, ("kept", *_SCRATCH))
+            extra += ("in_place?",) if which == "backward" else ()
+            outputs = (f"{output}?" for output in each.outputs)
+            function(f"{name}_{which}", f"FK_PASS_{which.upper()}", (*each.inputs, *outputs, *extra))
+            if which != "quantise":
+                bodies.append(f"FK_FFI_BYTES({name}_{which}_bytes, {len(items)}, FK_PASS_{which.upper()})")
+                listed.append(Function(f"{name}_{which}_bytes", ("tokens",)))
+        bodies.append(f"FK_FFI_BYTES({name}_kept_bytes, {len(items)}, FK_FFI_KEPT_BYTES)")
+        listed.append(Function(f"{name}_kept_bytes", ("tokens",)))
+        items.append(
+            f"{{&fk_layer_source_{number}, fk_layer_name_{number}, fk_layer_kernels_{number},"
+            f" fk_layer_titles_{number}, {{NULL}}, NULL}}"
+        )
+    names = [one.name for one in listed]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"two functions would be called {twice[0]}; export what they are of into two files")
+    for one in listed:
+        if len(one.arguments) > _MOST_ARGUMENTS:
+            raise UsageError(f"{one.name} takes {len(one.arguments)} arguments; there may be {_MOST_ARGUMENTS}")
+    text = "\n".join([
+        _ABOUT, "#include <math.h>",
+        *(_part(part, "fusekit") for part in TVM_FFI_PARTS),
+        *(_embedded(label, cubin) for cubin, label in cubins.items()),
+        *sources,
+        "static fk_ffi_item fk_ffi_items[] = {\n    " + ",\n    ".join(items) + "\n};\n",
+        "static fk_ffi_function fk_ffi_functions[] = {\n    " + ",\n    ".join(rows) + "\n};\n",
+        "FK_FFI_SYMBOL(prepare) {\n    (void)self; (void)result;",
+        f"    return fk_ffi_prepare(fk_ffi_items, {len(items)}, args, count);\n}}",
+        *bodies, "",
+    ])  # fmt: skip
+    return text, listed
+
+
+def _arguments(kernel: Exported) -> Iterator[str]:
+    for argument in kernel.record.arguments:
+        if isinstance(argument, PeersArgument):
+            raise UsageError(
+                f"{kernel.name} takes windows of ranks, which TVM-FFI has no tensors for; launch it from Python or C"
+            )
+        optional = isinstance(argument, ScalarArgument) and flat.default_of(argument, kernel.defaults) is not None
+        yield f"{argument.name}?" if optional else argument.name
+    yield "cluster_margin?"
+
+
 def _header(prefix: str, parts: Sequence[str]) -> str:
     guard = f"{prefix.upper()}_H"
     closing = "#ifdef __cplusplus\n}\n#endif\n\n#endif\n"
@@ -118,7 +210,10 @@ def _source(prefix: str, parts: Sequence[str]) -> str:
 
 def _part(name: str, prefix: str) -> str:
     """A file of this folder with the launcher's public names under `prefix`, or what `layout` declares."""
-    tables = {"layout": declarations, "layer": layer_declarations, "listing": loader_declarations}
+    tables = {
+        "layout": declarations, "layer": layer_declarations, "listing": loader_declarations,
+        "dlpack": dlpack_declarations,
+    }  # fmt: skip
     if name in tables:
         return tables[name]()
     text = (Path(__file__).parent / name).read_text(encoding="utf-8")

@@ -90,15 +90,14 @@ static unsigned fk_attributes(const fk_kernel *kernel, const fk_node *node, fk_a
     return count;
 }
 
-static void fk_configure(const fk_node *node, const unsigned *grid, const fk_attribute *attributes, unsigned count,
-                         void *stream, fk_config *config) {
+static void fk_configure(const fk_node *node, const unsigned *grid, fk_attribute *attributes, unsigned count,
+                         fk_config *config) {
     int axis;
     memset(config, 0, sizeof *config);
     memcpy(config->grid, grid, sizeof config->grid);
     for (axis = 0; axis < 3; ++axis) config->block[axis] = (unsigned)node->block[axis];
     config->shared = (unsigned)node->shared;
-    config->stream = stream;
-    config->attributes = (fk_attribute *)attributes; /* the driver only reads them */
+    config->attributes = attributes;
     config->count = count;
 }
 
@@ -174,55 +173,104 @@ static fusekit_status fk_pack(const fk_kernel *kernel, const fk_call *call, fuse
         status = fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: it needs %lld bytes of scratch; no device has so many",
                          record->name, (long long)launch->scratch);
     for (index = 0; index < record->node_count && status == FUSEKIT_OK; ++index) {
+        const fk_node *node = &record->nodes[index];
         fk_packed *packed = &launch->nodes[index];
-        status = fk_grid(record, &record->nodes[index], variables, packed->grid, error);
-        if (status == FUSEKIT_OK)
-            status = fk_parts(kernel, &record->nodes[index], call, variables, packed->space, error);
-        packed->attribute_count = fk_attributes(kernel, &record->nodes[index], packed->attributes);
+        unsigned grid[3] = {0, 0, 0}, count = fk_attributes(kernel, node, packed->attributes);
+        status = fk_grid(record, node, variables, grid, error);
+        if (status == FUSEKIT_OK) status = fk_parts(kernel, node, call, variables, packed->space, error);
         if (call->has_priority)
-            fk_add_attribute(packed->attributes, &packed->attribute_count, FK_LAUNCH_PRIORITY)->value.number = call->priority;
+            fk_add_attribute(packed->attributes, &count, FK_LAUNCH_PRIORITY)->value.number = call->priority;
+        fk_configure(node, grid, packed->attributes, count, &packed->config);
     }
     return status == FUSEKIT_OK ? fk_ok(error) : status;
+}
+
+static int fk_is_own(const fk_part *part) { return part->kind == FK_WORKSPACE || part->kind == FK_SCRATCH; }
+
+static int64_t fk_own_count(const fk_node *node) {
+    int64_t count = 0, index;
+    for (index = 0; index < node->part_count; ++index) count += fk_is_own(&node->parts[index]);
+    return count;
 }
 
 /* Of a launch and all that it points to. */
 static size_t fk_launch_bytes(const fk_record *record) {
     size_t size = sizeof(fusekit_launch) + (size_t)record->node_count * sizeof(fk_packed);
     int index;
-    for (index = 0; index < record->node_count; ++index) size += fk_space(&record->nodes[index]);
+    for (index = 0; index < record->node_count; ++index) {
+        const fk_node *node = &record->nodes[index];
+        size += (size_t)fk_own_count(node) * sizeof(fk_own_address);
+        size += (size_t)node->parameter_count * sizeof(void *) + fk_space(node);
+    }
     return (size + sizeof(int64_t) - 1) / sizeof(int64_t) * sizeof(int64_t);
+}
+
+static void fk_place_own(const fk_node *node, fk_packed *packed) {
+    int64_t index, parameter;
+    for (index = 0; index < node->part_count; ++index) {
+        const fk_part *part = &node->parts[index];
+        for (parameter = 0; fk_is_own(part) && parameter < node->parameter_count; ++parameter) {
+            const fk_parameter *place = &node->parameters[parameter];
+            fk_own_address *own = &packed->own[packed->own_count];
+            if (part->offset < place->offset || part->offset + part->size > place->offset + place->size) continue;
+            own->parameter = parameter;
+            own->offset = part->offset;
+            own->scratch = part->kind == FK_SCRATCH;
+            ++packed->own_count;
+        }
+    }
 }
 
 /* A launch in memory of so many bytes. */
 static fusekit_launch *fk_place_launch(const fk_kernel *kernel, void *memory) {
     const fk_record *record = kernel->record;
     fusekit_launch *launch = (fusekit_launch *)memory;
+    fk_own_address *own;
+    void **pointers;
     unsigned char *at;
-    int index;
+    int64_t index, parameter;
     memset(memory, 0, fk_launch_bytes(record));
     launch->kernel = kernel;
     launch->nodes = (fk_packed *)(launch + 1);
-    at = (unsigned char *)(launch->nodes + record->node_count);
+    own = (fk_own_address *)(launch->nodes + record->node_count);
     for (index = 0; index < record->node_count; ++index) {
+        launch->nodes[index].own = own;
+        fk_place_own(&record->nodes[index], &launch->nodes[index]);
+        own += launch->nodes[index].own_count;
+    }
+    pointers = (void **)own;
+    for (index = 0; index < record->node_count; ++index) {
+        launch->nodes[index].pointers = pointers;
+        pointers += record->nodes[index].parameter_count;
+    }
+    at = (unsigned char *)pointers;
+    for (index = 0; index < record->node_count; ++index) {
+        const fk_node *node = &record->nodes[index];
         launch->nodes[index].space = at;
-        at += fk_space(&record->nodes[index]);
+        for (parameter = 0; parameter < node->parameter_count; ++parameter)
+            launch->nodes[index].pointers[parameter] = at + node->parameters[parameter].offset;
+        at += fk_space(node);
     }
     return launch;
 }
 
-/* A node's parameters with the stream's own memory in them, in `space`: a launch may run in two streams at once, so it
- * stays as it is. */
+/* Pointers to a node's parameters, with the stream's own memory in those that have it, which are then in `space`: a launch
+ * may run in two streams at once, so it stays as it is. */
 static void fk_own_parameters(const fk_node *node, const fk_packed *packed, const unsigned long long memory[2],
-                              unsigned char *space) {
+                              unsigned char *space, void **pointers) {
     uint64_t address;
-    int index;
-    memcpy(space, packed->space, fk_space(node));
-    for (index = 0; index < node->part_count; ++index) {
-        const fk_part *part = &node->parts[index];
-        if (part->kind != FK_WORKSPACE && part->kind != FK_SCRATCH) continue;
-        memcpy(&address, space + part->offset, sizeof address);
-        address += memory[part->kind == FK_SCRATCH];
-        memcpy(space + part->offset, &address, sizeof address);
+    int64_t index;
+    memcpy(pointers, packed->pointers, (size_t)node->parameter_count * sizeof *pointers);
+    for (index = 0; index < packed->own_count; ++index) {
+        const fk_own_address *own = &packed->own[index];
+        const fk_parameter *parameter = &node->parameters[own->parameter];
+        if (pointers[own->parameter] == packed->pointers[own->parameter]) {
+            pointers[own->parameter] = space + parameter->offset;
+            memcpy(space + parameter->offset, packed->space + parameter->offset, (size_t)parameter->size);
+        }
+        memcpy(&address, space + own->offset, sizeof address);
+        address += memory[own->scratch];
+        memcpy(space + own->offset, &address, sizeof address);
     }
 }
 
@@ -237,28 +285,34 @@ static int fk_queue(const fusekit_launch *launch, void *stream, const unsigned l
     while (result == 0 && *next < kernel->record->node_count) {
         const fk_node *node = &kernel->record->nodes[*next];
         const fk_packed *packed = &launch->nodes[*next];
-        unsigned char *values = kernel->workspaces == NULL ? packed->space : space;
-        fk_config config;
-        int index;
-        if (kernel->workspaces != NULL) fk_own_parameters(node, packed, memory, space);
-        for (index = 0; index < node->parameter_count; ++index)
-            pointers[index] = values + node->parameters[index].offset;
-        fk_configure(node, packed->grid, packed->attributes, packed->attribute_count, stream, &config);
-        result = kernel->driver->launch(&config, kernel->functions[*next], pointers, NULL);
+        fk_config config = packed->config;
+        config.stream = stream;
+        if (packed->own_count > 0) fk_own_parameters(node, packed, memory, space, pointers);
+        result = kernel->driver->launch(&config, kernel->functions[*next],
+                                        packed->own_count > 0 ? pointers : packed->pointers, NULL);
         if (result == 0) ++*next;
     }
     if (pushed) kernel->driver->pop(&before);
     return result;
 }
 
-fusekit_status fusekit_launch_run(const fusekit_launch *launch, void *stream, fusekit_error *error) {
+/* A stream knows its context; for the default streams (0, 1, 2) the driver takes the current one. */
+static int fk_has_context(void *stream) { return (uintptr_t)stream > FK_PER_THREAD; }
+
+/* The context that launches of a kernel in the stream will have. */
+static int fk_context_of(const fk_kernel *kernel, void *stream, void **context) {
+    *context = kernel->context;
+    return fk_has_context(stream) ? 0 : kernel->driver->current(context);
+}
+
+/* current: of fk_context_of. */
+static fusekit_status fk_run(const fusekit_launch *launch, void *stream, void *current, fusekit_error *error) {
     const fk_kernel *kernel = launch->kernel;
     const fusekit_driver *driver = kernel->driver;
-    void *current = kernel->context;
     unsigned long long memory[2] = {0, 0};
-    int result = 0, has_context = (uintptr_t)stream > FK_PER_THREAD, next = 0;
+    int result, next = 0;
     pthread_mutex_t *together = NULL;
-    if (launch->skip) return fk_ok(error);
+    if (launch->skip) return FUSEKIT_OK;
     if (kernel->workspaces != NULL) {
         fusekit_status status = FUSEKIT_OK;
         if (kernel->workspaces->stocks != NULL) status = fk_workspace(kernel->workspaces, stream, &memory[0], error);
@@ -268,15 +322,29 @@ fusekit_status fusekit_launch_run(const fusekit_launch *launch, void *stream, fu
     }
     if (kernel->workspaces != NULL && kernel->record->node_count > 1) together = &kernel->workspaces->together;
     if (together != NULL) pthread_mutex_lock(together);
-    /* A stream knows its context; for the default streams (0, 1, 2) the driver takes the current one. */
-    if (!has_context) result = driver->current(&current);
-    if (result == 0) result = fk_queue(launch, stream, memory, current != kernel->context, &next);
+    result = fk_queue(launch, stream, memory, current != kernel->context, &next);
     /* Another device's context may be current, and be why the driver refused. */
-    if (has_context && (result == FK_INVALID_CONTEXT || result == FK_INVALID_HANDLE) && driver->current(&current) == 0 &&
-        current != kernel->context)
+    if (fk_has_context(stream) && (result == FK_INVALID_CONTEXT || result == FK_INVALID_HANDLE) &&
+        driver->current(&current) == 0 && current != kernel->context)
         result = fk_queue(launch, stream, memory, 1, &next);
     if (together != NULL) pthread_mutex_unlock(together);
-    return result == 0 ? fk_ok(error) : fk_cuda(driver, error, result, kernel->record->name, "cuLaunchKernelEx");
+    return result == 0 ? FUSEKIT_OK : fk_cuda(driver, error, result, kernel->record->name, "cuLaunchKernelEx");
+}
+
+/* Queues the launches of kernels of one device. */
+static fusekit_status fk_run_all(const fusekit_launch *const *launches, size_t count, void *stream, fusekit_error *error) {
+    fusekit_status status = FUSEKIT_OK;
+    void *current = NULL;
+    size_t index;
+    int result = count == 0 ? 0 : fk_context_of(launches[0]->kernel, stream, &current);
+    if (result != 0)
+        return fk_cuda(launches[0]->kernel->driver, error, result, launches[0]->kernel->record->name, "cuCtxGetCurrent");
+    for (index = 0; index < count && status == FUSEKIT_OK; ++index) status = fk_run(launches[index], stream, current, error);
+    return status == FUSEKIT_OK ? fk_ok(error) : status;
+}
+
+fusekit_status fusekit_launch_run(const fusekit_launch *launch, void *stream, fusekit_error *error) {
+    return fk_run_all(&launch, launch->skip ? 0 : 1, stream, error);
 }
 
 void fusekit_launch_free(fusekit_launch *launch) { free(launch); }

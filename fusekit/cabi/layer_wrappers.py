@@ -48,7 +48,7 @@ BODIES = """\
     {p}_status status = fk_check_layer_handle(loaded, &fk_layer_source_{i}, fk_layer_name_{i}, sizes, error);
     if (status != {P}_OK) return status;
     {take_like}
-    return fk_layer_sizes(loaded, tokens, like == NULL ? NULL : &call, sizes, error);
+    return fk_layer_sizes(loaded->record, tokens, like == NULL ? NULL : &call, sizes, error);
 }}
 
 {p}_status {p}_{k}_unload({p}_{k} *layer, {p}_error *error) {{

@@ -33,6 +33,7 @@ from fusekit.abi.limits import (
     VARIABLES,
     WORD,
 )
+from fusekit.dtypes import DTYPES as TYPES
 from fusekit.dtypes import ROWS
 
 MAGIC = int.from_bytes(b"fusekit\0", "little")
@@ -228,6 +229,18 @@ def loader_declarations() -> str:
     ])  # fmt: skip
 
 
+def dlpack_declarations() -> str:
+    """DLPack's number of each type."""
+    rows = []
+    for name in DTYPES:
+        code, bits, lanes = (TYPES[name].dlpack if name else None) or (-1, 0, 0)
+        rows.append(f'    {{"{name}", {code}, {bits}, {lanes}}}')
+    return (
+        "typedef struct {\n    const char *name;\n    int code, bits, lanes;\n} fk_dlpack;\n\n"
+        "static const fk_dlpack fk_dlpack_types[] = {\n" + ",\n".join(rows) + "\n};\n"
+    )
+
+
 def declarations() -> str:
     """The constants, structures and rules of the C launcher."""
     most = {"rank": RANK, "variables": VARIABLES, "nodes": LAUNCHES, "parameters": PARAMETERS, "space": SPACE,
@@ -236,6 +249,7 @@ def declarations() -> str:
         "VERSION": VERSION,
         "DTYPES": len(DTYPES),
         "I32": DTYPES.index("i32"),
+        "U8": DTYPES.index("u8"),
         "FIRST_DIM": len(LAUNCH_VARIABLES),
     }
     parts = [

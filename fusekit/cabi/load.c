@@ -171,7 +171,7 @@ static fusekit_status fk_ask_clusters(fk_kernel *kernel, fusekit_error *error) {
     unsigned cluster[3];
     int axis, result;
     for (axis = 0; axis < 3; ++axis) cluster[axis] = (unsigned)last->cluster[axis];
-    fk_configure(last, cluster, attributes, fk_attributes(kernel, last, attributes), NULL, &config);
+    fk_configure(last, cluster, attributes, fk_attributes(kernel, last, attributes), &config);
     result = kernel->driver->active_clusters(&kernel->active_clusters, kernel->functions[record->node_count - 1], &config);
     return result == 0 ? FUSEKIT_OK
                        : fk_cuda(kernel->driver, error, result, record->name, "cuOccupancyMaxActiveClusters");

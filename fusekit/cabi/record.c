@@ -34,10 +34,17 @@ typedef struct {
 
 enum { FK_MAP_BYTES = 128, FK_MAP_ALIGNMENT = 64 };
 
+typedef struct { /* an address of the stream's own memory: in which parameter, at which offset among all, and of which kind */
+    int64_t parameter, offset, scratch;
+} fk_own_address;
+
 typedef struct { /* a node of a call, with memory for its parameters at their offsets */
-    unsigned grid[3], attribute_count;
+    fk_config config; /* but for the stream */
     fk_attribute attributes[4];
     unsigned char *space;
+    void **pointers; /* into it, to each parameter */
+    fk_own_address *own;
+    int64_t own_count;
 } fk_packed;
 
 struct fusekit_launch { /* one block of memory, with what it points to */
