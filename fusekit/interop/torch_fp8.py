@@ -30,6 +30,9 @@ class HeldFp8:
         self.tensors = operator.new_fp8(device)
         self._state: Any = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy of the module, such as one of averaged weights, holds none
+
     def refresh(self, module: Any, *, anew: bool = False) -> bool:
         """Whether the tensors are those of the module's weights now. They are made again where a weight has changed as
         far as PyTorch sees it, or `anew`; but not inside a capture, where only a graph's replay would make them.

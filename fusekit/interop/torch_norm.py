@@ -135,7 +135,7 @@ def _run_backward(dy: Any, x: Any, weight: Any, rstd: Any, addend: Any) -> tuple
 define(
     f"{NAMESPACE}::rms_norm_backward",
     "(Tensor dy, Tensor x, Tensor weight, Tensor rstd, Tensor? addend) -> (Tensor, Tensor)",
-    _run_backward, lambda dy, x, weight, *_: (torch.empty_like(x), torch.empty_like(weight)),
+    _run_backward, lambda dy, x, weight, *_: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
 )  # fmt: skip
 define(
     f"{NAMESPACE}::rms_norm",

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 
 import pytest
 
@@ -48,9 +49,7 @@ def result(network):
 
 def reference(network):
     """What calls that quantise themselves give."""
-    twin = copy.deepcopy(network)
-    interop.hold_fp8(twin, hold=False)
-    return result(twin)
+    return result(copy.deepcopy(network))
 
 
 def step(network, optimizer):
@@ -174,6 +173,16 @@ def test_a_capture_makes_its_own_unless_they_are_of_these_weights(registered, mo
     monkeypatch.setattr(type(held), "_is_captured", staticmethod(lambda device: False))
     result(network)
     assert passes(registered).count("quantise") == 1  # nothing was replayed
+
+
+def test_a_copy_holds_none(registered):
+    network = model()
+    copies = copy.deepcopy(network), pickle.loads(pickle.dumps(network))
+    passes(registered)
+    for each in copies:
+        assert torch.equal(result(each), result(network))
+        each.load_state_dict(network.state_dict())
+    assert passes(registered).count("quantise") == 2 * len(copies)
 
 
 def test_a_model_without_fp8_is_refused(restored):  # noqa: F811

@@ -137,6 +137,10 @@ def test_gradients_by_torchs_own_checks(kernels):
     x, residual, weight = given(5, H)
     torch.library.opcheck(torch.ops.fusekit.rms_norm.default, (x, residual, weight, EPS, True))
     torch.library.opcheck(torch.ops.fusekit.rms_norm.default, (x, None, weight, EPS, False))
+    turned = torch.randn(3, H, 5).bfloat16().transpose(1, 2)
+    torch.library.opcheck(
+        torch.ops.fusekit.rms_norm_backward.default, (turned, turned, weight.detach(), torch.ones(3, 5), None)
+    )
 
 
 def test_what_does_not_fit_is_refused(kernels):
