@@ -1,6 +1,6 @@
 """The experts backend in models of Transformers on the GPU, against their eager experts.
 
-fusekit --store STORE build tests/gpu/layers.toml          on any machine
+fusekit --store STORE build tests/gpu/layers.toml rms-norm     on any machine
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_transformers.py
 """
 
@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 moe = pytest.importorskip("transformers.integrations.moe", reason="transformers is not installed")
 if not hasattr(moe, "ExpertsInterface"):
     pytest.skip("this version of transformers has no ExpertsInterface", allow_module_level=True)
+
+from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
 from fusekit.interop import transformers as interop  # noqa: E402
 from tests.interop import models  # noqa: E402
@@ -166,3 +168,25 @@ def test_generation(backend):
         each = model("qwen3-moe", implementation).eval()
         results[implementation] = each.generate(models.tokens(16, "cuda"), max_new_tokens=8, do_sample=False)
     assert results[backend].shape == results["eager"].shape
+
+
+def test_fused_norms_and_mlps(opened, backend):
+    """A Llama with its norms and MLPs in kernels, next to its own code."""
+    if not opened.store.names("rms-norm/*"):
+        pytest.skip(f"no kernels of rms-norm in {opened}; run fusekit build rms-norm there and name the store")
+    sizes = {"hidden_size": 512, "intermediate_size": 256, "num_hidden_layers": 2, "mlp_bias": True}  # as layers.toml
+    ids, results = models.tokens(128, "cuda"), []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            config = LlamaConfig(**models.ATTENTION | sizes)
+            each = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        if fused:
+            assert interop.fuse(each, mlps=True, library=opened, layers="layers/mlp") == {"norms": 5, "mlps": 2}
+        loss = each(input_ids=ids, labels=ids).loss
+        loss.backward()
+        results.append((loss.item(), {path: p.grad for path, p in each.named_parameters()}))
+    (loss, grads), (want, want_grads) = results
+    assert loss == pytest.approx(want, rel=1e-3)
+    off = {path: error(grad, want_grads[path]) for path, grad in grads.items()}
+    assert all(value <= 3e-2 for value in off.values()), off
