@@ -8,6 +8,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,14 @@ _PASSED_ON = (
 
 @click.command("exec", context_settings={"allow_interspersed_args": False})
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] CMD...")
+@click.option(
+    "--level",
+    type=click.Choice(["1", "2"]),
+    default="2",
+    help="2: trace each time (default). 1: leave the trace out where all that it read is as it was.",
+)
 @common
-def command(session: Session, program: tuple[str, ...]) -> int:
+def command(session: Session, program: tuple[str, ...], level: str) -> int:
     """Run CMD; what its processes compile with the CuTe DSL comes from the store, and goes there if it is missing.
 
     CMD need not be changed: `fusekit exec -- python serve.py`. The line on stderr at the end counts over all processes
@@ -38,16 +45,16 @@ def command(session: Session, program: tuple[str, ...]) -> int:
     reason, FUSEKIT_MISS=error refuses it. What the store has is machine code, which is loaded only from root, the
     caller and FUSEKIT_TRUSTED_USERS, or signed. The exit code is that of CMD.
     """
-    return execute(session, program, {})
+    return execute(session, program, {}, int(level))
 
 
-def execute(session: Session, program: tuple[str, ...], variables: Mapping[str, str]) -> int:
+def execute(session: Session, program: tuple[str, ...], variables: Mapping[str, str], level: int = 2) -> int:
     """Run `program` with `variables` in its environment and the store behind its DSL. Returns the exit code."""
     import fusekit.cute
     from fusekit.config import CuteConfig, exec_environment
     from fusekit.cute.report import counts
 
-    cute = CuteConfig.from_environment(session.config)
+    cute = replace(CuteConfig.from_environment(session.config), level=level)
     with _report(session) as report, _lease(cute) as renew:
         environment = exec_environment(cute, Path(fusekit.cute.__file__).parent / "startup", report)
         environment |= variables

@@ -137,7 +137,8 @@ class CuteConfig:
 
     config: the store. miss: "", "warn" or "error": what a compilation does beside compiling. verify: share of the hits
     that are compiled as well. trusted_users: user ids whose unsigned entries are loaded. report: file of events; None:
-    none are written. remote: folder or URL that is asked for what the store lacks; "": none is.
+    none are written. remote: folder or URL that is asked for what the store lacks; "": none is. level: 1: a trace is
+    left out where what it read is as it was; 2: every call is traced.
     """
 
     config: Config
@@ -146,6 +147,7 @@ class CuteConfig:
     trusted_users: frozenset[int] = frozenset()
     report: Path | None = None
     remote: str = ""
+    level: int = 2
 
     @classmethod
     def from_environment(cls, config: Config | None = None, environ: Mapping[str, str] | None = None) -> "CuteConfig":
@@ -153,9 +155,9 @@ class CuteConfig:
         Raises UsageError for a value that a variable cannot have.
         """
         environ = os.environ if environ is None else environ
-        report = None
+        report, level = None, 2
         if config is None and EXEC in environ:
-            config, report = _unpacked(environ[EXEC])
+            config, report, level = _unpacked(environ[EXEC])
         miss = environ.get("FUSEKIT_MISS", "")
         if miss not in ("", "warn", "error"):
             raise UsageError(f"FUSEKIT_MISS = '{miss}'; it is warn or error; set one of them, or leave it out")
@@ -173,7 +175,7 @@ class CuteConfig:
         if config is None:
             config = Config.from_environment(environ=environ)
         remote = environ.get("FUSEKIT_REMOTE", "")
-        return cls(config, miss, verify, frozenset(map(int, users)), report, remote)
+        return cls(config, miss, verify, frozenset(map(int, users)), report, remote, level)
 
 
 _TOOLKIT = frozenset({"CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "CUDA_TOOLKIT_PATH"})
@@ -187,7 +189,7 @@ def exec_environment(cute: CuteConfig, folder: Path, report: Path | None) -> dic
     """
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     values = {field.name: getattr(cute.config, field.name) for field in fields(cute.config)}
-    packed = json.dumps({**values, "report": report}, default=str)
+    packed = json.dumps({**values, "report": report, "level": cute.level}, default=str)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), EXEC: packed}
 
 
@@ -201,15 +203,16 @@ def compiler_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("CUTE_DSL_") or name in _TOOLKIT}
 
 
-def _unpacked(text: str) -> tuple[Config, Path | None]:
+def _unpacked(text: str) -> tuple[Config, Path | None, int]:
     values = json.loads(text)
+    level = values.pop("level", 2)
     for name, value in values.items():
         if isinstance(value, list):
             values[name] = tuple(map(Path, value))
         elif isinstance(value, str):
             values[name] = Path(value)
     report = values.pop("report")
-    return Config(**values), report
+    return Config(**values), report, level
 
 
 def _flag(variable: str, meaning: str, environ: Mapping[str, str]) -> bool:

@@ -38,7 +38,12 @@ def _patch() -> None:
             from fusekit.config import CuteConfig
             from fusekit.cute.cache import Cache
 
-            dsl.patch(Cache(CuteConfig.from_environment()).serve)
+            cache = Cache(CuteConfig.from_environment())
+            dsl.patch(cache.serve)
+            if cache.cute.level == 1:
+                from fusekit.cute import tracing
+
+                tracing.patch(cache.untraced)
     except Exception as error:
         from fusekit.config import refuses_misses
 

@@ -8,22 +8,28 @@ import os
 import platform
 import random
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusekit.config import CuteConfig
+from fusekit.cute.dependencies import Trace, why_not
 from fusekit.cute.digest import UnnamedError
-from fusekit.cute.dsl import VERSIONS, Artifact, Call, Replaced, version
+from fusekit.cute.dsl import VERSIONS, Artifact, Call, version
+from fusekit.cute.effects import Effects, apply
 from fusekit.cute.names import record_of
+from fusekit.cute.replaced import Replaced
 from fusekit.cute.report import add
+from fusekit.cute.tracing import Untried
 from fusekit.errors import FusekitError, IntegrityError, NotBuiltError, StoreError
 from fusekit.share.bounds import Bounds
 from fusekit.store import Entry, Store, key_of
-from fusekit.store.entries import HOST_OBJECT, KIND
+from fusekit.store.entries import DEPENDENCIES, HOST_OBJECT, KIND
 from fusekit.store.keys import sha256
 
 if TYPE_CHECKING:
@@ -37,7 +43,28 @@ _PATIENCE = 120.0
 _BOUNDS, _ATTEMPTS = Bounds(silence=5.0, grace=10.0, patience=10.0), 2
 """Of a remote: a program does not wait longer than it would compile."""
 _LENGTH = 8  # bytes
+_MANIFESTS = 8  # of one key, the newest first
 _CPU = ("flags", "Features", "cpu family", "model", "CPU part", "CPU implementer")
+
+
+class _Thread(threading.local):
+    """What of a call is handed on in this thread. key: of the entry that served it. why: there was no hit without a
+    trace. ready: the hit. checked: what would be one, and is traced to be compared.
+    """
+
+    key = ""
+    why = ""
+    ready: Any = None
+    checked: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    call: Untried
+    manifest: dict[str, Any]
+    entry: Entry
+    blob: bytes
+    begin: float
 
 
 class Cache:
@@ -46,12 +73,20 @@ class Cache:
     def __init__(self, cute: CuteConfig) -> None:
         self.cute = cute
         self._replaced = Replaced()
+        self._thread = _Thread()
         self._remote: tuple[int, Remote] | None = None  # and the process that opened it
         self._silent = ""  # why the remote is not asked again
 
     def serve(self, call: Call) -> Generator[Any, Any, None]:
         """Answers `call`: see `dsl.Serve`. Raises nothing but NotBuiltError, with FUSEKIT_MISS=error."""
         begin, why, key, fields = time.perf_counter(), "", "", dict[str, str]()
+        ready, self._thread.ready = self._thread.ready, None
+        if ready is not None:
+            function = self._from(ready, call)
+            if function is not None:
+                yield function
+                return
+            call.retraced(*ready.call.trace())
         try:
             why = call.not_served() or self._unknown()
             if not why:
@@ -66,7 +101,7 @@ class Cache:
             return
         hit, why = self._hit(call, key, begin)
         if hit is None and self.cute.miss == "error" and not self.cute.remote:
-            self._miss(call, why)
+            self._miss(call, f"{why}{self._thread.why}")
         release = self._lock(key) if hit is None else None
         try:
             if release is not None:  # another process may have compiled it meanwhile
@@ -74,16 +109,135 @@ class Cache:
             if hit is None and self.cute.remote:
                 hit, why = self._hit(call, key, begin, remote=True)
             if hit is not None:
+                self._thread.key = key
                 yield hit
                 return
-            self._miss(call, why)
+            self._miss(call, f"{why}{self._thread.why}")
             begin = time.perf_counter()
             function = yield None
-            self._publish(call, key, fields, function, time.perf_counter() - begin)
+            if self._publish(call, key, fields, function, time.perf_counter() - begin):
+                self._thread.key = key
             yield function
         finally:
             if release is not None:
                 release()
+
+    # -- without a trace ----------------------------------------------------------------------------------------------
+
+    def untraced(self, call: Untried) -> Generator[Any, Any, None]:
+        """Answers `call` before it is traced: see `tracing.Untraced`. Raises nothing."""
+        state = self._thread
+        state.key, state.why, state.ready, state.checked = "", "", None, None
+        release, trace, key, fields, arguments = None, None, "", dict[str, str](), None
+        begin = time.perf_counter()
+        try:
+            if self.cute.level == 1 and not (call.not_served() or self._unknown()):
+                arguments = call.arguments(self._replaced)
+                fields = {**self._machine, **call.fields(self._replaced), "arguments": arguments.hexdigest()}
+                fields |= {"schema": _SCHEMA, KIND: DEPENDENCIES}
+                key = key_of(fields)
+                if self._ready(call, key, begin):
+                    yield True
+                    return
+                release = None if state.checked else self._lock(key)
+                if release is not None and self._ready(call, key, begin):
+                    yield True
+                    return
+                trace, effects = Trace(arguments), Effects(call["full_args"])
+                trace.start()
+        except Exception as error:
+            trace, state.why = None, f"; {_text(error)}"
+        try:
+            yield None
+            manifest = None
+            if trace is not None:
+                trace.stop()
+                try:
+                    changes = effects.changes()
+                    with effects.undone():
+                        after = call.arguments(self._replaced)
+                    if arguments is None or after.hexdigest() != arguments.hexdigest():
+                        raise UnnamedError("the trace changes its arguments")
+                    manifest = {**trace.manifest(after), **call.traced(), "effects": changes}
+                except Exception as error:
+                    state.why = f"; it will be traced each time: {_text(error)}"
+                    if self.cute.miss == "warn":
+                        self._say(f"{call.name} will be traced each time: {_text(error)}")
+            yield None
+            if state.checked and state.key and state.checked["key"] != state.key:
+                self._say(f"{call.name}: its trace gives another one than was expected; that record is removed")
+                self._note(call, key, fields, manifest and {**manifest, "key": state.key}, state.checked)
+            elif manifest is not None and state.key:
+                self._note(call, key, fields, {**manifest, "key": state.key})
+            yield None
+        finally:
+            if trace is not None:
+                trace.stop()
+            if release is not None:
+                release()
+
+    def _ready(self, call: Untried, key: str, begin: float) -> bool:
+        """Whether a trace that the store knows would give the same now, and its result is there."""
+        reason = ""
+        for manifest in self._manifests(key):
+            reason = why_not(manifest)
+            if reason:
+                continue
+            kernel = self._store.load(manifest["key"])
+            if kernel is None:
+                continue
+            if self.cute.verify and random.random() < self.cute.verify:
+                self._thread.checked = manifest
+                return False
+            self._thread.ready = _Ready(call, manifest, *kernel, begin)
+            apply(call["full_args"], manifest["effects"])
+            call.pretend(manifest)
+            return True
+        self._thread.why = f"; {reason}" if reason else ""
+        return False
+
+    def _from(self, ready: _Ready, call: Call) -> Any:
+        """The function of a trace that was left out; None if it cannot be loaded."""
+        try:
+            if call.not_served():
+                return None
+            artifact = _unpacked(ready.blob, ready.entry)
+            ir = artifact.ir
+            function = call.load(artifact.host, lambda: zlib.decompress(ir), artifact.files, artifact.facts)
+        except Exception as error:
+            if self.cute.miss == "warn":
+                self._say(f"{call.name} is traced: {_text(error)}")
+            return None
+        saved = ready.entry.seconds + ready.manifest["seconds"] - (time.perf_counter() - ready.begin)
+        add(self.cute.report, max(0.0, saved))
+        return function
+
+    def _manifests(self, key: str) -> list[dict[str, Any]]:
+        stored = self._store.load(key)
+        return [] if stored is None else json.loads(zlib.decompress(stored[1]))
+
+    def _note(
+        self, call: Untried, key: str, fields: dict[str, str], manifest: dict[str, Any] | None, wrong: Any = None
+    ) -> None:
+        """Put a manifest before the others of its key, and take a wrong one out."""
+        try:
+            stored = self._store.load(key)
+            known = [] if stored is None else json.loads(zlib.decompress(stored[1]))
+            new = [] if manifest is None else [manifest]
+            known = [each for each in known if each != wrong and (not new or _same(each) != _same(new[0]))]
+            manifests = [*new, *known][:_MANIFESTS]
+            seconds = manifests[0]["seconds"] if manifests else 0.0
+            blob = zlib.compress(json.dumps(manifests, sort_keys=True).encode(), 1)
+            entry = Entry(key, fields, sha256(blob), len(blob), {DEPENDENCIES: {}}, {}, {}, {}, seconds)
+
+            def refuse(other: Entry) -> None:
+                if stored is not None and other.cubin_sha256 == stored[0].cubin_sha256:
+                    raise IntegrityError(f"entry {key} is replaced")
+
+            self._store.inspecting(refuse).publish(entry, blob)
+        except Exception as error:
+            if self.cute.miss == "warn":
+                self._say(f"{call.name}: its dependencies are not stored: {_text(error)}")
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 
@@ -180,7 +334,8 @@ class Cache:
             return held.close
         return None
 
-    def _publish(self, call: Call, key: str, fields: dict[str, str], function: Any, seconds: float) -> None:
+    def _publish(self, call: Call, key: str, fields: dict[str, str], function: Any, seconds: float) -> bool:
+        """Store `function`. Whether that was done."""
         try:
             call.remember(function)
             artifact = call.artifact(function, f"fusekit{key[:_PREFIX_DIGITS]}")
@@ -189,6 +344,8 @@ class Cache:
         except Exception as error:
             if self.cute.miss == "warn":
                 self._say(f"{call.name}: not stored: {_text(error)}")
+            return False
+        return True
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
@@ -206,6 +363,11 @@ class Cache:
     def _say(self, text: str) -> None:
         with contextlib.suppress(Exception):  # a program may have closed it
             sys.stderr.write(f"fusekit: {text}\n")
+
+
+def _same(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What of a manifest says when it holds."""
+    return {name: value for name, value in manifest.items() if name not in ("seconds", "key")}
 
 
 def _packed(key: str, fields: dict[str, str], artifact: Artifact, seconds: float) -> tuple[Entry, bytes]:

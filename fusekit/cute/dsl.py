@@ -9,19 +9,17 @@ import functools
 import hashlib
 import inspect
 import io
-import operator
-import os
 import re
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 from fusekit.config import compiler_environment
 from fusekit.cute.digest import UnnamedError, digest_of
+from fusekit.cute.replaced import Replaced
 from fusekit.store.keys import canonical_json
 
 VERSIONS = ("4.8.",)
@@ -32,6 +30,7 @@ Serve = Callable[["Call"], Generator[Any, Any, None]]
 
 _POSITIONAL = 8  # arguments, the DSL's object among them; another DSL passes a class as well
 _PREFIX = "CUTE_DSL_"
+_ROOT = "cutlass"
 # Variables that name places, and the architecture, which is a field of its own.
 _NOT_IN_KEYS = frozenset({"CUTE_DSL_ARCH", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_DUMP_DIR"})
 _NOT_SERVED = {
@@ -46,14 +45,6 @@ _NOT_SERVED = {
 }
 _KEPT = ("cubin", "ptx")  # files that options ask for
 _DUMPS = ("keep_ptx", "keep_cubin", "keep_sass", "keep_ir", "keep_ir_clean", "dryrun", "print_ir")
-# The half of the DSL that runs after the trace. What replaces a part of the other half shows in the IR.
-_BACK = (
-    "cutlass.base_dsl.compile_backend", "cutlass.base_dsl.compiler", "cutlass.base_dsl.dsl", "cutlass.base_dsl.export",
-    "cutlass.base_dsl.env_manager", "cutlass.base_dsl.jit_executor", "cutlass.base_dsl.tvm_ffi_builder",
-    "cutlass.cutlass_dsl", "cutlass.cute.export",
-)  # fmt: skip
-# Whose functions the DSL imports, or change nothing that is compiled.
-_NEUTRAL = frozenset({"cutlass", "fusekit", "typing_extensions", *sys.stdlib_module_names})
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
@@ -75,8 +66,8 @@ def is_there() -> bool:
 
 
 def patch(serve: Serve) -> None:
-    """Let `serve` answer each call of the method by which the DSL compiles what it has traced. Does nothing if one
-    does already.
+    """Let `serve` answer each call of the method by which the DSL compiles what it has traced. Does nothing if it does
+    already.
     """
     from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL as owner  # noqa: N813
 
@@ -94,10 +85,17 @@ def patch(serve: Serve) -> None:
         finally:
             steps.close()
 
+    replace(owner, "compile_and_cache", compile_and_cache)
+
+
+def replace(owner: Any, name: str, function: Any) -> None:
+    """Put `function` into the DSL, in the place of one that it calls."""
     # The DSL's errors name the innermost frame that is not the DSL's, and for those it takes files in angle brackets.
-    compile_and_cache.__code__ = compile_and_cache.__code__.replace(co_filename="<fusekit>")
-    compile_and_cache.fusekit_cute = True  # type: ignore[attr-defined]
-    owner.compile_and_cache = functools.wraps(original)(compile_and_cache)
+    function.__code__ = function.__code__.replace(co_filename="<fusekit>")
+    function.fusekit_cute = True
+    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    replaced = functools.wraps(getattr(owner, name))(function)
+    setattr(owner, name, staticmethod(replaced) if is_static else replaced)
 
 
 class Call:
@@ -118,6 +116,13 @@ class Call:
         self.remembers = not bound.arguments["no_cache"]
         bound.arguments["no_cache"] = True
         self.args, self.kwargs = bound.args, bound.kwargs
+
+    def retraced(self, module: Any, module_hash: Any, result: Any) -> None:
+        """Let it be of a trace that gave `module`."""
+        bound = self._signature.bind(*self.args, **self.kwargs)
+        bound.arguments |= {"module": module, "module_hash": module_hash}
+        self.args, self.kwargs = bound.args, bound.kwargs
+        vars(self).pop("_given", None)
 
     def compile(self) -> Any:
         """What the DSL compiles."""
@@ -200,17 +205,29 @@ class Call:
             return f"it is for {self.arch}, and runs nowhere here"
         return None
 
+    def locations(self) -> bool:
+        """Whether source locations are compiled in."""
+        dsl = self.dsl
+        return bool(dsl.compile_options.generate_line_info or dsl.envar.lineinfo or dsl.envar.loc_tracebacks)
+
     def fields(self, replaced: Replaced) -> dict[str, str]:
         """What decides the result after the trace, labelled. Raises UnnamedError for a part without a name."""
-        dsl, options = self.dsl, self.dsl.compile_options
-        module, name = self["module"], self["function_name"]
-        # A stream is in the name by its address.
-        neutral = _ADDRESS.sub("0x", name)
-        if options.generate_line_info or dsl.envar.lineinfo or dsl.envar.loc_tracebacks:
+        dsl, module, name = self.dsl, self["module"], self["function_name"]
+        if self.locations():
             code = _bytecode(module)
         else:
             code = module.operation.get_asm(enable_debug_info=False, print_generic_op_form=True).encode()
-            code = code.replace(name.encode(), neutral.encode())
+            code = code.replace(name.encode(), _ADDRESS.sub("0x", name).encode())
+        return {
+            **self.settings(),
+            "ir": hashlib.sha256(code).hexdigest(),
+            "kernels": str(bool(dsl.num_kernels)),
+            "replaced": digest_of(replaced.functions(dsl)),
+        }
+
+    def settings(self) -> dict[str, str]:
+        """What decides the result beside the function and its arguments."""
+        dsl, options = self.dsl, self.dsl.compile_options
         settings = {
             entry.key_name: getattr(dsl.envar, entry.key_name)
             for entry in type(dsl.envar)._ENV_VAR_SPEC
@@ -219,8 +236,7 @@ class Call:
         environment = {key: value for key, value in compiler_environment().items() if key not in _NOT_IN_KEYS}
         fields = {
             "arch": self.arch,
-            "ir": hashlib.sha256(code).hexdigest(),
-            "function": neutral,
+            "function": _ADDRESS.sub("0x", self["function_name"]),  # a stream is in the name by its address
             "pipeline": _without_paths(
                 dsl.preprocess_pipeline(dsl._get_pipeline(self["pipeline"]), self.arch), options
             ),
@@ -229,8 +245,6 @@ class Call:
             "options": f"{_without_paths(options.to_str(), options)} {digest_of(_values(options))}",
             "settings": canonical_json({key: repr(value) for key, value in sorted(settings.items())}),
             "environment": canonical_json(environment),
-            "kernels": str(bool(dsl.num_kernels)),
-            "replaced": digest_of(replaced.functions(dsl)),
         }
         if self.tvm_ffi is not None:
             import tvm_ffi
@@ -408,57 +422,3 @@ def _bytecode(module: Any) -> bytes:
     data = io.BytesIO()
     module.operation.write_bytecode(data)
     return data.getvalue()
-
-
-# -- names of Python objects
-
-
-class Replaced:
-    """What other packages have put into the DSL's second half. A namespace is read again when it has changed."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[list[Any], list[tuple[str, Any]]]] = {}
-
-    def functions(self, dsl: Any) -> dict[str, Any]:
-        """Place -> function that is not the DSL's. Raises UnnamedError for a callable that is no function."""
-        import cutlass
-
-        root = f"{Path(cutlass.__file__).parent}{os.sep}"
-        functions: dict[str, Any] = {}
-        for place, owner in (("dsl", dsl), ("compiler", dsl.compiler_provider)):
-            shadows = {name: value for name, value in vars(owner).items() if hasattr(type(owner), name)}
-            functions |= self._read(place, shadows, root)
-        for name, module in list(sys.modules.items()):
-            if module is None or not name.startswith(_BACK):
-                continue
-            functions |= self._read(name, vars(module), root)
-            for value in list(vars(module).values()):
-                if isinstance(value, type) and value.__module__ == name:
-                    functions |= self._read(f"{name}.{value.__qualname__}", vars(value), root)
-        return functions
-
-    def _read(self, place: str, space: Mapping[str, Any], root: str) -> list[tuple[str, Any]]:
-        values = list(space.values())
-        known = self._known.get(place)
-        if known is None or len(known[0]) != len(values) or not all(map(operator.is_, known[0], values)):
-            found = [
-                (f"{place}.{label}", function)
-                for label, value in list(space.items())
-                for function in _foreign(value, root)
-            ]
-            known = self._known[place] = values, found
-        return known[1]
-
-
-def _foreign(value: Any, root: str) -> Iterator[Any]:
-    """The functions that `value` is, or wraps, whose code is not below `root`."""
-    while value is not None:
-        value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-        if isinstance(value, FunctionType):
-            top = str(value.__globals__.get("__name__", "")).partition(".")[0]
-            neutral = top in _NEUTRAL or top.startswith("namedtuple_")
-            if not (neutral or value.__code__.co_filename.startswith(root)):
-                yield value
-        elif isinstance(value, functools.partial) or type(value).__module__.startswith("unittest.mock"):
-            raise UnnamedError(f"a part of the DSL is replaced by a {type(value).__qualname__}, which no key can name")
-        value = getattr(value, "__wrapped__", None)

@@ -12,7 +12,7 @@ from fusekit.abi.layer_record import LayerRecord
 from fusekit.errors import IntegrityError
 from fusekit.store import Entry, NameRecord
 from fusekit.store.documents import parse
-from fusekit.store.entries import HOST_OBJECT, KIND, LAYER
+from fusekit.store.entries import DEPENDENCIES, HOST_OBJECT, KIND, LAYER
 from fusekit.store.verify import Inspect
 
 
@@ -45,9 +45,9 @@ def layer_record(entry: Entry, document: bytes) -> LayerRecord:
 
 def check_entry(entry: Entry, cubin: bytes | None = None) -> None:
     """Raises IntegrityError unless `entry` has a launch record, of the architecture of its key, and of its `cubin`
-    where that is at hand. A host object of `fusekit exec` has none.
+    where that is at hand. What `fusekit exec` keeps has none.
     """
-    if entry.fields.get(KIND) == HOST_OBJECT:
+    if entry.fields.get(KIND) in (HOST_OBJECT, DEPENDENCIES):
         return
     if entry.fields.get(KIND) == LAYER:
         if cubin is not None:

@@ -17,9 +17,9 @@ from fusekit.store.keys import canonical_json, is_digest, key_of, sha256
 
 SCHEMA = 1
 """Version of the entry's document. No part of a key: a newer form of an entry leaves keys as they are."""
-KIND, HOST_OBJECT = "kind", "host-object"
-"""The key field, and its value, of an entry whose blob is not a cubin: what `fusekit exec` keeps of a program's own
-compilation. `launch` has that under the same name."""
+KIND, HOST_OBJECT, DEPENDENCIES = "kind", "host-object", "dependencies"
+"""The key field, and its values, of an entry whose blob is not a cubin: what `fusekit exec` keeps of a program's own
+compilation, and of what its trace read. `launch` has that under the same name."""
 LAYER = "layer"
 """The value of that field of a layer's entry, whose blob is its record (fusekit.abi.layer_record). `launch` has the
 keys of its kernels."""

@@ -17,7 +17,7 @@ from cutlass.cute.runtime import from_dlpack
 from cutlass.cutlass_dsl import CuTeDSL
 from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
 
-from fusekit.cute import dsl
+from fusekit.cute import replaced
 from tests.cute import kernels
 from tests.cute.rig import Rig
 
@@ -70,7 +70,7 @@ def main(library, folder):
     driver.last_launch.restype = ctypes.POINTER(ctypes.c_uint64)
     CudaDialectJitCompiledFunction.num_devices = 1
     BaseDSL.get_shared_libs = lambda self: [library]
-    dsl._NEUTRAL |= {"tests", "__main__"}
+    replaced._NEUTRAL |= {"tests", "__main__"}
 
     def work():
         CuTeDSL._get_dsl().jit_cache = JitCacheDict()

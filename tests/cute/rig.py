@@ -1,13 +1,24 @@
 """Compiles with the cache in this process."""
 
+import inspect
+
+from cutlass.base_dsl.compiler import CompileCallable
+from cutlass.base_dsl.dsl import BaseDSL
 from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
 from fusekit.config import Config, CuteConfig
-from fusekit.cute import cache, dsl
+from fusekit.cute import cache, dsl, tracing
 from fusekit.cute.report import counts
 from tests.cute import kernels
 
 ORIGINAL = CutlassBaseDSL.compile_and_cache
+ORIGINALS = {
+    (owner, name): inspect.getattr_static(owner, name)
+    for owner, name in (
+        (CutlassBaseDSL, "compile_and_cache"), (CutlassBaseDSL, "generate_original_ir"), (CompileCallable, "_compile"),
+        (BaseDSL, "_preprocess_and_replace_code"),
+    )
+}  # fmt: skip
 
 
 class Rig:
@@ -20,13 +31,17 @@ class Rig:
         """((hits, misses) of `work`, its result)."""
         self.report.write_text("")
         config = settings.pop("config", None) or Config(store=self.root)
+        settings.setdefault("level", 2)
         cute_config = CuteConfig(config, report=self.report, **settings)
-        CutlassBaseDSL.compile_and_cache = ORIGINAL
-        dsl.patch(cache.Cache(cute_config).serve)
+        served = cache.Cache(cute_config)
+        dsl.patch(served.serve)
+        if cute_config.level == 1:
+            tracing.patch(served.untraced)
         try:
             result = work()
         finally:
-            CutlassBaseDSL.compile_and_cache = ORIGINAL
+            for (owner, name), original in ORIGINALS.items():
+                setattr(owner, name, original)
         return counts(self.report)[:2], result
 
     def counted(self, *args, **settings):

@@ -31,6 +31,15 @@ def test_a_program_is_what_it_is_without(run):
     assert bare.code == 7
 
 
+def test_a_program_is_what_it_is_without_a_trace(run):
+    pytest.importorskip("cutlass", reason=NO_DSL)
+    level1 = (*EXECUTE[:-1], "--level", "1", "--")
+    bare = run(*program("exit"), execute=())
+    for counts in ((0, 1), (1, 0)):
+        done = run(*program("exit"), execute=level1)
+        assert (done.out, done.err, done.code, done.counts) == (bare.out, bare.err, bare.code, counts)
+
+
 def test_every_process_of_a_program_is_served(run):
     pytest.importorskip("cutlass", reason=NO_DSL)
     done = run(*program("methods"))
@@ -107,6 +116,7 @@ def test_a_child_has_the_configuration_of_the_command(tmp_path):
     )
     variables = exec_environment(CuteConfig(config), tmp_path, tmp_path / "report")
     there = CuteConfig.from_environment(environ=variables)
+    assert there.level == 2
     assert (there.config, there.report) == (config, tmp_path / "report")
     assert json.loads(variables[EXEC])["store"] == str(tmp_path)
 

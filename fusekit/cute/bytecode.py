@@ -1,0 +1,134 @@
+"""What code names: globals, attributes, imports; and whether what it does can be seen in that."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import importlib.util
+import sys
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from fusekit.cute.digest import UnnamedError
+from fusekit.cute.libraries import UNSTEADY
+
+# Names of what computes names, so that what is read of a module cannot be seen in the code.
+_COMPUTES = frozenset({
+    "globals", "vars", "__dict__", "__getattribute__", "attrgetter", "methodcaller", "getmembers", "dir",
+    "getattr_static", "f_globals", "__globals__", "__builtins__",
+})  # fmt: skip
+
+_IMPORTS = frozenset(
+    {"import_module", "__import__", "reload", "find_spec", "modules", "module_from_spec", "resolve_name", "getmodule"}
+)
+
+_EVALUATES = frozenset(
+    {"eval", "exec", "compile", "execfile", "runpy", "FunctionType", "CodeType", "marshal", "id", "hash"}
+)
+
+_GLOBAL_OPERATIONS = frozenset({
+    "LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS",
+})  # fmt: skip
+
+
+def nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from nested(constant)
+
+
+@functools.lru_cache(maxsize=20_000)
+def global_names(code: CodeType) -> frozenset[str]:
+    """The globals and builtins that `code` and the functions in it name."""
+    return frozenset(
+        instruction.argval
+        for each in nested(code)
+        for instruction in dis.get_instructions(each)
+        if instruction.opname in _GLOBAL_OPERATIONS
+    )
+
+
+@functools.lru_cache(maxsize=20_000)
+def attribute_names(code: CodeType) -> frozenset[str]:
+    """The names that may be attributes of a module in `code`: all names, and strings for `getattr`."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, str) and constant.isidentifier():
+            names.add(constant)
+        elif isinstance(constant, CodeType):
+            names |= attribute_names(constant)
+        elif isinstance(constant, tuple):
+            names.update(each for each in constant if isinstance(each, str) and each.isidentifier())
+    return frozenset(names)
+
+
+@functools.lru_cache(maxsize=20_000)
+def computes_names(code: CodeType) -> bool:
+    """Whether `code` reads attributes by names that are not in it, but for `getattr` and `hasattr`."""
+    return any(bool(_COMPUTES.intersection(each.co_names)) for each in nested(code))
+
+
+@functools.lru_cache(maxsize=20_000)
+def stored_names(code: CodeType) -> frozenset[str]:
+    """The globals and attributes that `code` and the functions in it assign to."""
+    return frozenset(
+        instruction.argval
+        for each in nested(code)
+        for instruction in dis.get_instructions(each)
+        if instruction.opname in ("STORE_GLOBAL", "STORE_NAME", "STORE_ATTR", "DELETE_GLOBAL", "DELETE_ATTR")
+    ) | ({"setattr"} & _names_alone(code))
+
+
+@functools.lru_cache(maxsize=20_000)
+def why_unsteady(code: CodeType) -> str:
+    names = _names_alone(code)
+    if bad := UNSTEADY & names:
+        return f"{code.co_qualname} names {min(bad)}"
+    if bad := _EVALUATES & (global_names(code) | ({"FunctionType", "CodeType"} & names)):
+        return f"{code.co_qualname} names {min(bad)}"
+    if bad := _IMPORTS & names - ({"modules"} if "sys" not in names else set()):
+        return f"{code.co_qualname} imports what {min(bad)} is given"
+    return ""
+
+
+def check_names(code: CodeType, names: frozenset[str]) -> None:
+    if why := why_unsteady(code):
+        raise UnnamedError(why)
+
+
+def _names_alone(code: CodeType) -> frozenset[str]:
+    """The names in `code` and the functions in it, without strings."""
+    return frozenset(name for each in nested(code) for name in each.co_names)
+
+
+def imports(code: CodeType, space: dict[str, Any]) -> Iterator[str]:
+    """The imported modules that `code` imports when it runs."""
+    package = space.get("__package__") or ""
+    for name, level in _import_names(code):
+        base = name
+        if level:
+            try:
+                base = importlib.util.resolve_name("." * level + name, package)
+            except ImportError:
+                continue
+        parts = base.split(".")
+        for count in range(1, len(parts) + 1):
+            if ".".join(parts[:count]) in sys.modules:
+                yield ".".join(parts[:count])
+        for name in attribute_names(code):  # from package import module
+            if f"{base}.{name}" in sys.modules:
+                yield f"{base}.{name}"
+
+
+@functools.lru_cache(maxsize=20_000)
+def _import_names(code: CodeType) -> tuple[tuple[str, int], ...]:
+    imports = []
+    for each in nested(code):
+        instructions = [item for item in dis.get_instructions(each) if item.opname not in ("CACHE", "EXTENDED_ARG")]
+        for at, item in enumerate(instructions):
+            if item.opname == "IMPORT_NAME":
+                level = instructions[at - 2].argval if at >= 2 else 0
+                imports.append((item.argval, level if isinstance(level, int) else 0))
+    return tuple(imports)

@@ -1,0 +1,185 @@
+"""What a trace depends on beside its key: recorded while the DSL traces, and compared before a later one is left out.
+
+A trace is a function of its arguments and of what the code that runs reads. Recorded are: each code object that ran
+outside the libraries, the values of the globals that it names and the attributes of modules that it names, its files,
+the variables of the environment and the files that were read. Values count whole: objects with their attributes,
+functions with code, defaults and closures, classes with all members. Code that ran and is in none of these values, and
+whatever else is in doubt, raises UnnamedError: then there is no level 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from fusekit.cute.bytecode import stored_names
+from fusekit.cute.digest import UnnamedError
+from fusekit.cute.files import ABSENT, file_digest, secret, source_digest, variable_digest
+from fusekit.cute.libraries import home, is_library
+from fusekit.cute.reads import Reads, cannot_change, libraries_digest, names_digest, read, remembered
+from fusekit.cute.recorder import Recorder
+from fusekit.cute.values import NOTHING, Walk
+
+_MOST_FORESEEN = 20_000  # objects that are read before a trace
+
+
+class Trace:
+    """One trace that is recorded: made before it, with the walk over the function and its arguments."""
+
+    def __init__(self, arguments: Walk) -> None:
+        self._before = Reads(strict=False)
+        self._before.walked(arguments)
+        self._before.settle(_MOST_FORESEEN)
+        self._arguments = arguments
+        self._remembered = [remembered(each) for each in arguments.memos]
+        self._recorder = Recorder()
+        self._begin = 0.0
+        self.seconds = 0.0
+
+    def start(self) -> None:
+        """Begin to record. Raises UnnamedError if that cannot be done."""
+        self._wall, self._begin = time.time_ns(), time.perf_counter()
+        self._recorder.start()
+
+    def stop(self) -> None:
+        """Stop it."""
+        self._recorder.stop()
+        self.seconds = time.perf_counter() - self._begin
+
+    def manifest(self, arguments: Walk) -> dict[str, Any]:
+        """What the trace read, as JSON types. arguments: the same walk, after it. Raises UnnamedError if something in
+        it has no name.
+        """
+        record = self._recorder
+        if record.doubt:
+            raise UnnamedError(record.doubt)
+        reads = Reads(strict=True)
+        reads.walked(arguments)
+        reads.attributes |= {name for _, name in record.attributes}
+        for code, spaces in record.spaces.items():
+            for space in spaces:
+                reads.add(code, space)
+        reads.settle()
+        reads.check(record.spaces)
+        before = self._before.values
+        stored = {name for code in record.spaces for name in stored_names(code)}
+        for root, value in record.attributes.items():
+            if before.get(root) is None and root[1] not in stored and "setattr" not in stored:
+                before[root] = value
+        for root, value in reads.values.items():
+            if root not in before and root[1] not in stored and cannot_change(root):
+                continue
+            if before.get(root) is None:
+                raise UnnamedError(f"{root[0]}:{root[1]} was not foreseen")
+            if before[root] != value:
+                raise UnnamedError(f"the trace changes {root[0]}:{root[1]}")
+        memos = {root: (self._before.memos.get(root, []), after) for root, after in reads.memos.items()}
+        for root, (first, last) in memos.items():
+            if len(first) != len(last) or any("?" in each.values() for each in first):
+                raise UnnamedError(f"what {root[0]}:{root[1]} remembers has no name for a key")
+        after = [remembered(each) for each in self._arguments.memos]
+        if after:
+            raise UnnamedError("methods of an argument are memoised")
+        modules, files = self._files(reads)
+        computes = bool(reads.computes)
+        return {
+            "attributes": sorted(reads.attributes),
+            "computes": computes,
+            "values": {f"{module}:{name}": value for (module, name), value in reads.values.items()},
+            "names": {name: names_digest(module, reads.attributes, computes) for name, module in reads.modules.items()},
+            "libraries": {
+                name: libraries_digest(module, reads.attributes, whole=computes)
+                for name, module in reads.libraries.items()
+            },
+            "modules": modules,
+            "files": files,
+            "environment": {
+                name: secret(value) for name, value in record.environment.items() if not name.startswith("CUTE_DSL_")
+            },
+            "memos": {f"{root[0]}:{root[1]}": pair for root, pair in memos.items()},
+            "seconds": self.seconds,
+        }
+
+    def _files(self, reads: Reads) -> tuple[dict[str, str], dict[str, str]]:
+        """(module -> digest, path -> digest) of what the code that ran is from, and of what it opened."""
+        record, modules, files = self._recorder, dict(reads.modules), dict[str, str]()
+        homes = {str(path): name for name, module in list(sys.modules.items()) if (path := home(module))}
+        paths = {code.co_filename for code in record.spaces}
+        for spaces in record.spaces.values():
+            for space in spaces:
+                name = str(space.get("__name__"))
+                if name in sys.modules:
+                    modules[name] = sys.modules[name]
+        for path in paths | record.files:
+            if path.startswith("<") or (path not in paths and is_library(os.path.abspath(path))):  # noqa: PTH100
+                continue
+            if path.startswith(("/proc/", "/sys/", "/dev/")):
+                raise UnnamedError(f"{path} is read")
+            if path in homes:
+                if not is_library(path):
+                    modules[homes[path]] = sys.modules[homes[path]]
+            elif not path.endswith(".pyc"):
+                files[os.path.abspath(path)] = file_digest(path)  # noqa: PTH100
+        for path in [*files, *(str(home(module)) for module in modules.values())]:
+            with contextlib.suppress(OSError):
+                status = os.stat(path)  # noqa: PTH116
+                if max(status.st_mtime_ns, status.st_ctime_ns) >= self._wall:
+                    raise UnnamedError(f"{path} changed while it was traced")
+        return {name: source_digest(module) for name, module in modules.items()}, files
+
+
+def why_not(manifest: Mapping[str, Any]) -> str:
+    """Why a trace that is as `manifest` says would not give the same now; "" if it would."""
+    for name, expected in manifest["modules"].items():
+        if name not in sys.modules:
+            return f"module {name} is not imported"
+        if source_digest(sys.modules[name]) != expected:
+            return f"file of module {name} changed"
+    for name, expected in manifest["environment"].items():
+        if variable_digest(name) != expected:
+            return f"variable {name} changed"
+    for path, expected in manifest["files"].items():
+        if file_digest(path) != expected:
+            return f"file {path} changed"
+    attributes, computes = set(manifest["attributes"]), manifest["computes"]
+    for name, expected in manifest["libraries"].items():
+        module = sys.modules.get(name)
+        if module is None or libraries_digest(module, attributes, whole=computes) != expected:
+            return f"module {name} has other values"
+    for name, expected in manifest["names"].items():
+        module = sys.modules.get(name)
+        if module is None or names_digest(module, attributes, computes) != expected:
+            return f"module {name} has other names"
+    for place, expected in manifest["values"].items():
+        if why := _why_not_value(place, expected, manifest["memos"].get(place)):
+            return why
+    return ""
+
+
+def _why_not_value(place: str, expected: str, memos: Any) -> str:
+    module, _, name = place.rpartition(":")
+    if module not in sys.modules:
+        return f"module {module} is not imported"
+    value, walk = read((module, name)), Walk()
+    if value is NOTHING:
+        return "" if expected == ABSENT else f"value {place} is gone"
+    try:
+        walk(value)
+        if walk.hexdigest() != expected:
+            return f"value {place} changed"
+        if walk.memos:
+            before, after = memos
+            for function, first, last in zip(walk.memos, before, after, strict=True):
+                now = remembered(function)
+                # What the trace itself added may be missing: it would be computed from what was recorded.
+                if any(now.get(key) != result for key, result in first.items() if key in last) or any(
+                    now[key] != result or result == "?" for key, result in last.items() if key in now
+                ):
+                    return f"what {place} remembers changed"
+    except (UnnamedError, RecursionError) as error:
+        return f"value {place}: {error}"
+    return ""

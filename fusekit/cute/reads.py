@@ -1,0 +1,208 @@
+"""What code reads: the values of the globals and of the attributes of modules that it names."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import hashlib
+import sys
+from collections.abc import Iterable
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from fusekit.cute.bytecode import attribute_names, check_names, computes_names, global_names, imports
+from fusekit.cute.digest import UnnamedError
+from fusekit.cute.files import ABSENT
+from fusekit.cute.libraries import is_library, is_library_module
+from fusekit.cute.values import DIGITS, NAMED, NOTHING, SIMPLE, Walk, digest
+
+_PLAIN = (bool, int, float, str, bytes, tuple)
+
+Root = tuple[str, str]
+"""The name of a module, and of a global in it."""
+
+
+class Reads:
+    """What codes read: `values` of globals and attributes of modules, `memos` of functions, `modules`, `libraries`.
+
+    add: takes codes. settle: follows what they read until nothing is new. Without `strict` a value without a name is
+    None, and the code of all functions that are reached counts as run.
+    """
+
+    def __init__(self, *, strict: bool) -> None:
+        self.strict = strict
+        self.attributes = {"__getattr__"}  # of a module, which is called for names that it lacks
+        self.values: dict[Root, str | None] = {}
+        self.memos: dict[Root, list[Any]] = {}
+        self.modules: dict[str, ModuleType] = {}
+        self.libraries: dict[str, ModuleType] = {}
+        self.codes: set[CodeType] = set()
+        self.computes = ""
+        self._nodes = 0
+        self._seen: set[tuple[int, int]] = set()
+        self._keep: list[Any] = []
+        self._wanted: dict[Root, None] = {}
+        self._elsewhere: list[CodeType] = []
+
+    def add(self, code: CodeType, space: dict[str, Any]) -> None:
+        mark = (id(code), id(space))
+        if mark in self._seen:
+            return
+        self._seen.add(mark)
+        self._keep.append((code, space))
+        names = attribute_names(code)
+        if self.strict:
+            check_names(code, names)
+        if not self.computes and computes_names(code):
+            self.computes = code.co_qualname
+        self.attributes |= names
+        name = str(space.get("__name__"))
+        module = sys.modules.get(name)
+        if module is None or vars(module) is not space:
+            if global_names(code) & space.keys():
+                self._elsewhere.append(code)
+            return
+        self._reach(module)
+        for each in global_names(code):
+            self._wanted[name, each] = None
+        for imported in imports(code, space):
+            self._reach(sys.modules[imported])
+
+    def walked(self, walk: Walk) -> None:
+        """Add what a walk has met."""
+        self.codes |= walk.codes
+        for module in walk.modules.values():
+            self._reach(module)
+        if not self.strict:
+            for code, space in walk.functions:
+                self.add(code, space)
+
+    def _reach(self, module: ModuleType) -> None:
+        name = module.__name__
+        if name in self.modules or name in self.libraries:
+            return
+        if sys.modules.get(name) is not module:
+            if self.strict:
+                raise UnnamedError(f"the module {name} is not in sys.modules")
+            return
+        if is_library_module(name):
+            self.libraries[name] = module
+        else:
+            self.modules[name] = module
+
+    def settle(self, most: float = float("inf")) -> None:
+        """Read values, until nothing is new, or they have more than `most` objects."""
+        while self._nodes < most:
+            before = len(self.attributes), len(self.modules), len(self.libraries), self.computes
+            for name, module in list(self.modules.items()):
+                if self.strict and type(module) is not ModuleType:
+                    raise UnnamedError(f"{name} is a module of another kind")
+                space = vars(module)
+                for each in list(space) if self.computes else self.attributes & space.keys():
+                    if not (self.computes and each.startswith("__") and each not in self.attributes):
+                        self._wanted[name, each] = None
+            for module in list(self.libraries.values()):
+                for each in self.attributes & vars(module).keys():
+                    if isinstance(vars(module)[each], ModuleType):
+                        self._reach(vars(module)[each])
+            wanted, self._wanted = [root for root in self._wanted if root not in self.values], {}
+            for root in wanted:
+                if self._nodes < most:
+                    self._value(root)
+            after = len(self.attributes), len(self.modules), len(self.libraries), self.computes
+            if not wanted and after == before:
+                return
+
+    def _value(self, root: Root) -> None:
+        walk = Walk()
+        try:
+            self.values[root] = self._digest(root, walk)
+        except (UnnamedError, RecursionError) as error:
+            if self.strict:
+                why = f", which counts whole, as {self.computes} computes names" if self.computes else ""
+                raise UnnamedError(f"{root[0]}:{root[1]}{why}: {error}") from None
+            self.values[root] = None
+        self._nodes += walk.nodes
+        self.walked(walk)
+
+    def _digest(self, root: Root, walk: Walk) -> str:
+        value = read(root)
+        if value is NOTHING:
+            return ABSENT
+        walk(value)
+        if walk.memos:
+            self.memos[root] = [remembered(each) for each in walk.memos]
+        return walk.hexdigest()
+
+    def check(self, ran: Iterable[CodeType]) -> None:
+        """Raises UnnamedError unless each code that ran is in a value that was read."""
+        for code in ran:
+            if code.co_name == "<module>":
+                raise UnnamedError(f"{code.co_filename} is imported while it traces")
+            if code not in self.codes:
+                raise UnnamedError(
+                    f"{code.co_qualname} in {code.co_filename} is called from somewhere that no value shows"
+                )
+
+
+def read(root: Root) -> Any:
+    """The value of a global or builtin; `NOTHING` if there is none."""
+    space = vars(sys.modules[root[0]])
+    return space[root[1]] if root[1] in space else vars(builtins).get(root[1], NOTHING)
+
+
+def cannot_change(root: Root) -> bool:
+    """Whether the value of a global stays, if no code assigns to it."""
+    value = read(root)
+    if isinstance(value, type):
+        return is_library_module(value.__module__)
+    return value is NOTHING or isinstance(value, (*SIMPLE, ModuleType, *NAMED))
+
+
+def remembered(function: Any) -> dict[str, str]:
+    """What a memoised function remembers: digest of the arguments -> digest of the result ("?": it has none)."""
+    import gc
+
+    if not function.cache_info().currsize:
+        return {}
+    parts = gc.get_referents(function)
+    caches = [each for each in parts if type(each) is dict and each is not vars(function)]
+    if len(caches) != 1 or len(caches[0]) != function.cache_info().currsize:
+        raise UnnamedError(f"what {function.__qualname__} remembers cannot be read")
+    results = {}
+    for key, result in list(caches[0].items()):
+        if function.cache_parameters()["maxsize"] is not None:
+            at = next((index for index, each in enumerate(parts) if each is key), None)
+            if at is None:
+                raise UnnamedError(f"what {function.__qualname__} remembers cannot be read")
+            result = parts[at + 1]
+        named = digest(list(key) if isinstance(key, list) else key)
+        try:
+            results[named] = digest(result)
+        except UnnamedError:
+            results[named] = "?"
+    return results
+
+
+def libraries_digest(module: ModuleType, attributes: set[str], *, whole: bool) -> str:
+    """What of a library's module is not its version's: plain values, and functions that others put there."""
+    space = vars(module)
+    walk = Walk()
+    for name in sorted(set(space) if whole else attributes & space.keys()):
+        value = space[name]
+        if name.startswith("__") or value is sys.modules:  # code that names this one is not served
+            continue
+        if type(value) in _PLAIN or (name in attributes and type(value) in (list, dict, set)):
+            with contextlib.suppress(UnnamedError):
+                walk.put(name, digest(value))
+        elif isinstance(value, FunctionType) and not is_library(value.__code__.co_filename):
+            walk.put(name)
+            walk(value)
+    return walk.hexdigest()
+
+
+def names_digest(module: ModuleType, attributes: set[str], computes: bool) -> str:
+    names = attributes & vars(module).keys()
+    if computes:
+        names |= {name for name in vars(module) if not name.startswith("__")}
+    return hashlib.sha256("\0".join(sorted(names)).encode()).hexdigest()[:DIGITS]

@@ -1,0 +1,181 @@
+"""What other packages have put into the CuTe DSL, which takes part in what it compiles."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FunctionType, GetSetDescriptorType, ModuleType
+from typing import Any
+
+from fusekit.cute.digest import UnnamedError
+from fusekit.cute.values import digest
+
+_ROOT = "cutlass"
+_NO_CALLABLES = frozenset({bool, int, float, str, tuple, list, dict, type(None), ModuleType, GetSetDescriptorType})
+_MAPPING, _VERSION = 16, 24  # places of a proxy's dict, and of a dict's version
+_CONSTANTS = (bool, int, float, str, tuple)
+
+
+# The half of the DSL that runs after the trace. What replaces a part of the other half shows in the IR.
+_BACK = (
+    "cutlass.base_dsl.compile_backend", "cutlass.base_dsl.compiler", "cutlass.base_dsl.dsl", "cutlass.base_dsl.export",
+    "cutlass.base_dsl.env_manager", "cutlass.base_dsl.jit_executor", "cutlass.base_dsl.tvm_ffi_builder",
+    "cutlass.cutlass_dsl", "cutlass.cute.export",
+)  # fmt: skip
+# Whose parts the DSL imports, or change nothing that is compiled.
+_NEUTRAL = frozenset({
+    "cutlass", "fusekit", "typing_extensions", "nanobind", "numpy", "torch", "cuda", "tvm_ffi",
+    *sys.stdlib_module_names,
+})  # fmt: skip
+
+
+class _Module:
+    """A module of the DSL with its classes, as it was when it was read."""
+
+    def __init__(self, name: str, module: Any, root: str) -> None:
+        self.module = module
+        spaces: list[Mapping[str, Any]] = [vars(module)]
+        self.stamps = [_stamp(vars(module))]  # before it is read
+        self.parts = _parts(name, vars(module), root)
+        self.constants: dict[str, Any] = {}
+        for label, value in list(vars(module).items()):
+            if isinstance(value, type) and value.__module__ == name:
+                spaces.append(vars(value))
+                self.stamps.append(_stamp(spaces[-1]))
+                self.parts |= _parts(f"{name}.{value.__qualname__}", spaces[-1], root)
+            elif label.isupper() and type(value) in _CONSTANTS and not name.startswith(f"{_ROOT}._mlir."):
+                self.constants[f"{name}.{label}"] = value
+        self._spaces = spaces  # whose addresses the stamps have
+        self.marks = [stamp.value for stamp in self.stamps]
+
+
+class Replaced:
+    """What other packages have put into the DSL. A module is read again when it, or one of its classes, has changed."""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, _Module] = {}
+        self._constants = ""
+
+    def functions(self, dsl: Any) -> dict[str, Any]:
+        """Place -> function that is not the DSL's, in the half that runs after the trace. Raises UnnamedError for a
+        callable that is no function.
+        """
+        return self._parts(dsl, _BACK, (FunctionType, type))
+
+    def anywhere(self, dsl: Any) -> dict[str, Any]:
+        """Place -> callable that is not the DSL's, in all of it, and under "constants" a digest of its constants, which
+        other packages may replace. Raises UnnamedError for another callable than a function or a partial one.
+        """
+        parts = self._parts(dsl, (f"{_ROOT}.",), (FunctionType, type, functools.partial))
+        if not self._constants:
+            constants = dict[str, Any]()
+            for _, module in sorted(self._modules.items()):
+                constants |= module.constants
+            self._constants = digest(constants)
+        return {**parts, "constants": self._constants}
+
+    def _parts(self, dsl: Any, begins: tuple[str, ...], kinds: tuple[type, ...]) -> dict[str, Any]:
+        import cutlass
+
+        root = f"{Path(cutlass.__file__).parent}{os.sep}"
+        parts = dict[str, Any]()
+        for place, owner in (("dsl", dsl), ("compiler", dsl.compiler_provider)):
+            parts |= _parts(
+                place, {name: each for name, each in vars(owner).items() if hasattr(type(owner), name)}, root
+            )
+        for name, module in list(sys.modules.items()):
+            if module is None or not f"{name}.".startswith(begins):
+                continue
+            known = self._modules.get(name)
+            if known is None or known.module is not module or known.marks != [each.value for each in known.stamps]:
+                known = self._modules[name] = _Module(name, module, root)
+                self._constants = ""
+            parts |= known.parts
+        for part in parts.values():
+            if not isinstance(part, kinds):
+                name = type(part).__qualname__
+                raise UnnamedError(f"a part of the DSL is replaced by a {name}, which no key can name")
+        return parts
+
+
+class _Never:
+    """A stamp that differs each time it is read."""
+
+    @property
+    def value(self) -> object:
+        return object()
+
+
+def _stamp(space: Mapping[str, Any]) -> Any:
+    """What has another `value` after each change of the dict `space`, or of that in a proxy."""
+    if not _has_versions():
+        return _Never()
+    address = id(space) if type(space) is dict else ctypes.c_size_t.from_address(id(space) + _MAPPING).value
+    return ctypes.c_uint64.from_address(address + _VERSION)
+
+
+@functools.cache
+def _has_versions() -> bool:
+    """Whether dicts have versions (PEP 509), as CPython's have until 3.13: to compare all values takes long."""
+    if sys.implementation.name != "cpython" or not (3, 11) <= sys.version_info < (3, 14):
+        return False
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return False
+    kind = type("Kind", (), {"member": 1})
+    proxy = vars(kind)
+    stamp = ctypes.c_uint64.from_address(ctypes.c_size_t.from_address(id(proxy) + _MAPPING).value + _VERSION)
+    seen = [stamp.value]
+    for name in ("member", "other"):
+        setattr(kind, name, 2)
+        seen.append(stamp.value)
+    return len(set(seen)) == len(seen)
+
+
+def _parts(place: str, space: Mapping[str, Any], root: str) -> dict[str, Any]:
+    """Place -> callable that is not the DSL's, of a namespace and of what that wraps."""
+    return {
+        f"{place}.{label}{'.__wrapped__' * depth}": function
+        for label, value in list(space.items())
+        if not _is_original(value, root)
+        for depth, function in enumerate(_foreign(value, root))
+    }
+
+
+def _is_original(value: Any, root: str) -> bool:
+    """Whether `value` is plainly of the DSL: nearly all are."""
+    kind = type(value)
+    if kind is property:
+        value = value.fget
+    elif kind is staticmethod or kind is classmethod:
+        value = value.__func__
+    elif isinstance(value, type):
+        return not _is_foreign(value.__module__)
+    elif kind in _NO_CALLABLES:
+        return True
+    return type(value) is FunctionType and not value.__dict__ and value.__code__.co_filename.startswith(root)
+
+
+def _foreign(value: Any, root: str) -> Iterator[Any]:
+    """What of `value`, and of what it wraps, others than the DSL have written."""
+    while value is not None:
+        value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if isinstance(value, FunctionType):
+            home = str(value.__globals__.get("__name__", ""))
+            if not value.__code__.co_filename.startswith(root) and _is_foreign(home):
+                yield value
+        else:
+            home = str((value if isinstance(value, type) else type(value)).__module__)
+            if isinstance(value, functools.partial) or home.startswith("unittest.mock") or _is_foreign(home):
+                yield value
+        value = None if isinstance(value, type) else getattr(value, "__wrapped__", None)
+
+
+@functools.cache
+def _is_foreign(module: str) -> bool:
+    top = module.partition(".")[0]
+    return not (top in _NEUTRAL or top.startswith("namedtuple_"))

@@ -1,0 +1,271 @@
+"""Level 1 of the cache: what a trace reads, and that no trace is left out when one of these values changes."""
+
+import builtins
+import functools
+import math
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
+
+from cutlass import cute
+
+from fusekit.compiler import dsl as compiler_dsl
+from fusekit.cute import cache
+from fusekit.cute.replaced import Replaced
+from fusekit.errors import NotBuiltError
+from tests.cute import reader
+from tests.cute import reader_values as values
+from tests.cute.rig import Rig
+
+
+class Stopped(BaseException):
+    """Ends a call of `cute.compile` before the trace: that and the rest cost much, and are not asked for."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device():
+    with compiler_dsl.target("sm_90a", 1024):
+        yield
+
+
+class Subject:
+    """Says whether a call is traced."""
+
+    def __init__(self, folder, work):
+        self.work, self.rig = work, Rig(folder / "store", folder / "report")
+        self.replaced = Replaced()
+
+    def traced(self):
+        """Why `work` would be traced; "" if it would not."""
+        return self._stopped(steps=1)
+
+    def never_served(self):
+        """Why what the trace read is not kept; "" if it is."""
+        return self._stopped(steps=2)
+
+    def _stopped(self, steps):
+        original = cache.Cache.untraced
+
+        def untraced(served, call):
+            served._replaced = self.replaced  # which sees what changes
+            answers = original(served, call)
+            for _ in range(steps):
+                answer = next(answers)
+                if answer is not None:
+                    yield answer
+                    return
+                if steps > 1:
+                    yield None
+            answers.close()
+            raise Stopped(served._thread.why)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cache.Cache, "untraced", untraced)
+            try:
+                counts, _ = self.rig.run(self.work, level=1)
+            except Stopped as stopped:
+                return str(stopped) or "; no record"
+        assert counts == (1, 0)
+        return ""
+
+
+def filled(folder, work):
+    subject = Subject(folder, work)
+    assert subject.rig.counted(work, level=1) == (0, 1)
+    assert not subject.traced()
+    return subject
+
+
+@pytest.fixture(scope="module")
+def filled_subject(tmp_path_factory):
+    reader.memoised.cache_clear()
+    return filled(tmp_path_factory.mktemp("reader"), reader.compile_reader)
+
+
+@pytest.fixture
+def subject(filled_subject):
+    reader.memoised.cache_clear()
+    return filled_subject
+
+
+def put(owner, name, value):
+    return lambda patch: patch.setattr(owner, name, value)
+
+
+def item(owner, key, value):
+    return lambda patch: patch.setitem(owner, key, value)
+
+
+def in_place(patch):
+    patch.setattr(reader, "ARRAY", reader.ARRAY.copy())
+    reader.ARRAY[1] = 7
+
+
+def list_in_place(patch):
+    patch.setattr(reader, "LIST", reader.LIST.copy())
+    reader.LIST[0] = 2
+
+
+def in_the_cell(patch):
+    patch.setattr(reader.CLOSURE.__closure__[0], "cell_contents", [7])
+
+
+def remembered(patch):
+    """A memoised function that has run with another value."""
+    with pytest.MonkeyPatch.context() as before:
+        before.setattr(values, "BEHIND_CACHE", 7)
+        reader.memoised(1)
+
+
+def of_the_dsl(patch):
+    original = cute.arch.thread_idx
+    patch.setattr(cute.arch, "thread_idx", lambda **named: original(**named))
+
+
+def code_of_a_string(patch):
+    space = {"values": values}
+    exec("def method(self): return 2", space)
+    patch.setattr(reader.Base, "method", space["method"])
+
+
+class Called:
+    def __call__(self):
+        return 1
+
+
+def subclass(patch):
+    patch.setattr(reader, "Sub", type("Sub", (reader.Sub,), {"inherited": 2, "__module__": reader.__name__}))
+
+
+def file(patch):
+    patch.setattr(reader, "DATA", __file__)
+
+
+CHANGES = {
+    "a global": put(reader, "GLOBAL", 2),
+    "an item of a dict, in place": item(reader.TABLE, "a", 2),
+    "an item more": item(reader.TABLE, "b", 2),
+    "an item of a list, in place": list_in_place,
+    "an array, in place": in_place,
+    "a variable through an alias": lambda patch: patch.setenv("READER_ALIAS", "2"),
+    "a variable by getenv": lambda patch: patch.setenv("READER_DIRECT", "2"),
+    "a name computed at run time": put(values, "COMPUTED", 2),
+    "the name that is computed": put(reader, "NAME", "BEHIND_CACHE"),
+    "another file": file,
+    "an argument of a partial": put(reader, "PART", functools.partial(pow, 3)),
+    "a member of a metaclass": put(reader.Meta, "extra", 2),
+    "one of a base class": put(reader.Base, "inherited", 2),
+    "one that hides it": lambda patch: patch.setattr(reader.Sub, "inherited", 2, raising=False),
+    "a method": put(reader.Base, "method", lambda self: 2),
+    "code of a string": code_of_a_string,
+    "a subclass": subclass,
+    "a descriptor's attribute": put(reader.Holder.__dict__["described"], "number", 2),
+    "a slot behind a property": put(reader.HOLDER, "slot", 2),
+    "a property": put(reader.Holder, "computed", property(lambda self: 9)),
+    "the value of an enumeration": put(reader.Choice.ONE, "_value_", 2),
+    "a default of a dataclass": lambda patch: patch.setattr(reader.Options.__init__, "__defaults__", (2, None)),
+    "what is behind lru_cache": put(values, "BEHIND_CACHE", 2),
+    "what lru_cache remembers": remembered,
+    "a default": lambda patch: patch.setattr(reader.with_default, "__defaults__", (2,)),
+    "a default of a keyword": lambda patch: patch.setitem(reader.with_default.__kwdefaults__, "named", 2),
+    "a default, in place": lambda patch: patch.setitem(reader.with_default.__kwdefaults__, "kept", [2]),
+    "a closure's list": in_the_cell,
+    "an attribute of a function": put(reader.with_default, "mark", 2),
+    "a builtin": put(builtins, "max", min),
+    "a global that hides a builtin": lambda patch: patch.setattr(reader, "max", min, raising=False),
+    "an attribute behind __getattr__": item(values._LAZY, "lazy", 2),
+    "one that hides it from __getattr__": lambda patch: patch.setattr(values, "lazy", 2, raising=False),
+    "an object of a module": put(values.nested, "NUMBER", 2),
+    "a name for hasattr": lambda patch: patch.setattr(values, "OPTIONAL", 2, raising=False),
+    "a function of the DSL": of_the_dsl,
+    "a class of the DSL": lambda patch: patch.setattr(
+        cute.core, "_Layout", type("Layout", (), {"__module__": "other"})
+    ),
+    "an object that the DSL would call": put(cute.arch, "thread_idx", Called()),
+    "an attribute of a library": lambda patch: patch.setattr(sys, "argv", ["--fast"]),
+    "a function of a library": lambda patch: patch.setattr(math, "prod", lambda values: 7),
+    "an annotation of a class": lambda patch: patch.setitem(reader.Options.__annotations__, "bias", float),
+    "a constant of the DSL": lambda patch: patch.setattr(cute.arch, "WARP_SIZE", 64),
+}
+
+
+# Where the reason is not that the value of a global changed.
+REASONS = {
+    "an array, in place": "reader:ARRAY changed",
+    "a variable through an alias": "variable READER_ALIAS changed",
+    "a variable by getenv": "variable READER_DIRECT changed",
+    "a function of the DSL": "no record",
+    "a constant of the DSL": "no record",
+    "a class of the DSL": "no record",
+    "an object that the DSL would call": "a Called, which no key can name",
+    "an attribute of a library": "module sys has other values",
+    "a function of a library": "module math has other values",
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_value_that_changed_is_traced(name, subject, monkeypatch):
+    CHANGES[name](monkeypatch)
+    assert REASONS.get(name, "tests.cute.reader") in subject.traced()
+
+
+def test_what_did_not_change_is_not_traced(subject, monkeypatch):
+    for change in CHANGES.values():
+        with monkeypatch.context() as patch:
+            change(patch)
+    reader.memoised.cache_clear()
+    assert not subject.traced()
+
+
+def test_the_error_has_the_reason(subject, monkeypatch):
+    monkeypatch.setattr(reader, "GLOBAL", 2)
+    with pytest.raises(NotBuiltError, match=r"it is not in the store; value tests\.cute\.reader:GLOBAL changed"):
+        subject.rig.run(reader.compile_reader, level=1, miss="error")
+
+
+def test_an_edited_file_is_traced(subject, monkeypatch, tmp_path):
+    text = Path(values.__file__).read_text()
+    monkeypatch.setattr(values, "__file__", str(tmp_path / "reader_values.py"))
+    Path(values.__file__).write_text(text)
+    reader.memoised.cache_clear()
+    assert not subject.traced()
+    Path(values.__file__).write_text(f"{text}# edited\n")
+    assert subject.traced()
+
+
+IN_DOUBT = {
+    "a clock": "import time\ndef reads(): return int(time.time() * 0) + 1",
+    "random numbers": "import random\ndef reads(): return random.randint(1, 1)",
+    "a file system": "import os\ndef reads(): return 1 + os.path.exists('/nowhere')",
+    "what is printed": "def reads(): print(end=''); return 1",
+    "a string that is evaluated": "def reads(): return eval('1')",
+    "the whole environment": "import os\ndef reads(): return 1 + 0 * len(dict(os.environ))",
+    "a global that it changes": "COUNT = [0]\ndef reads(): COUNT[0] += 1; return COUNT[0] * 0 + 1",
+    "a clock by another name": "from time import time as clock\ndef reads(): return int(clock() * 0) + 1",
+    "a file system by another name": "from os.path import exists as e\ndef reads(): return 1 + e('/nowhere')",
+    "a clock by a computed name": "import time\ndef reads(): return int(getattr(time, 'ti' + 'me')() * 0) + 1",
+    "an address": "def reads(): return 1 + 0 * id(reads)",
+    "a hash, which is salted": "def reads(): return 1 + 0 * hash('a')",
+    "a variable that it sets": "import os\ndef reads(): os.environ['READER_SET'] = '1'; return 1",
+    "a file that it writes": "import sys\ndef reads(): open(sys.argv[0], 'w').close(); return 1",
+    "a module that it looks up": "import inspect\ndef reads(): return len(inspect.getmodule(reads).__name__)",
+    "all subclasses": "def reads(): return 1 + 0 * len(int.__subclasses__())",
+    "state of C": "import random\nR = type('R', (random.Random,), {})()\ndef reads(): return 1 + 0 * len(str(R))",
+    "a generator": "N = iter((n for n in (1, 2)))\ndef reads(): return next(N)",
+    "a context": "import contextvars\nV = contextvars.ContextVar('V', default=1)\ndef reads(): return V.get()",
+    "a name in sys.modules": "import sys\ndef reads(): return 1 + 0 * len(sys.modules)",
+}
+
+
+@pytest.mark.parametrize("name", IN_DOUBT)
+def test_what_is_in_doubt_is_traced_each_time(name, monkeypatch, tmp_path):
+    module = types.ModuleType("doubtful")
+    monkeypatch.setitem(sys.modules, "doubtful", module)
+    exec(compile(IN_DOUBT[name], "doubtful.py", "exec"), vars(module))
+    monkeypatch.setattr(reader, "reads", module.reads)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "written")])
+    assert "it will be traced each time" in Subject(tmp_path, reader.compile_reader).never_served()
