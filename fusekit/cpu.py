@@ -107,6 +107,7 @@ class CpuLayer(Layer):
 
     on_cpu = True
     _shares = False
+    _compiles = False
     _alignment = ALIGNMENT
 
     def __init__(self, options: Options) -> None:

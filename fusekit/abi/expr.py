@@ -1,8 +1,8 @@
 """Closed integer expressions: how a launch record computes a grid, a tensor-map field or a stride.
 
 An expression is an ``int``, the name of a variable, or ``[operator, operand, operand, ...]``. It is data: it is walked,
-never handed to ``eval``. In Python the nested form is a tuple (hashable, immutable); in JSON it is an array. The set of
-operators is fixed:
+never handed to ``eval``; what `symbolic` compiles is written by operator, with names of its own. In Python the nested
+form is a tuple (hashable, immutable); in JSON it is an array. The set of operators is fixed:
 
 =============  ==========  =======================================================
 operator       operands    value

@@ -248,7 +248,7 @@ class LayerRecord:
         sizes = {name: self.buffers[name].bytes(env) for name in used.difference(asked)}
         kept = self.kept(env)[0]
         rest, layout, begins = inf, None, dict[str, int]()
-        for other in self._layouts(which, asked, in_place):
+        for other in self.layouts(which, asked, in_place):
             if other.lends.issubset(lent) and other.since <= env[self.range_of] <= other.until:
                 starts, needed = needs(other.places, sizes)
                 left = needed.pop(SCRATCH, 0)
@@ -272,7 +272,7 @@ class LayerRecord:
         """The bytes of scratch memory that are enough for passes of at most so many tokens. asked: their outputs, all
         contiguous; None: any. limits: as for `environment`.
         """
-        layouts = self._layouts(which, asked, in_place)
+        layouts = self.layouts(which, asked, in_place)
         # Up to the end of a layout's range, more tokens need more memory.
         ends = {int(each.until) for each in layouts if each.until < tokens and self.range_of == "T"}
         every = [self.environment(count, **(limits or {})) for count in {tokens, *ends}]
@@ -292,7 +292,7 @@ class LayerRecord:
                     sure.append(layout)  # no call comes to those after it
         return most
 
-    def _layouts(self, which: str, asked: Collection[str] | None, in_place: bool) -> list[Layout]:
+    def layouts(self, which: str, asked: Collection[str] | None, in_place: bool) -> list[Layout]:
         """Layouts in their order. asked: those that have the buffers of all steps for these outputs; None: all."""
         each = self.passes[which]
         spared = {step.unless for step in each.steps if step.unless}

@@ -18,9 +18,14 @@ if TYPE_CHECKING:
 _MAX_ROWS = 2**31 - 1  # kernels count rows in int32
 
 
+def most_tokens(options: LayerOptions) -> int:
+    """The most tokens of a pass."""
+    return int(_MAX_ROWS // max(options.topk, 1))
+
+
 def token_count(options: LayerOptions, tokens: Any) -> int:
     """`tokens` as a number. Raises ArgumentError."""
-    most = _MAX_ROWS // max(options.topk, 1)
+    most = most_tokens(options)
     rule = f"a whole number, 0 or more, and {most} at most: a layer has 2**31 - 1 rows at most"
     count = ArgumentError.integer("tokens", tokens, rule, 0)
     if count > most:

@@ -10,6 +10,7 @@ from fusekit.errors import NotBuiltError, UsageError
 from fusekit.runtime.recent import Recent
 
 if TYPE_CHECKING:
+    from fusekit.layers.fitting import CallClasses
     from fusekit.layers.pass_plan import PassPlan
     from fusekit.library import Library
     from fusekit.runtime import Kernel
@@ -20,7 +21,7 @@ _PLANS_KEPT = 64  # token counts differ from step to step
 class LayerKernels:
     """The kernels that the record of a layer names: a build meanwhile changes none of a layer that is open.
 
-    plans: of passes, by pass, tokens and outputs. Equal layers of one library share all of it
+    plans: of passes, by pass, tokens and outputs. classes: compiled passes. Equal layers of one library share all of it
     (`Library.layer_kernels`), until one of them sets a variant of its own.
     """
 
@@ -29,12 +30,13 @@ class LayerKernels:
         self._variants: dict[str, str] = {}
         self._loaded: dict[str, Kernel] = {}
         self.plans: Recent[Any, PassPlan] = Recent(_PLANS_KEPT)
+        self.classes: CallClasses | None = None
 
     def with_variant(self, part: str, variant: str) -> LayerKernels:
-        """These kernels with another variant of a part, and without plans."""
+        """These kernels with another variant of a part, and without plans and compiled passes."""
         changed = copy(self)
         changed._variants = self._variants | {part: variant}
-        changed.plans = Recent(_PLANS_KEPT)
+        changed.plans, changed.classes = Recent(_PLANS_KEPT), None
         return changed
 
     def name(self, part: str, tokens: int) -> str:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from fusekit.abi.layer_pass import LayerBuffer
 from fusekit.abi.layer_record import LayerRecord
 from fusekit.errors import ArgumentError
-from fusekit.layers.arguments import check_addresses, check_tensors, outputs_among
+from fusekit.layers.arguments import check_tensors, most_tokens, outputs_among
+from fusekit.layers.fitting import CallClasses, FittedPasses, Idle, Passes
 from fusekit.layers.kernels import LayerKernels
-from fusekit.layers.memory import Slice, whole
+from fusekit.layers.memory import Slice, required, whole
 from fusekit.layers.options import LayerOptions
 from fusekit.layers.pass_plan import PassPlan, pass_plan
 from fusekit.layers.passes import BACKWARD, FORWARD, MovingPass, Pass, of_the_pass
@@ -39,7 +40,9 @@ class Launching:
     _library: Library
     _kernels: LayerKernels
     _alignment: int | None = None  # of `kept` and `scratch`; None: that of devices
-    _moving: Recent[Any, list[MovingPass]]  # that no thread is launching, by all of a call's arguments but addresses
+    _moving: Recent[Any, Passes | FittedPasses]  # by all of a call's arguments but addresses
+    _idle: Idle
+    _compiles = False  # passes for any number of tokens
 
     def arguments(self, which: str) -> Arguments:
         """(inputs, outputs) of a pass; none of a pass that the layer does not have."""
@@ -85,22 +88,36 @@ class Launching:
                 key += (name, meta)
         signature = tuple(key)
         try:
-            moving = self._moving[signature].pop()
-        except (KeyError, IndexError, TypeError):  # new, in use by a thread, or unhashable: refused below
+            passes = self._moving.get(signature)
+            if passes is None and self._compiles and self._kernels.classes is not None:
+                passes = self._kernels.classes.passes(key, self._idle)
+                if passes is not None:
+                    self._moving.remember(signature, passes)
+        except TypeError:  # unhashable: refused below
+            passes = None
+        moving = passes.take(addresses, handle) if passes is not None else None
+        if moving is None:
             self._refuse_capture(which, arguments, handle)
             settings = _settings(cluster_margin, sm_count)
-            moving = self._bind_moving(which, kept, scratch, arguments, settings, in_place)
-        else:
-            if not moving.knows(addresses):
-                check_addresses(self.name, moving.lying(addresses), outputs, self._alignment)
-                moving.trust(addresses)
-            moving.move(addresses)
+            plan, moving = self._bind_moving(which, kept, scratch, arguments, settings, in_place)
+            if passes is None or passes.refused:
+                passes = self._kept_passes(key, plan, moving)
+                self._moving.remember(signature, passes)
         # Every launch is checked before the first is queued: half a pass would leave half of the sums updated.
         moving.run(moving.queue, handle)
-        try:
-            self._moving[signature].append(moving)
-        except KeyError:
-            self._moving.remember(signature, [moving])
+        passes.append(moving)
+
+    def _kept_passes(self, key: Sequence[Any], plan: PassPlan, moving: MovingPass) -> Passes | FittedPasses:
+        """Where the passes of calls like this one are kept, which was bound."""
+        outputs = self.arguments(key[0])[1]
+        devices = self._library.devices
+        if self._compiles and devices.driver.plans is None:
+            if self._kernels.classes is None:
+                self._kernels.classes = CallClasses(self.record, devices, most_tokens(self.options))
+            fitted = self._kernels.classes.add(key, self._idle, plan, moving, required(self._alignment))
+            if fitted is not None:
+                return fitted
+        return Passes(self.name, outputs, self._alignment)
 
     def _refuse_capture(self, which: str, arguments: Mapping[str, Any], stream: int) -> None:
         """Raises ArgumentError if the stream is captured and a kernel of the pass is not loaded: loading it would end
@@ -130,7 +147,7 @@ class Launching:
     def _bind_moving(
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], settings: dict[str, int],
         in_place: bool,
-    ) -> MovingPass:  # fmt: skip
+    ) -> tuple[PassPlan, MovingPass]:  # fmt: skip
         """A pass for arguments of these shapes, at their addresses so far."""
         driver, outputs = self._library.devices.driver, self.arguments(which)[1]
         given = {**arguments, "kept": kept, "scratch": scratch}
@@ -156,7 +173,7 @@ class Launching:
         ]
         addresses = [address for address, _ in tensors.values()]
         queue = self._in_order(plan, launches)
-        return MovingPass(names, list(views.values()), addresses, launches, parts, queue, self._runner(which))
+        return plan, MovingPass(names, list(views.values()), addresses, launches, parts, queue, self._runner(which))
 
     def _bound(
         self, calls: Sequence[tuple[Kernel, dict[str, Any]]], places: Sequence[Mapping[str, tuple[str, int]]]

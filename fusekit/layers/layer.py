@@ -30,6 +30,7 @@ class Layer(Launching):
 
     on_cpu = False
     _shares = True  # kernels and plans with equal layers
+    _compiles = True
 
     def __init__(self, library: Library, record: LayerRecord, device: int | None = None) -> None:
         self.name, self._library, self.record = record.name, library, record
@@ -38,7 +39,7 @@ class Layer(Launching):
         self._kernels = LayerKernels(library, record, self._device)
         if self._shares:
             self._kernels = library.layer_kernels.setdefault(self._identity, self._kernels)
-        self._moving = Recent(MOVING_KEPT)
+        self._moving, self._idle = Recent(MOVING_KEPT), {}
 
     def __repr__(self) -> str:
         return f"<Layer {self.name}: {len(self.record.parts)} kernels>"
@@ -247,6 +248,7 @@ class Layer(Launching):
         """Uses this variant of a part from now on, for any number of tokens. Bound passes stay as they are."""
         self._kernels = self._kernels.with_variant(part, variant)
         self._moving.clear()
+        self._idle.clear()
 
     def kernel_name(self, part: str, tokens: int) -> str:
         """The full name of a part's kernel for so many tokens. Raises ArgumentError."""

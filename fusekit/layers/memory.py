@@ -10,9 +10,14 @@ from fusekit.errors import ArgumentError
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.tensors import Slice, View, compact_strides, describe, read
 
-__all__ = ["ALIGNMENT", "Slice", "whole"]
+__all__ = ["ALIGNMENT", "Slice", "required", "whole"]
 
 ALIGNMENT = 128  # bytes, as XLA aligns its buffers; kernels need 16
+
+
+def required(alignment: int | None) -> int:
+    """The alignment of memory in bytes; None: that of devices."""
+    return alignment or ALIGNMENT
 
 
 def whole(
@@ -34,7 +39,7 @@ def whole(
 
 def check_aligned(name: str, address: int, view: View, needed: int = 0, alignment: int | None = None) -> None:
     """Raises ArgumentError for memory that is not aligned."""
-    if address % (alignment or ALIGNMENT):
+    if address % required(alignment):
         raise _refused(name, address, view, needed, view.device, alignment)
 
 
@@ -45,6 +50,6 @@ def _refused(
     return ArgumentError(
         f"{name} is {size} bytes of shape {list(view.shape)}, strides {list(view.strides)}, at {address:#x} on"
         f" device {view.device}; it must be {needed or size} contiguous bytes at a multiple of"
-        f" {alignment or ALIGNMENT} on device {device}",
+        f" {required(alignment)} on device {device}",
         argument=name,
     )

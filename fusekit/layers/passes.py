@@ -13,6 +13,7 @@ from fusekit.runtime.streams import handle_of
 
 if TYPE_CHECKING:
     from fusekit.exchange import Window
+    from fusekit.layers.fitting import Fitted
     from fusekit.runtime.launch import Launch
     from fusekit.runtime.tensors import View
 
@@ -121,19 +122,25 @@ class MovingPass:
     queue: the launches, with those that use the side stream. run: queues them.
     """
 
-    __slots__ = ("_addresses", "_launches", "_parts", "_placed", "_users", "names", "queue", "run", "views")
+    __slots__ = ("_addresses", "_parts", "_placed", "_users", "fitted", "launches", "names", "queue", "run", "views")
 
     def __init__(
         self, names: Sequence[str], views: Sequence[View], addresses: Sequence[int], launches: Sequence[Launch],
         parts: Sequence[Sequence[tuple[int, int]]], queue: list[Queue], run: Run,
     ) -> None:  # fmt: skip
         self.names, self.views, self.queue, self.run = names, views, queue, run
-        self._launches, self._parts, self._addresses = launches, parts, addresses
+        self.launches, self._parts, self._addresses = launches, parts, addresses
         self._placed = {tuple(addresses)}
+        self.fitted: Fitted | None = None  # writes its launches, once it was fitted to other tokens or addresses
         self._users = [
             [at for at, tensors in enumerate(parts) if any(base == number for base, _ in tensors)]
             for number in range(len(addresses))
         ]
+
+    @property
+    def tokens(self) -> int:
+        """Those that it is fitted to; 0: it is as it was bound."""
+        return 0 if self.fitted is None else self.fitted.tokens
 
     def knows(self, addresses: Sequence[int]) -> bool:
         """Whether these addresses are known to be valid."""
@@ -161,7 +168,7 @@ class MovingPass:
         }  # fmt: skip
         bases = (*addresses, 0)  # base -1: an absolute address
         for at in stale:
-            launch = self._launches[at]
+            launch = self.launches[at]
             try:
                 launch.place([bases[base] + begin for base, begin in self._parts[at]])
             except ArgumentError as error:

@@ -49,6 +49,7 @@ class RankedLayer(Layer):
     """
 
     _shares = False  # plans are of its own limits
+    _compiles = False
 
     def __init__(
         self, library: Library, record: LayerRecord, device: int | None = None, *, ranks: Ranks | None = None,

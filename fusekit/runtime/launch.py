@@ -122,6 +122,11 @@ class Launch(Handle):
         return self._current()
 
     @property
+    def parts(self) -> Sequence[tuple[LaunchPlan, Block]]:
+        """Each driver launch with its memory."""
+        return () if self._block is None else ((self._plan, self._block),)
+
+    @property
     def addresses(self) -> dict[str, int]:
         """Addresses of the tensors by name, in the order of `place`; empty for a launch with nothing to do."""
         return {} if self._block is None else dict(zip(self._plan.names, self._block.addresses, strict=True))
@@ -158,6 +163,10 @@ class Launches(Launch):
     def _keep(self, parts: Sequence[tuple[LaunchPlan, Block]]) -> None:
         super()._keep(parts)
         self._parts = parts
+
+    @property
+    def parts(self) -> Sequence[tuple[LaunchPlan, Block]]:
+        return self._parts
 
     def __call__(self, stream: Any = None) -> None:
         handle = stream if type(stream) is int else self._handle(stream)

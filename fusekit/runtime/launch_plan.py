@@ -32,7 +32,7 @@ from fusekit.runtime.maps import MapSlot, map_slot
 from fusekit.runtime.streams import PER_THREAD, check_handle
 from fusekit.runtime.workspace import Scratch, Workspaces
 
-_GRID_LIMITS = (2**31 - 1, 65535, 65535)
+GRID_LIMITS = (2**31 - 1, 65535, 65535)
 # Combinations of addresses known to be aligned and apart; a step's launches come round again and again.
 _PLACEMENTS_KEPT = 1024
 _BASE_ALIGNMENT = 64
@@ -104,6 +104,7 @@ class LaunchPlan:
         if loaded.active_clusters is not None:
             share = loaded.active_clusters * sm_count // loaded.device.sm_count
             launch["active_clusters"] = max(share, min(loaded.active_clusters, 1))
+        self.variables = launch  # what expressions read besides dims and strides
         env = record.environment({**bound.env, **launch})
         self._check_constraints(env)
         self.grid = tuple(evaluate(expr, env) for expr in record.grid)
@@ -206,7 +207,7 @@ class LaunchPlan:
                 raise ArgumentError(f"{constraint.message}; got {dims}")
 
     def _check_grid(self, env: Mapping[str, int]) -> None:
-        for axis, blocks, cluster, limit in zip("xyz", self.grid, self.record.cluster, _GRID_LIMITS, strict=True):
+        for axis, blocks, cluster, limit in zip("xyz", self.grid, self.record.cluster, GRID_LIMITS, strict=True):
             if not 1 <= blocks <= limit or blocks % cluster:
                 values = ", ".join(f"{name} = {env[name]}" for name in sorted(env) if "." not in name)
                 raise ArgumentError(
@@ -284,14 +285,18 @@ class LaunchPlan:
             address = self.loaded.workspaces.of(handle)
             for offset, shift in self.workspace_at:
                 _POINTER.pack_into(block.memory, offset, address + shift & _WRAP)
-        if self.scratch_at:
-            assert self.loaded.scratch is not None
-            address = self.loaded.scratch.of(handle, self.scratch_bytes)
-            for offset, shift in self.scratch_at:
-                _POINTER.pack_into(block.memory, offset, address + shift & _WRAP)
+        self.aim_scratch(block, handle, self.scratch_bytes)
         block.config.hStream = handle
         # Every thread has a per-thread default stream of its own behind the one handle.
         block.stream = None if handle == PER_THREAD and (self.workspace_at or self.scratch_at) else handle
+
+    def aim_scratch(self, block: Block, handle: int, size: int) -> None:
+        """Gives a block scratch memory of `size` bytes, where it needs some."""
+        if self.scratch_at:
+            assert self.loaded.scratch is not None
+            address = self.loaded.scratch.of(handle, size)
+            for offset, shift in self.scratch_at:
+                _POINTER.pack_into(block.memory, offset, address + shift & _WRAP)
 
     def place(self, addresses: list[int]) -> None:
         """Checks alignment and overlap, once for each combination of addresses."""

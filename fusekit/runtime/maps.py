@@ -89,6 +89,15 @@ class MapSlot:
         """A new CUtensorMap at `address`. Raises ArgumentError for one that the driver refuses."""
         return self._call(self._driver.api.cuTensorMapEncodeTiled, *self._before, address, *self._after)
 
+    def encode_as(self, address: int, dims: Sequence[int], strides: Sequence[int]) -> Any:
+        """The same with other dims and strides, which TMA allows; the context is current."""
+        api = self._driver.api
+        shape = list(map(api.cuuint64_t, dims)), list(map(api.cuuint64_t, strides or (16,)))
+        status, encoded = api.cuTensorMapEncodeTiled(*self._before, address, *shape, *self._after[2:])
+        if status:
+            self._call(api.cuTensorMapEncodeTiled, *self._before, address, *shape, *self._after[2:])
+        return encoded
+
     def move(self, tensor_map: Any, address: int) -> None:
         """Sets the address of a map from `encode`, in place. Raises as `encode`."""
         if not address:  # an empty tensor's: the driver encodes it, but does not put it into a map that is there

@@ -34,7 +34,7 @@ def stand_in(config):
     from fusekit.store import Store
 
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from tests.runtime.fake import CUresult, FakeDriver
+    from tests.runtime.fake import CUresult, CUtensorMap, FakeDriver
 
     store, kernels = Store.open(config), {}
     for listing in store.names("*"):
@@ -52,7 +52,9 @@ def stand_in(config):
         "cuLibraryGetKernel": lambda library, symbol: (0, (library, symbol.decode())),
         "cuKernelGetParamInfo": parameter,
         "cuLaunchKernelEx": lambda *given: (0,), "cuTensorMapReplaceAddress": lambda *given: (0,),
+        "cuTensorMapEncodeTiled": lambda *given: (0, CUtensorMap(b"")), "cuStreamGetGreenCtx": lambda stream: (0, 0),
     }  # fmt: skip
+    fake.cuCtxPushCurrent(1000)  # as PyTorch does
     ordinal, stream = tensors._ordinal, 4096
     tensors._ordinal = lambda device, name: 0 if getattr(device, "type", "") == "cpu" else ordinal(device, name)
     memory.ALIGNMENT = 64

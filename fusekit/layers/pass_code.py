@@ -1,0 +1,388 @@
+"""A pass compiled for any number of tokens: Python functions that say what its launches are given.
+
+A class of calls has one kernel for each step: the calls differ in tokens and addresses alone. The functions are written
+from the layer's record and the launch records, the last two for each layout of memory:
+
+    shapes(T)              shape and strides of each argument
+    choose(T)              the number of the layout
+    shape(T)               what follows the tokens (`Shape`), or None where a check fails
+    place(memory, a, s)    packs parameters for addresses `a` and `Shape.values`; gives the addresses of tensor maps
+
+A None sends the call to the checks of `binding`, which say what is wrong.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fusekit.abi import (
+    FloatParameter,
+    IntegerParameter,
+    LaunchRecord,
+    PointerParameter,
+    TensorArgument,
+    TensorMapParameter,
+    flat,
+)
+from fusekit.abi.expr import Expr
+from fusekit.abi.layer_memory import ALIGNMENT, Layout
+from fusekit.abi.layer_pass import ARGUMENT, KEPT, SCRATCH, LayerStep
+from fusekit.abi.layer_record import LayerRecord
+from fusekit.abi.symbolic import NotCompiledError, Value, Writer
+from fusekit.dtypes import DTYPES
+from fusekit.runtime.launch_plan import GRID_LIMITS
+
+if TYPE_CHECKING:
+    from fusekit.runtime.launch_plan import Block, LaunchPlan
+
+_FORMATS = {(1, True): "b", (2, True): "h", (4, True): "i", (8, True): "q"}
+_NEVER = 2**63
+_TMA_EXTENT, _TMA_STRIDE = 2**32, 2**40
+
+
+class Shape(NamedTuple):
+    """values: for `place`. grids: of the launches. maps: dims and strides of tensor maps that follow the tokens.
+    sizes: bytes of the arguments. kept, scratch: bytes that they need. own: scratch bytes of each launch's kernel.
+    """
+
+    values: tuple[int, ...]
+    grids: tuple[tuple[int, int, int], ...]
+    maps: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    sizes: tuple[int, ...]
+    kept: int
+    scratch: int
+    own: tuple[int, ...]
+
+
+class Call(NamedTuple):
+    """A class of calls. names: of the tensors, all contiguous, in the order of addresses, with "kept" and "scratch".
+
+    low, high: the tokens for which the kernels are those of `steps`, each with its launches.
+    """
+
+    record: LayerRecord
+    which: str
+    names: tuple[str, ...]
+    itemsizes: tuple[int, ...]
+    outputs: frozenset[str]
+    in_place: bool
+    steps: Sequence[tuple[LayerStep, Sequence[tuple[LaunchPlan, Block]]]]
+    low: int
+    high: int
+
+
+Functions = tuple[Callable[[int], Shape | None], Callable[..., tuple[int, ...]], tuple[int, ...]]
+"""(shape, place, for each of `Shape.maps` its number among the tensor maps)"""
+Shapes = list[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+class PassCode:
+    """The functions for a class of calls. Raises NotCompiledError."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._layouts = [
+            layout
+            for layout in call.record.layouts(call.which, call.outputs, call.in_place)
+            if layout.lends.issubset(call.outputs) and layout.since <= call.high and layout.until >= call.low
+        ]
+        self._functions: dict[int, Functions] = {}
+        self.shapes = self._shapes()
+        self._choose = self._chooser()
+
+    def functions(self, tokens: int) -> Functions | None:
+        """Those of the layout for a call; None: there is none. Raises NotCompiledError."""
+        number = self._choose(tokens)
+        if number not in self._functions and number >= 0:
+            self._functions[number] = _Code(self._call, self._layouts[number]).compiled()
+        return self._functions.get(number)
+
+    def _chooser(self) -> Callable[[int], int]:
+        """A function of T: the number of the first layout that needs least scratch memory; -1: none serves."""
+        memory, needed = _Memory(self._call, self._call.low, self._call.high), list[str]()
+        for layout in self._layouts:
+            places = memory.places(layout)
+            rules = [f"{end} <= {memory.room(home)}" for home, end in places.needed.items() if home != SCRATCH]
+            rules += [f"{layout.since} <= T"] * (layout.since > self._call.low)
+            rules += [f"T <= {layout.until}"] * (layout.until < self._call.high)
+            needed.append(f"{places.scratch} if {' and '.join(rules) or True} else {_NEVER}, ")
+        memory.writer.lines += [f"needed = ({''.join(needed)})", "least = min(needed)"]
+        result = f"needed.index(least) if least < {_NEVER} else -1"
+        return _compiled(memory.writer.function("choose", result), "choose")  # type: ignore[no-any-return]
+
+    def _shapes(self) -> Callable[[int], Shapes]:
+        """A function of T: shape and strides of each tensor that is not "kept" or "scratch"."""
+        memory, pairs = _Memory(self._call, self._call.low, self._call.high), list[str]()
+        for name in self._call.names:
+            if name not in (KEPT, SCRATCH):
+                extents = memory.extents(name)
+                strides = [memory.writer.define(_compact(extents, index)) for index in range(len(extents))]
+                pairs.append(f"({_tuple(extents)}, {_tuple(strides)})")
+        return _compiled(memory.writer.function("shapes", f"[{', '.join(pairs)}]"), "shapes")  # type: ignore[no-any-return]
+
+
+class _Places:
+    """Where buffers begin in their homes, what each home needs, and the bytes of scratch memory."""
+
+    def __init__(self, memory: _Memory, layout: Layout) -> None:
+        writer, call = memory.writer, memory.call
+        ends: dict[str, Value] = {}
+        self.begins: dict[str, tuple[str, Value]] = {}
+        self.needed: dict[str, Value] = {}
+        for place in layout.places:
+            above = [ends[name] for name in place.above]
+            begin = writer.define(("max", *above)) if len(above) > 1 else above[0] if above else 0
+            takes = place.buffer in memory.used and place.buffer not in call.outputs
+            end = writer.define(("add", begin, memory.size(place.buffer))) if takes else begin
+            ends[place.buffer] = memory.padded(end)
+            self.begins[place.buffer] = place.home, begin
+            before = self.needed.get(place.home)
+            self.needed[place.home] = end if before is None else writer.define(("max", before, end))
+        self.scratch = memory.padded(self.needed.get(SCRATCH, 0))
+
+
+class _Memory:
+    """Sizes of buffers, and where each lies, written as statements for `low` to `high` tokens."""
+
+    def __init__(self, call: Call, low: int, high: int) -> None:
+        self.call, record = call, call.record
+        self.writer = writer = Writer(low, high)
+        self.dims: dict[str, Value] = {"T": "T"}
+        for name, expr in record.dims.items():
+            self.dims[name] = writer.define(expr, self.dims)
+        self.used = {name for step, _ in call.steps for name in step.arguments.values()}
+        self._sizes: dict[str, Value] = {}
+        self.kept: dict[str, Value] = {}
+        self.kept_bytes: Value = 0
+        for name, buffer in record.buffers.items():
+            if buffer.place == KEPT:
+                self.kept[name] = self.kept_bytes
+                self.kept_bytes = writer.define(("add", self.kept_bytes, self.padded(self.size(name))))
+
+    def places(self, layout: Layout) -> _Places:
+        return _Places(self, layout)
+
+    def extents(self, name: str) -> list[Value]:
+        """The shape of a buffer, of which no extent is 0."""
+        extents = [self.writer.define(extent, self.dims) for extent in self.call.record.buffers[name].shape]
+        if any(self.writer.bounds(extent)[0] < 1 for extent in extents):
+            raise NotCompiledError(f"{name} may be empty")
+        return extents
+
+    def size(self, name: str) -> Value:
+        if name not in self._sizes:
+            itemsize = DTYPES[self.call.record.buffers[name].dtype].bytes
+            self._sizes[name] = self.writer.define(("mul", itemsize, *(self.extents(name) or (1,))))
+        return self._sizes[name]
+
+    def room(self, home: str) -> Value:
+        """The bytes of an output or a kept buffer that holds others."""
+        size = self.size(home)
+        return self.padded(size) if self.call.record.buffers[home].place == KEPT else size
+
+    def base(self, name: str, places: _Places) -> tuple[int, Value]:
+        """(number of the argument in whose memory a buffer lies, bytes from its begin)."""
+        call = self.call
+        if name in call.names and (name in call.outputs or name in call.record.passes[call.which].inputs):
+            return call.names.index(name), 0
+        if call.record.buffers[name].place not in (ARGUMENT, KEPT, SCRATCH):
+            raise NotCompiledError(f"{name} lies in a window")
+        home, begin = places.begins.get(name, (KEPT, self.kept.get(name)))
+        if home in self.kept:
+            home, begin = KEPT, self.writer.define(("add", self.kept[home], begin or 0))
+        if begin is None or home not in call.names:
+            raise NotCompiledError(f"{name} has no place")
+        return call.names.index(home), begin
+
+    def padded(self, size: Value) -> Value:
+        return self.writer.define(("mul", ALIGNMENT, ("ceildiv", size, ALIGNMENT)))
+
+
+class _Code:
+    """Writes `shape` and `place`."""
+
+    def __init__(self, call: Call, layout: Layout) -> None:
+        low, high = max(call.low, layout.since), int(min(call.high, layout.until))
+        self._call, self._memory = call, _Memory(call, low, high)
+        self._places = self._memory.places(layout)
+        self._writer = self._memory.writer
+        self._values: dict[str, str] = {}  # what `place` reads, by the name that it has there
+        self._structs: dict[str, struct.Struct] = {}
+        self._packs: list[str] = []
+        self._map_addresses: list[str] = []
+        self._maps: list[str] = []
+        self._follows: list[int] = []
+        self._grids: list[str] = []
+        self._own: list[str] = []
+
+    def compiled(self) -> Functions:
+        launches = 0
+        for step, parts in self._call.steps:
+            for plan, block in parts:
+                self._launch(launches, step, plan, block)
+                launches += 1
+        memory = self._memory
+        sizes = [memory.kept_bytes if name == KEPT else self._places.scratch if name == SCRATCH else memory.size(name)
+                 for name in self._call.names]  # fmt: skip
+        groups = (self._values.values(), self._grids, self._maps, sizes)
+        tuples = [_tuple(group) for group in groups]
+        kept = memory.kept_bytes if KEPT in self._call.names else 0
+        result = f"Shape({', '.join(tuples)}, {kept}, {self._places.scratch}, {_tuple(self._own)})"
+        shape = _compiled(self._writer.function("shape", result), "shape")
+        lines = ["def place(memory, a, s):"]
+        lines += [f"{''.join(f'm{index}, ' for index in range(launches))} = memory"]
+        lines += [f"{''.join(f'a{index}, ' for index in range(len(self._call.names)))} = a"]
+        lines += [f"{''.join(f'{name}, ' for name in self._values)} = s"] if self._values else []
+        lines += [*self._packs, f"return {_tuple(self._map_addresses)}"]
+        place = _compiled("\n    ".join(lines) + "\n", "place", self._structs)
+        return shape, place, tuple(self._follows)
+
+    def _value(self, value: Value) -> str:
+        """A value of the shape as `place` writes it."""
+        if isinstance(value, str):
+            self._values[value] = value
+        return str(value)
+
+    def _address(self, base: tuple[int, Value], shift: Value = 0) -> str:
+        """The address of a buffer at `base`, and `shift` bytes more."""
+        number, begin = base
+        terms = [f"a{number}", *(self._value(value) for value in (begin, shift) if value != 0)]
+        return " + ".join(terms)
+
+    def _launch(self, number: int, step: LayerStep, plan: LaunchPlan, block: Block) -> None:
+        record, writer = plan.record, self._writer
+        env = self._bound(record, step)
+        env |= plan.variables
+        for name, expr in record.values.items():
+            env[name] = writer.define(expr, env)
+        for constraint in record.constraints:
+            writer.require(writer.define(constraint.expr, env), 0, 0)
+        grid = [writer.define(expr, env) for expr in record.grid]
+        for blocks, cluster, limit in zip(grid, record.cluster, GRID_LIMITS, strict=True):
+            writer.require(blocks, 1, limit)
+            writer.require(writer.define(("mod", blocks, cluster)), 0, 0)
+        self._grids.append(f"({', '.join(map(str, grid))})")
+        self._own.append(str(writer.define(record.scratch, env)))
+        bases = {name: self._memory.base(step.arguments[name], self._places) for name in plan.names}
+        fields: dict[int, tuple[int, str, str]] = {}  # by offset: bytes, format, what is packed; "": left as it is
+        for offset, parameter in flat(record.parameters):
+            if isinstance(parameter, TensorMapParameter):
+                fields[offset] = parameter.size, "", ""
+                self._map(parameter, env, bases)
+            elif isinstance(parameter, FloatParameter):
+                continue  # a layer gives no scalar: as it was bound
+            elif isinstance(parameter, IntegerParameter):
+                value = writer.define(parameter.value, env)
+                writer.require(value, *parameter.range)
+                if isinstance(value, str):
+                    code = _FORMATS[parameter.size, True]
+                    fields[offset] = parameter.size, code if parameter.signed else code.upper(), self._value(value)
+            else:
+                fields[offset] = self._pointer(parameter, env, bases)
+        self._pack(number, fields, block)
+
+    def _pointer(
+        self, parameter: PointerParameter, env: Mapping[str, Value], bases: Mapping[str, tuple[int, Value]]
+    ) -> tuple[int, str, str]:
+        if parameter.argument not in bases:
+            return parameter.size, "", ""  # memory of the stream
+        shift = self._writer.define(parameter.shift, env)
+        if self._writer.bounds(shift)[0] < 0:
+            raise NotCompiledError("a pointer to what is before its tensor")
+        return parameter.size, "Q", self._address(bases[parameter.argument], shift)
+
+    def _map(
+        self, parameter: TensorMapParameter, env: Mapping[str, Value], bases: Mapping[str, tuple[int, Value]]
+    ) -> None:
+        if parameter.encoding != "driver" or parameter.address != f"{parameter.argument}.address":
+            raise NotCompiledError("a tensor map that is not at its tensor")
+        writer = self._writer
+        dims, strides = ([writer.define(expr, env) for expr in group] for group in (parameter.dims, parameter.strides))
+        for dim in dims:
+            writer.require(dim, 1, _TMA_EXTENT)
+        for stride in strides:
+            writer.require(stride, 0, _TMA_STRIDE - 1)
+            writer.require(writer.define(("mod", stride, 16)), 0, 0)
+        self._map_addresses.append(self._address(bases[parameter.argument]))
+        if all(isinstance(value, int) for value in (*dims, *strides)):
+            return
+        self._follows.append(len(self._map_addresses) - 1)
+        self._maps.append(f"({_tuple(dims)}, {_tuple(strides)})")
+
+    def _pack(self, number: int, fields: Mapping[int, tuple[int, str, str]], block: Block) -> None:
+        """One call for each run of fields, with the constants between them; none where a field is left as it is."""
+        for run in _runs(fields):
+            begin = run[0]
+            codes, given, end = "", list[str](), begin
+            for offset in run:
+                size, code, text = fields[offset]
+                if offset > end:
+                    codes += f"{offset - end}s"
+                    given.append(repr(bytes(block.memory[end:offset])))
+                codes += code
+                given.append(text)
+                end = offset + size
+            name = f"p{len(self._structs)}"
+            self._structs[name] = struct.Struct(f"<{codes}")
+            self._packs.append(f"{name}.pack_into(m{number}, {begin}, {', '.join(given)})")
+
+    def _bound(self, record: LaunchRecord, step: LayerStep) -> dict[str, Value]:
+        """Dims and strides of a launch, whose tensors are contiguous; checks as `binding.bind`."""
+        writer, dims = self._writer, dict[str, Value]()
+        shapes = {tensor.name: self._memory.extents(step.arguments[tensor.name]) for tensor in record.tensors}
+        for tensor in sorted(record.tensors, key=lambda tensor: tensor.written):
+            for extent, value in zip(tensor.shape, shapes[tensor.name], strict=True):
+                if isinstance(extent, str):
+                    dims.setdefault(extent, value)
+        for dim in record.dims:
+            if dim.name not in dims:
+                raise NotCompiledError(f"no shape is {dim.name} alone")
+            writer.require(dims[dim.name], dim.minimum, dim.maximum)
+            writer.require(writer.define(("mod", dims[dim.name], dim.divisor)), 0, 0)
+        env = dict(dims)
+        for tensor in record.tensors:
+            shape = shapes[tensor.name]
+            for extent, value in zip(tensor.shape, shape, strict=True):
+                writer.equal(writer.define(extent, dims), value)
+            for index, step_ in enumerate(self._strides(tensor, shape, dims)):
+                env[tensor.stride_variable(index)] = step_
+            if self._call.record.buffers[step.arguments[tensor.name]].dtype != tensor.dtype or tensor.alignment > 64:
+                raise NotCompiledError(f"{tensor.name} is not as the layer has it")
+        return env
+
+    def _strides(self, tensor: TensorArgument, shape: Sequence[Value], dims: Mapping[str, Value]) -> Iterator[Value]:
+        for index, expr in enumerate(tensor.strides):
+            value = self._writer.define(_compact(shape, index))
+            if tensor.reads_stride(index):
+                self._writer.require(self._writer.define(("mod", value, tensor.stride_divisor)), 0, 0)
+            else:
+                self._writer.equal(self._writer.define(expr, dims), value)
+            yield value
+
+
+def _runs(fields: Mapping[int, tuple[int, str, str]]) -> list[list[int]]:
+    """The offsets of what is packed, cut where something is left as it is."""
+    runs: list[list[int]] = [[]]
+    for offset in sorted(fields):
+        if fields[offset][1]:
+            runs[-1].append(offset)
+        else:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _compiled(source: str, name: str, known: Mapping[str, Any] | None = None) -> Any:
+    scope = {"Shape": Shape, **(known or {})}
+    exec(compile(source, f"<{name} of a pass>", "exec"), scope)
+    return scope[name]
+
+
+def _tuple(items: Iterable[object]) -> str:
+    return f"({''.join(f'{item}, ' for item in items)})"
+
+
+def _compact(extents: Sequence[Value], index: int) -> Expr:
+    """The stride of a dim of a contiguous tensor, in elements."""
+    return ("mul", 1, *extents[index + 1 :]) if extents[index + 1 :] else 1

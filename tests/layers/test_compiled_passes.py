@@ -1,0 +1,164 @@
+"""Passes fitted by compiled code against passes that are bound: the same launches, byte for byte."""
+
+import random
+import struct
+from dataclasses import replace
+
+import pytest
+
+from fusekit.abi import IntegerParameter, PointerParameter, StructParameter, TensorMapParameter
+from fusekit.abi.expr import evaluate
+from fusekit.abi.symbolic import NotCompiledError, Writer
+from fusekit.errors import ArgumentError
+from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE
+from tests.cabi.layers import with_ladders
+from tests.layers import samples
+from tests.layers.test_layer import TYPES
+from tests.plan.test_layer_program import CASES, options
+from tests.runtime.samples import Torchlike
+
+SMALL, CALLS = 99, 60
+STREAMS = (0, 77, 78)
+
+
+def rich(record):
+    """The kernel with all kinds of parameters that follow shapes, and memory of the stream."""
+    parameters, at = list(record.parameters), 8 * len(record.parameters)
+    first = record.tensors[0]
+    extent, stride = first.shape[0], first.stride_variable(0) if first.reads_stride(0) else 1
+    parameters += [
+        IntegerParameter("count", "i32", ("sub", extent, 3), at),
+        StructParameter(
+            "both", 16, (IntegerParameter("small", "u8", ("mod", extent, 7), 0),
+                         IntegerParameter("bytes", "i64", ("mul", extent, stride, 2), 8)), at + 8,
+        ),
+        PointerParameter("counters", "workspace", at + 24), PointerParameter("partial", "scratch", at + 32),
+        PointerParameter("second", first.name, at + 40, shift=("mul", 16, extent)),
+    ]  # fmt: skip
+    at = -(-(at + 48) // 64) * 64
+    for tensor in record.tensors:
+        if tensor.dtype == "bf16" and len(tensor.shape) == 2:
+            rows, columns = tensor.shape
+            strides = (("mul", 2, tensor.stride_variable(0)),)
+            parameters.append(TensorMapParameter(f"{tensor.name}_map", tensor.name, at, dims=(columns, rows),
+                                                 strides=strides, box=(64, 8)))  # fmt: skip
+            at += 128
+    blocks = ("max", 1, ("min", ("ceildiv", extent, 64), ("sub", "sm_count", "cluster_margin")))
+    return replace(
+        record, parameters=tuple(parameters), grid=(blocks, 1, 1), workspace=64, scratch=("mul", 4, extent),
+        values={"half": ("floordiv", extent, 2)},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory):
+    """Layers whose kernels change after `SMALL` tokens, each with its fake driver."""
+    got, simple = {}, samples.records
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(samples, "records", lambda table: {part: rich(each) for part, each in simple(table).items()})
+        for name in ("gpt-oss", "deepseek", "fp8-choices"):
+            table = replace(options(**CASES[name]), name=name)
+            library, fake = samples.library(tmp_path_factory.mktemp(name), table, variants=2)
+            by_part = {}
+            for listed in library.store.names(f"layers/{name}"):
+                by_part.setdefault(listed.record.name.partition("@")[0].rpartition(".")[2], []).append(
+                    listed.record.name
+                )
+            layer = library.layer(f"layers/{name}")
+            got[name] = with_ladders(library, layer, lambda part, tokens, by=by_part: by[part][tokens > SMALL]), fake
+    return got
+
+
+def launched(fake, call):
+    """What the driver is given, tensor maps as their fields."""
+    fake.launches.clear()
+    try:
+        call()
+    except ArgumentError as error:
+        return str(error)
+
+    def parameter(data):
+        if len(data) != 128:
+            return data
+        address, number = struct.unpack_from("<QQ", data)
+        return {**fake.encoded[number - 1], "address": address}
+
+    return [(each.function, each.grid, each.stream, each.attributes, list(map(parameter, each.parameters)))
+            for each in fake.launches]  # fmt: skip
+
+
+def call(layer, which, rng, tokens, outputs, wide):
+    """Arguments of a pass at random addresses."""
+    inputs, all_outputs = layer.arguments(which)
+    dims, sizes = layer.dims(tokens), layer.sizes(tokens)
+    given, at = {}, 0x100_0000_0000
+    for name, buffer in (inputs | all_outputs).items():
+        if name in inputs or name in outputs:
+            at += rng.randrange(1, 99) << 24
+            shape = buffer.extents(dims)
+            strides = (shape[1] + 64, 1) if name in wide and len(shape) == 2 else None
+            given[name] = Torchlike(shape, TYPES[buffer.dtype], at, strides)
+    for name, size in (("kept", sizes.kept), ("scratch", sizes.scratch)):
+        if name == "scratch" or which != INFERENCE:
+            given[name] = Torchlike((size + 256,), "torch.uint8", 0x7000_0000_0000 + (rng.randrange(1, 99) << 30))
+            at += 1 << 40
+    return given
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek", "fp8-choices"])
+def test_any_tokens_at_any_addresses_launch_what_is_bound(layers, monkeypatch, name):
+    (layer, fake), rng = layers[name], random.Random(name)
+    bound = []
+    bind_moving = type(layer)._bind_moving
+    monkeypatch.setattr(type(layer), "_bind_moving", lambda *args: bound.append(1) or bind_moving(*args))
+    for which in (FORWARD, INFERENCE, BACKWARD):
+        names = [*layer.outputs(which)]
+        classes = [(set(names), set()), ({rng.choice(names)}, set()), (set(names), {names[0]})]
+        bound.clear()
+        for _ in range(CALLS):
+            outputs, wide = rng.choice(classes)
+            tokens, stream = rng.choice([0, 1, SMALL, SMALL + 1, int(2 ** rng.uniform(0, 13))]), rng.choice(STREAMS)
+            given = call(layer, which, rng, tokens, outputs, wide)
+            more = {"in_place": rng.random() < 0.5} if which == BACKWARD else {}
+            bind, now = ((layer.bind_backward, layer.backward) if which == BACKWARD
+                         else (layer.bind_forward, layer.forward))  # fmt: skip
+            want = launched(fake, lambda bind=bind, given=given, more=more, s=stream: bind(**given, **more)(s))
+            got = launched(fake, lambda now=now, given=given, more=more, s=stream: now(**given, **more, stream=s))
+            assert got == want, (which, tokens, sorted(given), more)
+        assert len(bound) < CALLS * 3 // 4, (which, len(bound))
+
+
+def test_compiled_expressions_have_the_values_of_evaluated_ones():
+    rng = random.Random(7)
+    operators = ["add", "sub", "mul", "floordiv", "ceildiv", "mod", "min", "max", "eq", "ne", "lt", "le", "if",
+                 "bit_length", "exp2"]  # fmt: skip
+
+    def expression(depth):
+        if depth == 0:
+            return rng.choice(["T", rng.randrange(-9, 99)])
+        operator = rng.choice(operators)
+        count = {"if": 3, "bit_length": 1, "exp2": 1}.get(operator, 2)
+        return (operator, *(expression(rng.randrange(depth)) for _ in range(count)))
+
+    compiled = 0
+    for _ in range(2000):
+        expr, (low, high) = expression(4), sorted(rng.sample(range(1, 5000), 2))
+        writer = Writer(low, high)
+        try:
+            value = writer.define(expr)
+        except NotCompiledError:
+            continue
+        scope = {}
+        exec(writer.function("value", str(value)), scope)
+        least, greatest = writer.bounds(value)
+        for tokens in (low, high, rng.randint(low, high)):
+            want = evaluate(expr, {"T": tokens})
+            assert scope["value"](tokens) == want and least <= want <= greatest, (expr, tokens)
+            compiled += 1
+    assert compiled > 2000
+
+
+def test_what_may_go_beyond_64_bits_is_not_compiled():
+    with pytest.raises(NotCompiledError, match="mul may go beyond 64 bits"):
+        Writer(1, 2**31).define(("sub", ("mul", "T", 2**33), 5))
+    assert Writer(1, 2**20).define(("mul", "T", 2**33)) == "v0"
