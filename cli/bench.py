@@ -154,6 +154,12 @@ def command(
         document["tuning"] = _write(
             library, arch, table, before.merged(row for row in measured if len(row.variants) > 1)
         )
+        if layers and table is None:
+            names = " ".join(layers)
+            _add_notes(
+                document,
+                [f"layers are launched as before; fusekit build {names} takes up the table, and compiles nothing"],
+            )
     if document["ok"]:
         note_runs(library)
     _write_report(document, html, csv)

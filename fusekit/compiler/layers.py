@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fusekit.spec import Spec
 
 _FOLDER = Path(fusekit.__file__).parent
-_MADE_BY = ("abi/layer_record.py", "choice/*.py", "exchange/layout.py", "plan/exchange.py", "plan/layer/*.py")
+_MADE_BY = ("abi/layer_*.py", "choice/*.py", "exchange/layout.py", "plan/exchange.py", "plan/layer/*.py")
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,8 @@ class Formula:
 class StandIn(Layer):
     """The layer `name` of a store that `publish` filled."""
 
+    _compiles = False
+
     def __init__(self, rig: Rig, wrong: Any, *given: Any) -> None:
         super().__init__(*given)
         self._parts = parts_of(self)

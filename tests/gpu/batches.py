@@ -30,6 +30,8 @@ Arrays = dict[str, Any]
 class Loose(Layer):
     """A layer that takes any variant and margin of a kernel that is not pinned, another one for each pass."""
 
+    _compiles = False
+
     def __init__(self, library: Library, name: str, rng: np.random.Generator) -> None:
         super().__init__(library, record_of(library.store, name))
         self._tables = parts_of(self)

@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from fusekit.choice.tuning import Row, Tuning, features
 from fusekit.compiler.layers import Layer, publish_layer
 from fusekit.errors import IntegrityError
+from fusekit.plan.layer import program
 from fusekit.runtime.wellformed import WELLFORMED, check_entry
 from fusekit.share.bundle import export_bundle
 from fusekit.share.bundle_import import import_bundle
 from fusekit.share.selection import select
 from fusekit.share.source import bundle_source
 from fusekit.store import Store
+from fusekit.store.keys import sha256
 from fusekit.store.names import layer_record
 from tests.layers.samples import library, records
 from tests.plan.test_layer_program import CASES, options
@@ -39,6 +42,27 @@ def test_a_record_is_published_once(store):
     assert not publish_layer(store, layer)
     assert publish_layer(store, replace(layer, summary="other")), "its inputs differ"
     assert store.find_name(NAME, "sm_90a").key != before.key
+
+
+def test_a_table_that_is_measured_later_makes_a_new_record_of_the_same_kernels(tmp_path):
+    opened, _ = library(tmp_path / "store", options(**CASES["plain"]), variants=2)
+    store, layer = opened.store, Layer(options(**CASES["plain"]), "sm_90a", ())
+    before = opened.layer("layers/moe").record
+    assert not before.tuning
+    specs = {each.record.name.partition("@")[2]: each.record for each in store.names("layers/moe.fc2")}
+    entries = [path.stem for path in (store.root / "entries").glob("*/*")]
+    for variant, record in specs.items():
+        problem = program(layer.options).parts["fc2"]["problem"]
+        table = Tuning("sm_90a", (Row("FAKE H200", features(record.spec), problem, ((variant, None),)),)).to_bytes()
+        store.publish_tuning("sm_90a", table)
+        published = publish_layer(store, layer)
+        after = opened.layer("layers/moe").record
+        assert after.kernels[after.kernel("fc2", layer.options.tokens)].name == record.name
+        assert after.tuning == {"store": {"sha256": sha256(table), "parts": after.tuning["store"]["parts"]}}
+        assert "fc2" in after.tuning["store"]["parts"]
+        assert not publish_layer(store, layer), "the table is the same"
+        entries.append(published.key)
+        assert {path.stem for path in (store.root / "entries").glob("*/*")} == {*entries}, "no kernel is new"
 
 
 def test_a_layer_that_lacks_a_kernel_has_no_record(store):
