@@ -29,6 +29,7 @@ GROUPS = ("uneven", "even", "one")
 PEERS = ("torch", "loop", "compile", "te")
 DEFAULT_PEERS = ("torch", "te")
 MOST_ROWS = 2**31 - 1
+FEW_TOKENS = tuple(1 << power for power in range(10))  # of --decode
 
 
 @click.command("bench")
@@ -81,6 +82,12 @@ MOST_ROWS = 2**31 - 1
     " what is not a GEMM, Transformer Engine; may be given several times (default: torch and te).",
 )
 @click.option("--alone", is_flag=True, help="No peers.")
+@click.option(
+    "--decode",
+    is_flag=True,
+    help="Of layers, one CUDA graph of the inference pass at 1 to 512 tokens or at --rows, without peers, and the"
+    " bandwidth at which it reads the weights of the experts that so many tokens choose.",
+)
 @click.option("--check", is_flag=True, help="Compare router kernels with the NumPy reference, too.")
 @click.option(
     "--seconds",
@@ -98,7 +105,7 @@ MOST_ROWS = 2**31 - 1
 def command(
     session: Session, targets: tuple[str, ...], experts: int | None, hidden: int | None, intermediate: int | None,
     rows: tuple[int, ...], groups: str, every: bool, steady: bool, sweep: bool, table: Path | None,
-    peers: tuple[str, ...], alone: bool, check: bool, seconds: float, html: Path | None, csv: Path | None,
+    peers: tuple[str, ...], alone: bool, decode: bool, check: bool, seconds: float, html: Path | None, csv: Path | None,
     seed: int, device: int | None,
 ) -> int:  # fmt: skip
     """Time the stored kernels of MODEL (a file, a kernel, a layer, a full name or a glob), and other libraries.
@@ -112,11 +119,14 @@ def command(
         raise UsageError(f"--table {table} without --sweep; only a sweep writes a table; add --sweep")
     if alone and peers:
         raise UsageError("--alone with --peer; --alone times no peers; leave one of them out")
+    if decode and (sweep or peers):
+        other = "--sweep" if sweep else "--peer"
+        raise UsageError(f"--decode with {other}; --decode times layers alone; leave one of them out")
     from fusekit.library import open_library
 
     _check_files(html, csv)
     library = open_library(session.config)
-    compared = () if alone or (sweep and not peers) else peers or DEFAULT_PEERS
+    compared = () if alone or decode or (sweep and not peers) else peers or DEFAULT_PEERS
     records = [listed.record for target in targets for listed in stored(library.store, target, None)]
     target = library.devices.get(library.devices.current() if device is None else device)
     arch = library.find(records[0].name, device=target.ordinal).arch
@@ -130,6 +140,9 @@ def command(
     gemms, tokens, others = _kernels(targets, single)
     if others and not (gemms or tokens or layers):
         raise UsageError(f"{others[0]} has no benchmark: {_TIMED}; fusekit run {others[0]} --time times it")
+    if decode and (gemms or tokens or not layers):
+        kernel = (*gemms, *tokens, *others)[0]
+        raise UsageError(f"--decode times layers, and {kernel} is none; give the name of one, FILE/LAYER")
     before = None if not sweep else _table(library, arch, table)
     document: dict[str, Any] = {
         "device": target.name, "arch": arch, "sms": target.sm_count, "groups": groups, "steady": steady or sweep,
@@ -140,8 +153,9 @@ def command(
     _add_notes(document, [f"{name} is left out: {_TIMED}; fusekit run {name} --time times it" for name in others])
     try:
         measured = _measure(
-            session, library, target, document, (gemms, tokens, layers), Shape(experts, hidden, intermediate), rows,
-            Options(groups, every or sweep, compared, seconds * 1e3, seed, steady or sweep), check=check,
+            session, library, target, document, (gemms, tokens, layers), Shape(experts, hidden, intermediate),
+            rows or (FEW_TOKENS if decode else ()),
+            Options(groups, every or sweep, compared, seconds * 1e3, seed, steady or sweep, decode), check=check,
             sweeping=sweep,
         )  # fmt: skip
     except DriverError as error:
@@ -231,7 +245,8 @@ def _measure(
                 if sweeping:
                     document["models"].append(layer_bench.sweep(name, size, stream))
                 else:
-                    document["layers"].append(layer_bench.measure(name, size, stream))
+                    measure = layer_bench.decode if options.decode else layer_bench.measure
+                    document["layers"].append(measure(name, size, stream))
                 timed(f"{name}{'' if size is None else f' at {size} tokens'}")
             _add_notes(document, layer_bench.notes)
             measured += layer_bench.rows
@@ -324,6 +339,7 @@ _OF_TOKENS = {"us": ("us", ".2f"), "GB/s": ("gbs", ".0f"), "of peak": ("peak_sha
               "of a copy": ("of_copy", ".2f"), "speed-up": ("speedup", ".2f")}  # fmt: skip
 _OF_LAYER = {"ms": ("ms", ".4g"), "TFLOP/s": ("tflops", ".0f"), "of peak": ("peak_share", ".1%"),
              "of its GEMMs": ("dense_share", ".3f")}  # fmt: skip
+_OF_DECODE = {"ms": ("ms", ".4g"), "GB/s": ("gbs", ".0f"), "of peak": ("peak_share", ".1%")}
 
 
 def _figures(line: dict[str, Any], forms: dict[str, tuple[str, str]]) -> list[str]:
@@ -367,14 +383,14 @@ def _print_tokens(session: Session, document: dict[str, Any]) -> None:
 
 
 def _print_layers(session: Session, document: dict[str, Any]) -> None:
-    rows = []
+    rows, lines = [], [line for layer in document["layers"] for line in layer["lines"]]
+    forms = _OF_LAYER if any(line["gbs"] is None for line in lines) else _OF_DECODE
     for layer in document["layers"]:
         shape = " ".join(f"{name}={value}" for name, value in layer["problem"].items())
         memory = [output.size(layer["memory"][which]) for which in ("kept", "scratch")]
-        lines = layer["lines"]
-        rows += [(layer["name"], shape, line["variant"], *_figures(line, _OF_LAYER), *memory) for line in lines]
+        rows += [(layer["name"], shape, line["variant"], *_figures(line, forms), *memory) for line in layer["lines"]]
     click.echo(f"layers ({document['arch']}) on {document['device']}; both: forward and backward in one graph")
-    figures = (*_OF_LAYER, "kept", "scratch")
+    figures = (*forms, "kept", "scratch")
     output.table(session, ("layer", "problem", "pass", *figures), rows, right=figures)
 
 

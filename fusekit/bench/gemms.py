@@ -36,7 +36,8 @@ _HOWS = {"torch": "grouped", "loop": "loop", "compile": "compile"}
 @dataclass(frozen=True, slots=True)
 class Options:
     """groups: see `sizes_of`. every: all stored variants, not only the one that loading takes. peers: of `PEERS`.
-    target_ms: device time for each kernel's rounds; with `steady`, for each thing that is timed, alone.
+    target_ms: device time for each kernel's rounds; with `steady`, for each thing that is timed, alone. decode: of a
+    layer, one graph of its inference pass and the bandwidth at which that reads weights.
     """
 
     groups: str = "uneven"
@@ -45,6 +46,7 @@ class Options:
     target_ms: float = 1000.0
     seed: int = 0
     steady: bool = False
+    decode: bool = False
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from fusekit.bench.layer_tensors import GIVEN, LOSS, Array, BlockTensor, definit
 from fusekit.bench.replay import Replay
 from fusekit.bench.timing import Run, Timing, own_stream, time_launch
 from fusekit.bench.trial import GUARD, Verdict, written_around
+from fusekit.dtypes import DTYPES
 from fusekit.errors import UsageError
 from fusekit.layers import Layer
 from fusekit.library import Library
@@ -88,6 +89,19 @@ def gemms(layer: Layer, which: str, tokens: int) -> list[tuple[int, int, int]]:
             n, k = keys["problem"]["N"], keys["problem"]["K"]
             shapes.append((n, k, rows) if operation.reduces_rows else (rows, n, k))
     return shapes
+
+
+def weight_bytes(layer: Layer, tokens: int) -> int:
+    """Bytes of the weights that an inference pass reads, of as many experts as `tokens` choose at random."""
+    o, parts, total = layer.options, parts_of(layer), 0.0
+    chosen = o.experts * (1 - (1 - o.topk / o.experts) ** tokens) if o.experts else 1.0
+    for step in layer.record.passes[INFERENCE].queued(layer.outputs(INFERENCE)):
+        keys = parts[step.part]
+        if OPERATIONS[keys["op"]].gemm:
+            matrices = chosen if OPERATIONS[keys["op"]].ragged else 1.0
+            element = DTYPES[keys.get("dtype", "bf16")].bytes if "quant" not in keys else 1
+            total += matrices * keys["problem"]["N"] * keys["problem"]["K"] * element
+    return round(total)
 
 
 class LayerTrial:
@@ -206,6 +220,16 @@ class LayerTrial:
             with own_stream(self.devices, self.device) as stream:
                 self.bind(QUANTISE)(stream)
                 self._wait(stream)
+
+    @contextmanager
+    def inference(self, stream: int) -> Iterator[Run]:
+        """The inference pass as a CUDA graph."""
+        self.quantise()
+        graph = Replay(self.devices, [self.bind(INFERENCE)], 1, stream)
+        try:
+            yield graph
+        finally:
+            graph.close()
 
     @contextmanager
     def runs(self, stream: int) -> Iterator[dict[str, Run]]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from fusekit.bench.gemms import Bench, Line, Options, alike, first_line, sequence
-from fusekit.bench.layer_trial import BOTH, LayerTrial, flops, gemms, parts_of
+from fusekit.bench.layer_trial import BOTH, LayerTrial, flops, gemms, parts_of, weight_bytes
 from fusekit.bench.roofline import Work
 from fusekit.bench.shape import Shape
 from fusekit.bench.timing import median
@@ -22,7 +22,7 @@ from fusekit.choice.gpus import gpu_of
 from fusekit.choice.tuning import Row, features
 from fusekit.layers import Layer
 from fusekit.library import Library
-from fusekit.plan.layer.program import FORWARD, QUANTISE
+from fusekit.plan.layer.program import FORWARD, INFERENCE, QUANTISE
 from fusekit.plan.operations import OPERATIONS
 from fusekit.runtime import Device
 
@@ -59,7 +59,7 @@ class LayerBench(Bench):
             else {}
         )
         sums |= {BOTH: sum(sums.values())} if sums else {}
-        o, peak = layer.options, gpu_of(self.device.name)
+        peak = gpu_of(self.device.name)
         documents = []
         for line in lines:
             document = line.document(peak, None, None) | {"gbs": None, "dense_ms": None}
@@ -67,11 +67,26 @@ class LayerBench(Bench):
                 document["dense_ms"] = sums[line.variant]
                 document["dense_share"] = sums[line.variant] / document["ms"]
             documents.append(document)
+        return self._result(name, trial, documents)
+
+    def decode(self, name: str, tokens: int | None, stream: int) -> dict[str, Any]:
+        """Times the inference pass of the layer `name` for `tokens` (None: the spec's), which reads weights alone."""
+        layer = self.library.layer(name, self.arch, self.device.ordinal)
+        count = layer.options.tokens if tokens is None else tokens
+        trial = LayerTrial(self.library, layer, count, self.options.seed, self.device.ordinal)
+        with closing(trial), trial.inference(stream) as run:
+            line = Line("fusekit", run, INFERENCE, Work(flops(layer, INFERENCE, count), weight_bytes(layer, count)))
+            self.time([line], stream)
+        document = line.document(gpu_of(self.device.name), None, None) | {"dense_ms": None}
+        return self._result(name, trial, [document])
+
+    def _result(self, name: str, trial: LayerTrial, lines: list[dict[str, Any]]) -> dict[str, Any]:
+        o = trial.layer.options
         return {
             "name": name,
-            "problem": {"T": count, "H": o.hidden, "I": o.intermediate, "X": o.experts, "K": o.topk},
+            "problem": {"T": trial.tokens, "H": o.hidden, "I": o.intermediate, "X": o.experts, "K": o.topk},
             "memory": {"kept": trial.sizes.kept, "scratch": trial.sizes.scratch},
-            "lines": documents,
+            "lines": lines,
             "ok": True,
         }
 

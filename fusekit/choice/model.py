@@ -18,21 +18,30 @@ The last factor counts waves: of the last one half is idle on average, since the
 static schedule costs 5 % more where there is more than one wave: its clusters drift apart, and neighbours no longer
 share operands in L2.
 
+Few rows are bound by memory. Where no group has more of them than a swapped tile (mainloop = "swap-ab"), and for such a
+tile, which costs what its operands take to come, the time is at least
+
+    sqrt(read^2 + taken in^2) + what one tile takes in
+
+`read` is the weights of the groups that have rows, from memory; `taken in` what each SM has of the operands of its
+other tiles, at SM_GBS and with TILE_ENDS. Rows that choose their groups at random leave E (1 - 1/E)^M of E groups
+empty.
+
 The host never learns the sizes of groups. The model takes them as spread evenly from half to one and a half times the
-mean, which is what padding depends on: a large tile leaves much of a short group's last one empty. Columns are padded
-to tile_n: 4096 columns take 22 tiles of 192, and 32 of 128. What is padded there are zeros, which take cycles but
-little power: in `tiles` they count a quarter. A tile of a weight gradient lies on a group's N x K weights, where both
-sides are padded so, and no group has half-empty ones. Where a dense one is split, its parts are the groups, and waves
-are counted whole: the parts are alike, and begin together.
+mean of those with rows, which is what padding depends on: a large tile leaves much of a short group's last one empty.
+Columns are padded to tile_n: 4096 columns take 22 tiles of 192, and 32 of 128. What is padded there are zeros, which
+take cycles but little power: in `tiles` they count a quarter. A tile of a weight gradient lies on a group's N x K
+weights, where both sides are padded so, and no group has half-empty ones. Where a dense one is split, its parts are the
+groups, and waves are counted whole: the parts are alike, and begin together.
 
 A device's row (fusekit.choice.gpus) gives its multiprocessors and their tensor throughput. What tensor cores do not do,
-fetching and epilogues, costs fewer products where they are slower, as those of H20 are. Bandwidth orders no variants:
-what must cross the memory bus is the same for all of them. Without a device: an H200.
+fetching and epilogues, costs fewer products where they are slower, as those of H20 are. Without a device: an H200.
 
 The model mostly errs in the shape of the cluster (docs/measured.md has by how much); tuning tables correct it. Without
 a problem, tiles are full and their number is without end; where the length of the reduction is not given, it is 4096.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -41,6 +50,7 @@ from fusekit.choice.gpus import REFERENCE, Gpu
 from fusekit.plan.activations import is_backward
 from fusekit.plan.arch import ARCHITECTURES, DEFAULT, Architecture
 from fusekit.plan.operations import OPERATIONS, Operation
+from fusekit.plan.tiles import SWAPPED
 
 SIZES = 16  # group sizes that represent all
 FETCH = 5.0  # products, for each element that a tile fetches into shared memory, and again for each that it has from L2
@@ -51,13 +61,25 @@ BACKWARD = 300.0  # as many more where it takes a gradient through an activation
 DEPTH = 4096  # the reduction of a problem that does not give it
 PADDING = 0.25  # what a padded column costs, of one that is not
 STATIC = 1.05
+SM_GBS = 60.0  # GB/s that one multiprocessor takes in while all do
+TILE_ENDS = 8.0  # rows of operands that come in the time between two tiles
+
+
+def with_rows(rows: int, groups: int) -> float:
+    """How many of `groups` groups have any of `rows` rows, each of which chooses one at random; 1 at least."""
+    return max(1.0, groups * (1 - (1 - 1 / groups) ** rows)) if groups > 1 else 1.0
+
+
+def few_rows(rows: int, groups: int, ragged: bool, arch: Architecture) -> bool:
+    """Whether no group has more rows than a swapped tile. ragged: they are of any sizes."""
+    return rows * (1.5 if ragged else 1.0) <= with_rows(rows, groups) * max(arch.tile_rows[SWAPPED])
 
 
 def group_sizes(rows: int, groups: int) -> list[float]:
-    """Sizes that represent those of `groups` groups of `rows` rows in all: 16, spread evenly from half to one and a
-    half times the mean.
+    """Sizes that represent those of `groups` groups of `rows` rows in all, where all have some: 16, spread evenly from
+    half to one and a half times the mean of those that do.
     """
-    mean = rows / max(groups, 1)
+    mean = rows / with_rows(rows, groups)
     return [mean * (0.5 + (i + 0.5) / SIZES) for i in range(SIZES)]
 
 
@@ -102,16 +124,29 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None, gpu: Gpu | 
     if not {"E", *operation.tiles} <= problem.keys():
         return (dearer + fetched / (tile_m * tile_n)) * static
     groups = _groups(spec, problem, operation)
+    busy = float(groups)  # those with rows
     if operation.reduces_rows:
         (full, padded), rows = _tiles(problem[down], tile_m), float(tile_m)
     else:
         full, rows = _average(problem[down], groups if operation.ragged else None, tile_m, arch.mma_rows)
         padded = full
+        busy = with_rows(problem[down], groups)
     full_across, padded_across = _tiles(problem[across], tile_n)
-    full *= full_across * groups
-    padded *= padded_across * groups
+    full *= full_across * busy
+    padded *= padded_across * busy
     work = -(-padded // sms) if spec.get("split") else waves(PADDING * padded + (1 - PADDING) * full, sms)
-    return (rows * tile_n * dearer + fetched) * work * (static if padded > sms else 1.0)
+    tile = rows * tile_n * dearer + fetched
+    if operation.reduces_rows:
+        return tile * work * (static if padded > sms else 1.0)
+    products = tile * work * (static if padded > sms else 1.0)
+    element = gpu.sm_rate * 500 * (1 if "in=" in str(spec.get("quant")) else 2)  # bytes, times products a nanosecond
+    read = busy * problem[across] * element / gpu.gbs
+    swapped = spec.get("mainloop") == SWAPPED
+    if not swapped and not few_rows(problem[down], groups, bool(operation.ragged), arch):
+        return products
+    taken_in = (tile_m + tile_n + TILE_ENDS) * element / SM_GBS
+    bound = math.hypot(read, taken_in * max(0.0, padded / sms - 1)) + taken_in
+    return bound if swapped else max(products, bound)
 
 
 def architecture(spec: Mapping[str, Any]) -> Architecture:

@@ -9,7 +9,7 @@ from typing import Any
 from fusekit.errors import some
 from fusekit.plan.activations import kind
 from fusekit.plan.layer import Options, broken, layer_fields, program
-from fusekit.plan.layer.options import make
+from fusekit.plan.layer.options import make, token_counts
 from fusekit.plan.operations import Schema
 from fusekit.spec.fields import ACTIVATION_FIELDS, KERNEL_ONLY
 from fusekit.spec.model import DTYPES
@@ -29,15 +29,20 @@ def expand_layer(stem: str, values: Mapping[str, Any]) -> Expansion:
     if expansion.broken:
         return expansion
     refused: dict[tuple[str, Any, str], list[str]] = {}
-    for part, fields in program(options).parts.items():
-        schema = schema_of(fields["op"])
-        table = _table(schema, options, part, fields, values)
-        for refusal in _unknown(schema, table):
-            refused.setdefault(refusal, []).append(part)
-        part_expansion = expand(schema, stem, table, indexed(()))
-        expansion.specs += [replace(spec, layer=options) for spec in part_expansion.specs]  # type: ignore[arg-type]
-        for refusal in part_expansion.broken:
-            refused.setdefault(refusal, []).append(part)
+    programs = [program(replace(options, tokens=tokens)).parts for tokens in token_counts(values)]
+    for part, fields in programs[0].items():
+        schema, specs = schema_of(fields["op"]), dict[str, Any]()
+        for tables in programs if schema.candidates else programs[:1]:
+            table = _table(schema, options, part, {**fields, "problem": tables[part]["problem"]}, values)
+            for refusal in _unknown(schema, table):
+                refused.setdefault(refusal, []).append(part)
+            part_expansion = expand(schema, stem, table, indexed(()))
+            for spec in part_expansion.specs:
+                specs.setdefault(spec.full_name, spec)
+            for refusal in part_expansion.broken:
+                refused.setdefault(refusal, []).append(part)
+        problem = next((spec.problem for spec in specs.values()), None)
+        expansion.specs += [replace(spec, layer=options, problem=problem) for spec in specs.values()]
     for (field, value, rule), named in refused.items():
         parts = [*dict.fromkeys(named)]
         field = f"router.{field}" if field in options.router and field not in values else field

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fusekit.errors import SpecError
+from fusekit.plan.layer.options import DECODED
 from fusekit.spec.hf_model import AS_STORED, Mlp, Model, Router
 from fusekit.spec.model_kernels import Kernel, Request, Sizes, mlp_title, router_section, sections
 
@@ -119,13 +120,18 @@ def _experts(
     what = "experts" if given else "router and experts"
     summary = f"One layer, {_passes(request)}: {what}{', and the shared experts' if shared is not None else ''}"
     why = mlp.why or ("" if shared is None else shared.why)
-    return Kernel("moe", summary, text, {**keys, "problem": {"T": tokens}}, why)
+    return Kernel("moe", summary, text, {**keys, "problem": _problem(request, tokens)}, why)
 
 
 def _mlp(model: Model, mlp: Mlp, request: Request) -> Kernel:
     name = "mlp" if model.router is None else mlp.role
-    keys = {"kind": "mlp", **_common(model, mlp, request), "problem": {"T": request.tokens}}
+    keys = {"kind": "mlp", **_common(model, mlp, request), "problem": _problem(request, request.tokens)}
     return Kernel(name, f"The MLP, {_passes(request)}", "y[T, H] from x[T, H]", keys, mlp.why)
+
+
+def _problem(request: Request, tokens: int) -> dict[str, Any]:
+    """The tokens that variants are chosen for: of inference, those of decoding as well."""
+    return {"T": tokens if request.training else [*(few for few in DECODED if few < tokens), tokens]}
 
 
 def _passes(request: Request) -> str:

@@ -3,9 +3,9 @@
 A GEMM that leaves out `tile`, `cluster` or `schedule` is given variants that fit its problem, by the model of
 fusekit.choice:
 
-- no tile: three. The best one of `TILES` (`LOW` for a dense product of few columns alone) and `CLUSTERS`, the same tile
-  with the other cluster, and the best one with another tile. Tiles of `COMMON` are preferred, where the model calls
-  them hardly dearer than the best, or as the other tile not much dearer.
+- no tile: three. The best one of `TILES` (`LOW` for a dense product of few columns alone, `FEW` for few rows of a
+  group) and `CLUSTERS`, the same tile with the other cluster, and the best one with another tile. Tiles of `COMMON` are
+  preferred, where the model calls them hardly dearer than the best, or as the other tile not much dearer.
 - no tile, but clusters: for each of them the best tile and that other one.
 - a tile, but no cluster: for each tile the better of `CLUSTERS`; `ALONE` for a tile that cannot have either.
 - no schedule: dynamic.
@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fusekit.choice import rank
+from fusekit.choice.model import few_rows
+from fusekit.plan.tiles import SWAPPED
 from fusekit.spec.fields import SWEEP_FIELDS, Broken
 from fusekit.spec.model import KernelSpec, Problem
 from fusekit.spec.values import show
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 
 LOW = (64, 128)
 NARROW = 128  # columns of a dense product, such as a router's, that LOW is a candidate for
-TILES = (LOW, (128, 128), (128, 160), (128, 192), (128, 256), (256, 128), (256, 192))
+FEW = ((16, 64), (16, 128), (32, 128))  # for few rows of a group
+TILES = (*FEW, LOW, (128, 128), (128, 160), (128, 192), (128, 256), (256, 128), (256, 192))
 CLUSTERS = ((2, 1), (1, 2))
 ALONE = (1, 1)  # the cluster of swapped tiles
 CANDIDATES = {"tile": TILES, "cluster": (*CLUSTERS, ALONE), "schedule": ("dynamic",)}
@@ -75,8 +78,10 @@ def expand(schema: "Schema", stem: str, values: Mapping[str, Any], index: Index)
         built: list[Spec] = []
         broken: list[Broken] = []
         for rest in _product(free):
+            if rest.keys() >= {"tile", "cluster"} and (rest["cluster"] == ALONE) != (rest["tile"] in FEW):
+                continue
             spec = schema.make(stem, values, choice | rest)
-            if "cluster" in free and (spec.cluster == ALONE) != spec.plan.swapped:
+            if "cluster" in free and (spec.cluster == ALONE) != (spec.mainloop == SWAPPED):
                 continue
             matching = _matching(spec, index)
             expansion.unused -= matching
@@ -84,7 +89,7 @@ def expand(schema: "Schema", stem: str, values: Mapping[str, Any], index: Index)
                 continue
             rules = schema.broken(spec)
             broken += rules
-            if not rules and ("tile" not in free or spec.tile != LOW or _narrow(spec)):
+            if not rules and ("tile" not in free or _fits(spec)):
                 built.append(spec)
         expansion.specs += _chosen(built, free) if free and built else built
         if broken and not built:
@@ -141,8 +146,13 @@ def _chosen(specs: Sequence[Any], free: Mapping[str, Any]) -> list[Any]:
     return [first, *twins[:1], *others[:1]]
 
 
-def _narrow(spec: Any) -> bool:
-    return spec.op == "dense-gemm" and spec.problem is not None and spec.problem.N <= NARROW
+def _fits(spec: Any) -> bool:
+    """Whether the problem is one that the tile is a candidate for."""
+    if spec.tile in FEW:
+        problem = _problem(spec)
+        return few_rows(problem["M"], problem["E"], spec.grouped, spec.plan.arch)
+    narrow = spec.op == "dense-gemm" and spec.problem is not None and spec.problem.N <= NARROW
+    return spec.tile != LOW or narrow
 
 
 def _problem(spec: KernelSpec) -> dict[str, int]:

@@ -271,6 +271,32 @@ def test_a_benchmark_of_a_layer(rig: Rig, cpu_torch: Any, tmp_path: Path, monkey
     assert not rig.memory
 
 
+@pytest.mark.usefixtures("idle")
+def test_a_benchmark_of_few_tokens(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    layer = publish(tmp_path, trial := small())
+    install(monkeypatch, rig)
+    assert main(["bench", layer, "--decode", "--rows", "1", "--rows", "64", "--json"]) == 0
+    one, many = json.loads(capsys.readouterr().out)["layers"]
+    assert [got["problem"]["T"] for got in (one, many)] == [1, 64]
+    expert = 2 * 64 * (2 * 32 + 32)  # bytes of w1 and w2
+    for got, experts in ((one, 3), (many, 8)):  # each token chooses 3 of 8
+        (line,) = got["lines"]
+        router = 2 * 64 * 8
+        assert line["variant"] == "inference"
+        assert line["ms"] == MS * len(program(trial).steps["inference"])
+        assert line["gbs"] * line["ms"] * 1e6 == pytest.approx(experts * expert + router, rel=1e-3)
+    assert main(["bench", layer, "--decode"]) == 0
+    out = capsys.readouterr().out
+    assert [f"T={1 << power} " in out for power in range(11)] == [*[True] * 10, False]
+    assert "GB/s" in out
+    for more, rule in (["--sweep"], "--decode with --sweep"), (["--peer", "torch"], "--decode with --peer"):
+        assert main(["bench", layer, "--decode", *more]) == 2
+        assert rule in capsys.readouterr().err
+    assert main(["bench", f"{layer}.*", "--decode"]) == 2
+    assert "times layers, and " in capsys.readouterr().err
+    assert not rig.memory
+
+
 SWEPT = """
 schema = 1
 [[kernel]]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fusekit.choice import tuning
 from fusekit.choice.gpus import GPUS, REFERENCE, gpu_of, part_of
-from fusekit.choice.model import cost, group_sizes, tile_rows, waves
+from fusekit.choice.model import cost, group_sizes, tile_rows, waves, with_rows
 from fusekit.choice.variants import choose
 from fusekit.errors import ArgumentError, UsageError
 from fusekit.plan.arch import DEFAULT
@@ -172,9 +172,47 @@ def test_rows_of_tiles(sizes: list[int], tile_m: int) -> None:
 @given(st.integers(0, 10**6), st.integers(1, 512))
 def test_group_sizes_represent_all_rows(rows: int, groups: int) -> None:
     sizes = group_sizes(rows, groups)
-    assert sum(sizes) / len(sizes) * groups == pytest.approx(rows)
-    assert min(sizes) >= 0.5 * rows / groups
-    assert max(sizes) <= 1.5 * rows / groups
+    some = with_rows(rows, groups)
+    assert sum(sizes) / len(sizes) * some == pytest.approx(rows)
+    assert min(sizes) >= 0.5 * rows / some
+    assert max(sizes) <= 1.5 * rows / some
+
+
+def test_rows_leave_groups_empty() -> None:
+    assert with_rows(1, 128) == with_rows(0, 128) == with_rows(300, 1) == 1
+    assert with_rows(2, 4) == 1.75  # one time in four, both choose the same
+    assert with_rows(8, 128) == pytest.approx(7.78, abs=0.01)
+    assert with_rows(128 * 100, 128) == pytest.approx(128)
+
+
+# Microseconds of tiles for few tokens and of usual ones, as check of the model: H200, 2026-11-28, static schedule,
+# cluster (1,1), a CUDA graph of 8 routings; (gather, E, N, K, rows of a token) -> tokens -> by tile.
+FEW_TILES = ((16, 64), (16, 128), (32, 128), (64, 128), (128, 192))
+FEW_ROWS = {
+    ("none", 128, 2048, 768, 8): {
+        1: (10.0, 10.0, 10.1, 10.9, 14.0), 4: (25.4, 25.0, 25.0, 28.2, 33.5), 16: (62.5, 61.6, 61.6, 65.1, 75.7),
+        64: (95.0, 94.3, 94.2, 94.9, 101.3), 256: (109.8, 107.8, 100.1, 100.3, 102.3),
+    },
+    ("none", 32, 2880, 2880, 4): {
+        1: (20.5, 20.1, 21.6, 25.5, 32.8), 4: (53.6, 53.8, 55.9, 64.0, 76.9), 16: (106.3, 107.7, 108.4, 118.3, 144.2),
+        64: (122.9, 124.1, 124.1, 126.7, 138.8), 256: (195.7, 192.6, 146.5, 129.9, 132.0),
+    },
+    ("x", 128, 1536, 2048, 8): {
+        1: (16.6, 16.3, 16.1, 16.0, 17.5), 4: (45.4, 45.1, 45.2, 45.2, 45.6), 16: (118.3, 117.7, 118.5, 118.6, 121.0),
+        64: (182.6, 178.0, 179.0, 179.1, 179.5), 256: (223.2, 207.9, 186.5, 186.7, 186.9),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", FEW_ROWS, ids=str)
+def test_few_rows_take_what_was_measured_as_fast(shape: tuple[Any, ...]) -> None:
+    gather, groups, n, k, topk = shape
+    candidates = [variant(tile, (1, 1), "static", gather=gather) for tile in FEW_TILES]
+    for tokens, times in FEW_ROWS[shape].items():
+        chosen, _ = taken(choose(candidates, {"E": groups, "M": tokens * topk, "N": n, "K": k}))
+        assert times[FEW_TILES.index(chosen)] <= 1.04 * min(times), (tokens, chosen)
+    chosen, _ = taken(choose(candidates, {"E": groups, "M": 8192 * topk, "N": n, "K": k}))
+    assert chosen == (128, 192)
 
 
 @given(st.floats(0, 1e6))

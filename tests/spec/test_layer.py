@@ -331,6 +331,28 @@ def test_a_layer_makes_the_kernels_of_its_program():
     assert [layer_name(spec) for spec in specs if spec.kernel == "fc"] == [""]
 
 
+def test_a_layer_has_variants_for_each_number_of_tokens():
+    whole = {**MOE, "hidden": 2048, "intermediate": 768, "experts": 128, "topk": 8}
+
+    def tiles(part, **keys):
+        specs = [spec for spec in parse_text(text_of(whole | keys), "layers") if spec.kernel == f"moe.{part}"]
+        assert len({spec.full_name for spec in specs}) == len(specs)
+        assert {spec.problem for spec in specs} == {specs[0].problem}  # of the most tokens
+        return {spec.tile for spec in specs}, specs[0].problem.M
+
+    one, few, many = (tiles("fc2", problem={"T": tokens}) for tokens in (1, 64, 8192))
+    assert (one[1], few[1], many[1]) == (8, 512, 65536)
+    assert {tile[0] for tile in one[0]} >= {16} and not {tile[0] for tile in many[0]} & {16, 32}
+    assert tiles("fc2", problem={"T": [64, 1, 8192]}) == (one[0] | few[0] | many[0], 65536)
+    assert tiles("fc2", keep="none") == (tiles("fc2", problem={"T": [1, 64, 128, 256, 8192]})[0], 65536)
+    assert tiles("fc2") == many
+    for part in ("index", "unpermute"):
+        specs = parse_text(text_of(whole | {"problem": {"T": [1, 8192]}}), "layers")
+        assert len([spec for spec in specs if spec.kernel == f"moe.{part}"]) == 1
+    (got,) = problems(whole | {"problem": {"T": [64, 64]}})
+    assert "64 appears twice" in got
+
+
 def test_a_layer_is_a_target(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "layers.toml").write_text(text_of(MOE, MLP, GEMM))

@@ -22,6 +22,7 @@ X, LOGITS, CHOICES = "x", "logits", "choices"
 F32, NOTHING = "f32", "none"
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 TOKENS = 8192  # of a layer without a problem
+DECODED = (1, 64, 128, 256)  # further ones, of a layer for inference alone
 FP8_ROW = 16  # bytes of a row of FP8 values, or a multiple
 MOST_COLUMNS = 2**22  # of a tensor: quantise counts four times as many, gates and ups are two
 
@@ -165,8 +166,15 @@ def layer_fields(activation: tuple[Field, ...], dtypes: tuple[str, ...]) -> tupl
             "Over ranks: products begin while the rows that they read still come; else they wait for"
             " all.", default=False),
         Field("problem", "table", "The tokens that variants are chosen for.",
-            fields=(Field("T", "int", "Tokens.", minimum=1, required=True, alias="tokens"),)),
+            fields=(Field("T", "int", "Tokens; of a list, variants for each.", minimum=1, required=True, alias="tokens",
+                sweep=True),)),
     )  # fmt: skip
+
+
+def token_counts(values: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that the variants of one table are chosen for, the most first."""
+    few = DECODED if values["keep"] == NOTHING else ()
+    return tuple(sorted((values["problem"] or {}).get("T", (*few, TOKENS)), reverse=True))
 
 
 def make(file: str, values: Mapping[str, Any]) -> Options:
@@ -187,7 +195,7 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
         activation=activation,
         glu_layout=values["glu_layout"] or ("concat" if gated else "none"),
         grad_dtype=values["grad_dtype"] or weights,
-        tokens=(values["problem"] or {}).get("T", TOKENS),
+        tokens=token_counts(values)[0],
         weight_dtype="" if weights == values["dtype"] else weights,
     )
 
