@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 
 FIGURES = pytest.StashKey[list[str]]()
 PARTS = 24  # of a long round, to run at the same time
-LONG = ("test_deploy.py", "test_kernels.py", "test_gpu_harness.py")
+LONG = ("test_deploy.py", "test_kernels.py", "test_gpu_harness.py", "test_other_packages.py")
 WORKERS = 8  # at most: with the compiler loaded a process has half a gigabyte, and starts others
 
 sys.path.append(str(Path(__file__).parents[1]))  # for `examples`; an installed fusekit comes first
@@ -65,6 +65,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_wait_for_disks() -> Iterator[None]:
+    """What tests write need not outlive the machine; those about syncing look at the calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

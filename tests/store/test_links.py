@@ -34,7 +34,6 @@ FOLDERS = (
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setattr(time, "sleep", lambda _: None)  # of those who miss something, and look again
 
 

@@ -19,11 +19,6 @@ from tests.store.samples import build_entry
 HEX = "0123456789abcdef" * 4
 
 
-@pytest.fixture(autouse=True)
-def fast(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
 def make(root, paths):
     for path in paths:
         file = root / path

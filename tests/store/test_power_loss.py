@@ -14,12 +14,6 @@ from tests.store.power import PowerDisk
 from tests.store.samples import build_entry, build_record
 
 
-@pytest.fixture(autouse=True)
-def fast(monkeypatch):
-    """What is safe is in the model's books: the disk below need not be waited for."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
 def publish(store, seed):
     entry, cubin = build_entry(seed)
     store.publish(entry, cubin)
