@@ -25,8 +25,10 @@ PARTS = (
     "load.c",
 )  # fmt: skip
 LAYER_PARTS = ("dims.c", "layer", "layer_load.c", "layer_memory.c", "layer.c")
-LOADER_PARTS = ("listing", "sha256.c", "bundle.c", "kernels.c", "dims.c", "named.c")
-TVM_FFI_PARTS = ("core.h", "layer.h", *PARTS, *LAYER_PARTS, "dlpack", "tvm_ffi.c")
+LOADER_PARTS = (
+    *LAYER_PARTS, "layer_tensors.c", "listing", "sha256.c", "bundle.c", "kernels.c", "named.c", "named_layer.c",
+)  # fmt: skip
+TVM_FFI_PARTS = ("core.h", "layer.h", *PARTS, *LAYER_PARTS, "layer_tensors.c", "dlpack", "tvm_ffi.c")
 _ABOUT = "/* Written by fusekit; changes are lost when it is written again. */\n"
 _PREFIXED = re.compile(r"\b(fusekit|FUSEKIT)_")
 _PER_LINE = 6
@@ -82,7 +84,9 @@ def generate(
         definitions.append(
             f"/* ---- {layer.record.name} */\n\n{_layer_source(number, layer, numbers)}\n{layer_wrapper.definitions()}"
         )
-    headers, parts = (("core.h", "layer.h"), (*PARTS, *LAYER_PARTS)) if layers else (("core.h",), PARTS)
+    headers, parts = (
+        (("core.h", "layer.h"), (*PARTS, *LAYER_PARTS, "layer_handle.c")) if layers else (("core.h",), PARTS)
+    )
     header = _header(prefix, [*(_part(part, prefix) for part in headers), *declarations])
     source = _source(
         prefix,
@@ -102,7 +106,7 @@ def generate_loader(prefix: str = "fusekit") -> dict[str, str]:
     prefix, errors: as for `generate`. The text depends on nothing else.
     """
     check_prefix(prefix)
-    header = _header(prefix, [_part("core.h", prefix), _part("loader.h", prefix)])
+    header = _header(prefix, [_part(part, prefix) for part in ("core.h", "layer.h", "loader.h")])
     source = _source(prefix, [_part(part, prefix) for part in (*PARTS, *LOADER_PARTS)])
     # pread and fstat, which C11 alone does not declare; before the first header of the system.
     posix = "#ifndef _POSIX_C_SOURCE\n#define _POSIX_C_SOURCE 200809L\n#endif\n"

@@ -191,20 +191,26 @@ static fusekit_status fk_load_listed(const fusekit_driver *driver, const fusekit
     return status;
 }
 
+static fusekit_status fk_capability(const fusekit_driver *driver, const char *name, int ordinal, int *major, int *minor,
+                                    fusekit_error *error) {
+    int device = 0, result = driver->device_get(&device, ordinal);
+    if (result != 0) return fk_cuda(driver, error, result, name, "cuDeviceGet");
+    *major = fk_attribute_of(driver, FK_DEVICE_MAJOR, device, &result);
+    *minor = fk_attribute_of(driver, FK_DEVICE_MINOR, device, &result);
+    return result == 0 ? FUSEKIT_OK : fk_cuda(driver, error, result, name, "cuDeviceGetAttribute");
+}
+
 fusekit_status fusekit_kernel_load(const fusekit_driver *driver, const fusekit_bundle *bundle, const char *name,
                                    int ordinal, fusekit_kernel **out, fusekit_error *error) {
     const fk_listed *listed;
     fusekit_kernel *kernel;
-    int device = 0, major, minor, result;
+    int major, minor;
     fusekit_status status;
     *out = NULL;
     if (driver == NULL || bundle == NULL || name == NULL)
         return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "driver, bundle or name is NULL; give all three");
-    result = driver->device_get(&device, ordinal);
-    if (result != 0) return fk_cuda(driver, error, result, name, "cuDeviceGet");
-    major = fk_attribute_of(driver, FK_DEVICE_MAJOR, device, &result);
-    minor = fk_attribute_of(driver, FK_DEVICE_MINOR, device, &result);
-    if (result != 0) return fk_cuda(driver, error, result, name, "cuDeviceGetAttribute");
+    status = fk_capability(driver, name, ordinal, &major, &minor, error);
+    if (status != FUSEKIT_OK) return status;
     status = fk_choose(bundle, name, ordinal, major, minor, &listed, error);
     if (status != FUSEKIT_OK) return status;
     kernel = (fusekit_kernel *)calloc(1, sizeof *kernel);
@@ -226,22 +232,4 @@ fusekit_status fusekit_kernel_unload(fusekit_kernel *kernel, fusekit_error *erro
     free(kernel->arguments);
     free(kernel);
     return status;
-}
-
-/* ---- All of a bundle that can be loaded. */
-
-fusekit_status fusekit_bundle_verify(const fusekit_bundle *bundle, fusekit_error *error) {
-    const fk_listed *listed;
-    fk_source source;
-    void *memory[2];
-    size_t index;
-    for (index = 0; (listed = fk_listing(bundle, index)) != NULL; ++index) {
-        fusekit_status status;
-        if (*listed->problem != 0) continue;
-        status = fk_fetch(bundle, listed, &source, memory, error);
-        free(memory[0]);
-        free(memory[1]);
-        if (status != FUSEKIT_OK) return status;
-    }
-    return fk_ok(error);
 }

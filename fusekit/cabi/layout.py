@@ -39,6 +39,8 @@ from fusekit.dtypes import ROWS
 MAGIC = int.from_bytes(b"fusekit\0", "little")
 VERSION = 1
 """Version of this form, with everything below; a reader accepts its own version alone."""
+LAYER_ROW = "layer"
+"""What a row has for a problem whose record is a layer's: the loader of 0.1 takes it for one."""
 CANDIDATE = 0
 """Instead of the major number of its architecture: an earlier build of a name, which the loader of 0.1 passes over."""
 
@@ -209,6 +211,7 @@ def layer_declarations() -> str:
     names = ", ".join(f'"{name}"' for name in PASSES)
     return "\n".join([
         "/* ---- What a layer's passes launch, in words of 64 bits. */\n",
+        f'#define FK_LAYER_ROW "{LAYER_ROW}" /* instead of a problem in a row of a bundle */\n',
         _enum(None, [f"FK_{name} = {value}" for name, value in constants.items()]),
         _enum("fk_pass", [f"FK_PASS_{name.upper()}" for name in PASSES]),
         _enum("fk_where", [f"FK_IN_{name.upper()}" for name in PLACES]),
@@ -236,6 +239,7 @@ def dlpack_declarations() -> str:
         code, bits, lanes = (TYPES[name].dlpack if name else None) or (-1, 0, 0)
         rows.append(f'    {{"{name}", {code}, {bits}, {lanes}}}')
     return (
+        f"enum {{ FK_U8 = {DTYPES.index('u8')} }};\n\n"
         "typedef struct {\n    const char *name;\n    int code, bits, lanes;\n} fk_dlpack;\n\n"
         "static const fk_dlpack fk_dlpack_types[] = {\n" + ",\n".join(rows) + "\n};\n"
     )
@@ -249,7 +253,6 @@ def declarations() -> str:
         "VERSION": VERSION,
         "DTYPES": len(DTYPES),
         "I32": DTYPES.index("i32"),
-        "U8": DTYPES.index("u8"),
         "FIRST_DIM": len(LAUNCH_VARIABLES),
     }
     parts = [

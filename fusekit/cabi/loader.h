@@ -25,7 +25,7 @@ fusekit_status fusekit_bundle_verify(const fusekit_bundle *bundle, fusekit_error
  * of everything that can be loaded, so a program that compares this with a constant of its own runs these or none. */
 const char *fusekit_bundle_digest(const fusekit_bundle *bundle);
 
-/* The kernels in it, sorted: full name and architecture. NULL from `count` on. */
+/* The kernels in it, sorted: full name and architecture; of a layer NAME.layer@record. NULL from `count` on. */
 size_t fusekit_bundle_count(const fusekit_bundle *bundle);
 const char *fusekit_bundle_name(const fusekit_bundle *bundle, size_t index);
 const char *fusekit_bundle_arch(const fusekit_bundle *bundle, size_t index);
@@ -107,3 +107,40 @@ fusekit_status fusekit_kernel_bind(const fusekit_kernel *kernel, const fusekit_a
 
 /* NULL is allowed. */
 fusekit_status fusekit_kernel_unload(fusekit_kernel *kernel, fusekit_error *error);
+
+/* ---- Layers of a bundle, by name ("layer/moe"); `fusekit show` gives the tensors of each pass. */
+
+typedef struct fusekit_layer fusekit_layer;
+
+typedef enum fusekit_pass_kind {
+    FUSEKIT_FORWARD = 0,
+    FUSEKIT_INFERENCE = 1,
+    FUSEKIT_BACKWARD = 2,
+    FUSEKIT_QUANTISE = 3
+} fusekit_pass_kind;
+
+/* Tensors of a pass in any order; an output that is left out is not computed. */
+typedef struct fusekit_layer_arguments {
+    const fusekit_tensor *tensors;
+    int tensor_count;
+    fusekit_memory kept, scratch;
+    fusekit_settings settings;
+} fusekit_layer_arguments;
+
+/* Loads a layer's kernels, as fusekit_kernel_load does. */
+fusekit_status fusekit_layer_load(const fusekit_driver *driver, const fusekit_bundle *bundle, const char *name, int device,
+                                  fusekit_layer **layer, fusekit_error *error);
+
+/* For passes of at most so many tokens, with any outputs. */
+fusekit_status fusekit_layer_sizes(const fusekit_layer *layer, int64_t tokens, fusekit_sizes *sizes, fusekit_error *error);
+
+/* Checks, packs and launches a pass. */
+fusekit_status fusekit_layer_launch(const fusekit_layer *layer, fusekit_pass_kind pass,
+                                    const fusekit_layer_arguments *arguments, void *stream, fusekit_error *error);
+
+/* Checks and packs once, for fusekit_pass_run; free with fusekit_pass_free before unloading the layer. */
+fusekit_status fusekit_layer_bind(const fusekit_layer *layer, fusekit_pass_kind pass,
+                                  const fusekit_layer_arguments *arguments, fusekit_pass **bound, fusekit_error *error);
+
+/* NULL is allowed. */
+fusekit_status fusekit_layer_unload(fusekit_layer *layer, fusekit_error *error);

@@ -283,41 +283,24 @@ static fusekit_status fk_ffi_bind_kernel(const fk_kernel *kernel, const fk_ffi_c
 
 /* The tokens, which some tensor has as an extent. */
 static int64_t fk_ffi_tokens(const fk_layer *layer, const fk_ffi_call *call, const fk_layer_pass *pass) {
-    int64_t index;
-    int axis;
-    for (index = 0; index < pass->input_count && index < call->given; ++index) {
+    int64_t index, tokens = -1;
+    for (index = 0; index < pass->input_count && index < call->given && tokens < 0; ++index) {
         const fk_layer_buffer *buffer = &layer->buffers[pass->inputs[index].index];
-        if (call->tensors[index] == NULL || call->tensors[index]->ndim != buffer->rank) continue;
-        for (axis = 0; axis < buffer->rank; ++axis) {
-            const fk_expression *extent = &buffer->shape[axis];
-            if (extent->count == 1 && extent->steps->operation == FK_VARIABLE && extent->steps->value == 0)
-                return call->tensors[index]->shape[axis];
-        }
+        if (call->tensors[index] != NULL && call->tensors[index]->ndim == buffer->rank)
+            tokens = fk_tokens_of(buffer, call->tensors[index]->shape);
     }
-    return 0;
+    return tokens < 0 ? 0 : tokens;
 }
 
 static fusekit_status fk_ffi_take_buffer(const fk_layer *layer, const fk_ffi_call *call, int64_t index, int64_t number,
                                          const fk_layer_plan *plan, fk_layer_call *taken, fusekit_error *error) {
     const fk_layer_buffer *buffer = &layer->buffers[number];
     const DLTensor *tensor = index < call->given ? call->tensors[index] : NULL;
-    int axis;
     fusekit_status status;
     if (index >= call->given || call->args[index].type_index == kTVMFFINone) return FUSEKIT_OK;
     status = fk_ffi_tensor(call, index, buffer->name, buffer->dtype, buffer->rank, error);
     if (status != FUSEKIT_OK) return status;
-    for (axis = 0; axis < buffer->rank; ++axis) {
-        int64_t extent = tensor->shape[axis], stride = tensor->strides == NULL ? 0 : tensor->strides[axis];
-        if (extent != plan->shape[number][axis])
-            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s has %lld at dim %d; it must have %lld there",
-                           call->function->name, buffer->name, (long long)extent, axis, (long long)plan->shape[number][axis]);
-        if (tensor->strides != NULL && extent > 1 && stride <= 0)
-            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s has stride %lld at dim %d; it must be positive",
-                           call->function->name, buffer->name, (long long)stride, axis);
-        taken->strides[number][axis] = extent > 1 ? stride : 0;
-    }
-    taken->addresses[number] = fk_ffi_address(tensor);
-    return FUSEKIT_OK;
+    return fk_take_buffer(layer, number, tensor->shape, tensor->strides, fk_ffi_address(tensor), plan, taken, error);
 }
 
 /* Memory that the caller gives as a tensor of bytes; none where it is left out. */

@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -37,7 +37,7 @@ from fusekit.share.selection import Step
 from fusekit.share.source import Source, spooled
 from fusekit.store import names
 from fusekit.store.documents import LIMIT, parse
-from fusekit.store.entries import CUBIN_LIMIT, Entry
+from fusekit.store.entries import CUBIN_LIMIT, KIND, LAYER, Entry
 from fusekit.store.files import store_error
 from fusekit.store.given import given_file
 from fusekit.store.keys import canonical_json, is_digest, sha256
@@ -226,15 +226,26 @@ class _Reader:
             raise self._bad("does not end where its index ends it")
         if loader is not None:
             built = [[(record, entries[record.key]) for record in listed] for listed in (records, candidates)]
-            self._check_loader(loader, index, *built)
+            documents = {
+                key: self._again(*at[entry.cubin_sha256])
+                for key, entry in entries.items()
+                if entry.fields.get(KIND) == LAYER
+            }
+            self._check_loader(loader, index, documents, *built)
         return records, entries
 
-    def _check_loader(self, loader: bytes, index: Index, names: Kernels, candidates: Kernels) -> None:
+    def _check_loader(
+        self, loader: bytes, index: Index, documents: Mapping[str, bytes], names: Kernels, candidates: Kernels
+    ) -> None:
         """The member for the C loader must follow from the documents, byte for byte; a digest does not show that."""
         from fusekit.share.loader import derived
 
         places = before(index.members[:-1])
-        if all(loader != derived(names, candidates, places, in_place=in_place)[0] for in_place in (True, False)):
+        none: dict[str, bytes] = {}
+        forms = ((documents, True), (none, True), (none, False))  # of now, and of before
+        if all(
+            loader != derived(names, candidates, places, layers, in_place=in_place)[0] for layers, in_place in forms
+        ):
             raise self._bad(
                 f"has a {LOADER} that does not follow from its entries and names: it was changed, or written by another"
                 " version of fusekit",

@@ -11,15 +11,19 @@ import hashlib
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fusekit.abi import LaunchRecord, RecordError
+from fusekit.abi.layer_record import LayerRecord
 from fusekit.cabi import flat
-from fusekit.cabi.layout import CANDIDATE, MAGIC, VERSION
+from fusekit.cabi.layout import CANDIDATE, LAYER_ROW, MAGIC, VERSION
 from fusekit.errors import UsageError
 from fusekit.share import bundle as form
 from fusekit.share.selection import Selection
 from fusekit.store import Entry, Store
+from fusekit.store.documents import parse
+from fusekit.store.entries import KIND, LAYER
 from fusekit.store.names import NameRecord
 
 
@@ -27,28 +31,40 @@ def export_bundle(store: Store, selection: Selection, path: Path) -> form.Transf
     """As `fusekit.share.bundle.export_bundle`, with the member for the C loader. A kernel beyond the limits of that
     loader is listed there with the reason, and loads in Python.
     """
-    return form.export_bundle(store, selection, path, lambda before: member(selection, before))
+    documents = {
+        entry.key: store.read_cubin(entry) for entry, _ in selection.entries if entry.fields.get(KIND) == LAYER
+    }
+    return form.export_bundle(store, selection, path, lambda before: member(selection, before, documents))
 
 
-def member(selection: Selection, before: Mapping[str, int]) -> tuple[bytes, str]:
+def member(
+    selection: Selection, before: Mapping[str, int], documents: Mapping[str, bytes] = MappingProxyType({})
+) -> tuple[bytes, str]:
     """The loader's member for `selection`; see `derived`."""
     entries = {entry.key: entry for entry, _ in selection.entries}
     names, candidates = (
         [(record, entries[record.key]) for record, _ in signed] for signed in (selection.records, selection.candidates)
     )
-    return derived(names, candidates, before)
+    return derived(names, candidates, before, documents)
 
 
 def derived(
     names: Sequence[tuple[NameRecord, Entry]], candidates: Sequence[tuple[NameRecord, Entry]],
-    before: Mapping[str, int], *, in_place: bool = True,
+    before: Mapping[str, int], documents: Mapping[str, bytes] = MappingProxyType({}), *, in_place: bool = True,
 ) -> tuple[bytes, str]:  # fmt: skip
     """The member and the SHA-256 of its directory, derived from names and entries in the bundle's order. candidates:
-    earlier builds of the names. before: digest of each cubin -> how many bytes before the member it begins. in_place:
-    False for the member that fusekit 0.2 wrote.
+    earlier builds of the names. before: digest of each cubin -> how many bytes before the member it begins. documents:
+    of layers, by key; without them layers are for Python alone. in_place: False for the member that fusekit 0.2 wrote.
     """
     kernels = [*names, *candidates]
     records = [_record(named, entry, in_place) for named, entry in kernels]
+    places: dict[str, int] = {}
+    for index, (_, entry) in enumerate(kernels):
+        if not records[index][1]:
+            places.setdefault(entry.key, index)
+    for index, (named, entry) in enumerate(names):
+        if entry.key in documents:
+            records[index] = _layer(named, documents[entry.key], places)
     left = size = sum(len(data) for data, _ in records)
     rows = []
     for index, ((named, entry), (data, problem)) in enumerate(zip(kernels, records, strict=True)):
@@ -79,6 +95,19 @@ def _record(named: NameRecord, entry: Entry, in_place: bool) -> tuple[bytes, str
         return flat.record(named.name, launch, named.defaults, in_place=in_place), ""
     except (RecordError, UsageError, ValueError, OverflowError, struct.error) as error:
         return b"", str(error).removeprefix(f"{named.name}: ")[:200]
+
+
+def _layer(named: NameRecord, document: bytes, places: Mapping[str, int]) -> tuple[bytes, str]:
+    """The row of each kernel of a layer, and the flat record; or no bytes and the problem."""
+    try:
+        record = LayerRecord.from_json(parse(document))
+        keys = sorted(record.kernels)
+        if missing := [record.kernels[key].name for key in keys if key not in places]:
+            raise UsageError(f"{missing[0]} is not in the bundle as C loads it")
+        data = flat.layer(record, keys)
+    except (RecordError, UsageError, ValueError, LookupError, OverflowError, struct.error) as error:
+        return b"", str(error).removeprefix(f"{named.name}: ")[:200]
+    return flat.words([len(keys), *(places[key] for key in keys)]) + data, LAYER_ROW
 
 
 def _place(what: str, before: int, data: bytes) -> dict[str, Any]:

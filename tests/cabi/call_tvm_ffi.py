@@ -86,12 +86,16 @@ def of_jax(moe, shim):
 
     shim.aim(moe.layer_moe_inference)
     jax_tvm_ffi.register_ffi_target("moe", shim.on_cuda, ["args", "rets"], platform="cpu")
-    results = tuple(
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in ((SHAPES["y"], jnp.bfloat16), ((moe.layer_moe_inference_bytes(100),), jnp.uint8))
-    )
     given = [jnp.zeros(SHAPES[name], jnp.bfloat16) for name in ("x", "router", "w1", "w2")]
-    y, scratch = jax.jit(lambda *args: jax.ffi.ffi_call("moe", results)(*args))(*given)
+    bytes_ = moe.layer_moe_inference_bytes(100)
+    for more in range(0, 1 << 16, 1 << 12):  # on a CPU, XLA aligns memory to 64 bytes; scratch memory begins at 128
+        results = jax.ShapeDtypeStruct(SHAPES["y"], jnp.bfloat16), jax.ShapeDtypeStruct((bytes_ + more,), jnp.uint8)
+        try:
+            y, scratch = jax.jit(lambda *args, results=results: jax.ffi.ffi_call("moe", results)(*args))(*given)
+            break
+        except jax.errors.JaxRuntimeError as error:
+            if "scratch begins at" not in str(error):
+                raise
     names = dict(zip(("x", "router", "w1", "w2", "y", "scratch"), (*given, y, scratch), strict=True))
     return {"addresses": {name: each.unsafe_buffer_pointer() for name, each in names.items()}}
 

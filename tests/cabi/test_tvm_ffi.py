@@ -146,10 +146,10 @@ def test_pytorch_calls_layers_and_kernels(exported_library):
         ("ValueError", "layer/moe: scratch has"),
         ("ValueError", "layer/moe: the forward pass needs router, too; it is NULL"),
         ("ValueError", "layer_moe_forward: x has DLPack's dtype (2, 32, 1); it must be bf16, (4, 16, 1)"),
-        ("ValueError", "layer_moe_forward: router has 256 at dim 1; it must have 512 there"),
+        ("ValueError", "layer/moe: router has 256 at dim 1; it must have 512 there"),
         ("ValueError", "layer/moe: kept begins at"),
         ("ValueError", "layer_moe_forward: argument 5 is no tensor, number or None"),
-        ("ValueError", "layer_moe_forward: y has 512 at dim 0; it must have 100 there"),
+        ("ValueError", "layer/moe: y has 512 at dim 0; it must have 100 there"),
         ("ValueError", "layer_moe_forward: 9 arguments; it takes at most 8"),
         ("ValueError", "cluster_margin is 500; it must be 0 to 131"),
         ("MemoryError", "aten::empty"),  # PyTorch without CUDA is the environment's allocator
