@@ -198,13 +198,13 @@ class Fitted:
         if stream == self._stream:
             return True
         own = self._shape.own
-        if self._compiled.devices.part_of(stream) or (stream == PER_THREAD and any(own)):
+        if self._compiled.devices.part_of(stream) or (stream == PER_THREAD and any(size for size, _ in own)):
             return False
-        for (plan, block), needed in zip(self._parts, own, strict=True):
+        for (plan, block), (size, shifts) in zip(self._parts, own, strict=True):
             if block.stream != stream:
                 plan.aim(block, stream)
-            if needed:
-                plan.aim_scratch(block, stream, needed)
+            if size:
+                plan.aim_scratch(block, stream, size, shifts)
         self._stream = stream
         return True
 

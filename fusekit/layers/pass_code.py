@@ -44,7 +44,8 @@ _TMA_EXTENT, _TMA_STRIDE = 2**32, 2**40
 
 class Shape(NamedTuple):
     """values: for `place`. grids: of the launches. maps: dims and strides of tensor maps that follow the tokens.
-    sizes: bytes of the arguments. kept, scratch: bytes that they need. own: scratch bytes of each launch's kernel.
+    sizes: bytes of the arguments. kept, scratch: bytes that they need. own: of each launch's kernel
+    the scratch bytes, and where in them each pointer begins.
     """
 
     values: tuple[int, ...]
@@ -53,7 +54,7 @@ class Shape(NamedTuple):
     sizes: tuple[int, ...]
     kept: int
     scratch: int
-    own: tuple[int, ...]
+    own: tuple[tuple[int, tuple[int, ...]], ...]
 
 
 class Call(NamedTuple):
@@ -264,7 +265,7 @@ class _Code:
             writer.require(blocks, 1, limit)
             writer.require(writer.define(("mod", blocks, cluster)), 0, 0)
         self._grids.append(f"({', '.join(map(str, grid))})")
-        self._own.append(str(writer.define(record.scratch, env)))
+        self._own.append(f"({writer.define(record.scratch, env)}, {_tuple(self._own_shifts(record, env))})")
         bases = {name: self._memory.base(step.arguments[name], self._places) for name in plan.names}
         fields: dict[int, tuple[int, str, str]] = {}  # by offset: bytes, format, what is packed; "": left as it is
         for offset, parameter in flat(record.parameters):
@@ -282,6 +283,15 @@ class _Code:
             else:
                 fields[offset] = self._pointer(parameter, env, bases)
         self._pack(number, fields, block)
+
+    def _own_shifts(self, record: LaunchRecord, env: Mapping[str, Value]) -> list[Value]:
+        """Where each pointer into the scratch memory of the stream begins."""
+        pointers = [each for _, each in flat(record.parameters) if isinstance(each, PointerParameter)]
+        shifts = {name: [self._writer.define(each.shift, env) for each in pointers if each.argument == name]
+                  for name in ("workspace", "scratch")}  # fmt: skip
+        if not all(isinstance(shift, int) for shift in shifts["workspace"]):
+            raise NotCompiledError("a pointer into the workspace that follows the tokens")
+        return shifts["scratch"]
 
     def _pointer(
         self, parameter: PointerParameter, env: Mapping[str, Value], bases: Mapping[str, tuple[int, Value]]

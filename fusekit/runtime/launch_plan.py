@@ -285,17 +285,19 @@ class LaunchPlan:
             address = self.loaded.workspaces.of(handle)
             for offset, shift in self.workspace_at:
                 _POINTER.pack_into(block.memory, offset, address + shift & _WRAP)
-        self.aim_scratch(block, handle, self.scratch_bytes)
+        self.aim_scratch(block, handle, self.scratch_bytes, [shift for _, shift in self.scratch_at])
         block.config.hStream = handle
         # Every thread has a per-thread default stream of its own behind the one handle.
         block.stream = None if handle == PER_THREAD and (self.workspace_at or self.scratch_at) else handle
 
-    def aim_scratch(self, block: Block, handle: int, size: int) -> None:
-        """Gives a block scratch memory of `size` bytes, where it needs some."""
+    def aim_scratch(self, block: Block, handle: int, size: int, shifts: Sequence[int]) -> None:
+        """Gives a block scratch memory of `size` bytes, where it needs some. shifts: bytes from its begin to what each
+        pointer into it points to.
+        """
         if self.scratch_at:
             assert self.loaded.scratch is not None
             address = self.loaded.scratch.of(handle, size)
-            for offset, shift in self.scratch_at:
+            for (offset, _), shift in zip(self.scratch_at, shifts, strict=True):
                 _POINTER.pack_into(block.memory, offset, address + shift & _WRAP)
 
     def place(self, addresses: list[int]) -> None:

@@ -34,8 +34,9 @@ def rich(record):
         ),
         PointerParameter("counters", "workspace", at + 24), PointerParameter("partial", "scratch", at + 32),
         PointerParameter("second", first.name, at + 40, shift=("mul", 16, extent)),
+        PointerParameter("more", "scratch", at + 48, shift=("mul", 4, extent)),
     ]  # fmt: skip
-    at = -(-(at + 48) // 64) * 64
+    at = -(-(at + 56) // 64) * 64
     for tensor in record.tensors:
         if tensor.dtype == "bf16" and len(tensor.shape) == 2:
             rows, columns = tensor.shape
@@ -45,7 +46,7 @@ def rich(record):
             at += 128
     blocks = ("max", 1, ("min", ("ceildiv", extent, 64), ("sub", "sm_count", "cluster_margin")))
     return replace(
-        record, parameters=tuple(parameters), grid=(blocks, 1, 1), workspace=64, scratch=("mul", 4, extent),
+        record, parameters=tuple(parameters), grid=(blocks, 1, 1), workspace=64, scratch=("mul", 8, extent),
         values={"half": ("floordiv", extent, 2)},
     )  # fmt: skip
 
