@@ -200,11 +200,9 @@ class Fitted:
         own = self._shape.own
         if self._compiled.devices.part_of(stream) or (stream == PER_THREAD and any(size for size, _ in own)):
             return False
-        for (plan, block), (size, shifts) in zip(self._parts, own, strict=True):
-            if block.stream != stream:
-                plan.aim(block, stream)
-            if size:
-                plan.aim_scratch(block, stream, size, shifts)
+        for (plan, block), scratch in zip(self._parts, own, strict=True):
+            if block.stream != stream or scratch[0]:
+                plan.aim(block, stream, scratch)
         self._stream = stream
         return True
 

@@ -277,28 +277,25 @@ class LaunchPlan:
                 self.maps[index].move(maps[index], self.maps[index].address(block.addresses, self.names))
             raise
 
-    def aim(self, block: Block, handle: int) -> None:
-        """Sets a block's stream, whose workspace and scratch it then uses."""
+    def aim(self, block: Block, handle: int, scratch: tuple[int, Sequence[int]] | None = None) -> None:
+        """Sets a block's stream, whose workspace and scratch it then uses. scratch: bytes, and where in them each
+        pointer begins, for other shapes than the plan's.
+        """
         check_handle(handle)
         if self.workspace_at:
             assert self.loaded.workspaces is not None
             address = self.loaded.workspaces.of(handle)
             for offset, shift in self.workspace_at:
                 _POINTER.pack_into(block.memory, offset, address + shift & _WRAP)
-        self.aim_scratch(block, handle, self.scratch_bytes, [shift for _, shift in self.scratch_at])
-        block.config.hStream = handle
-        # Every thread has a per-thread default stream of its own behind the one handle.
-        block.stream = None if handle == PER_THREAD and (self.workspace_at or self.scratch_at) else handle
-
-    def aim_scratch(self, block: Block, handle: int, size: int, shifts: Sequence[int]) -> None:
-        """Gives a block scratch memory of `size` bytes, where it needs some. shifts: bytes from its begin to what each
-        pointer into it points to.
-        """
         if self.scratch_at:
             assert self.loaded.scratch is not None
+            size, shifts = scratch or (self.scratch_bytes, [shift for _, shift in self.scratch_at])
             address = self.loaded.scratch.of(handle, size)
             for (offset, _), shift in zip(self.scratch_at, shifts, strict=True):
                 _POINTER.pack_into(block.memory, offset, address + shift & _WRAP)
+        block.config.hStream = handle
+        # Every thread has a per-thread default stream of its own behind the one handle.
+        block.stream = None if handle == PER_THREAD and (self.workspace_at or self.scratch_at) else handle
 
     def place(self, addresses: list[int]) -> None:
         """Checks alignment and overlap, once for each combination of addresses."""
