@@ -31,6 +31,8 @@ _GLOBAL_OPERATIONS = frozenset({
     "LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS",
 })  # fmt: skip
 
+_STORE_OPERATIONS = frozenset({"STORE_GLOBAL", "STORE_NAME", "STORE_ATTR", "DELETE_GLOBAL", "DELETE_ATTR"})
+
 
 def nested(code: CodeType) -> Iterator[CodeType]:
     yield code
@@ -39,15 +41,20 @@ def nested(code: CodeType) -> Iterator[CodeType]:
             yield from nested(constant)
 
 
-@functools.lru_cache(maxsize=20_000)
-def global_names(code: CodeType) -> frozenset[str]:
-    """The globals and builtins that `code` and the functions in it name."""
+def _names_of(code: CodeType, operations: frozenset[str]) -> frozenset[str]:
+    """The names that `operations` in `code` and the functions in it are given."""
     return frozenset(
         instruction.argval
         for each in nested(code)
         for instruction in dis.get_instructions(each)
-        if instruction.opname in _GLOBAL_OPERATIONS
+        if instruction.opname in operations
     )
+
+
+@functools.lru_cache(maxsize=20_000)
+def global_names(code: CodeType) -> frozenset[str]:
+    """The globals and builtins that `code` and the functions in it name."""
+    return _names_of(code, _GLOBAL_OPERATIONS)
 
 
 @functools.lru_cache(maxsize=20_000)
@@ -73,12 +80,7 @@ def computes_names(code: CodeType) -> bool:
 @functools.lru_cache(maxsize=20_000)
 def stored_names(code: CodeType) -> frozenset[str]:
     """The globals and attributes that `code` and the functions in it assign to."""
-    return frozenset(
-        instruction.argval
-        for each in nested(code)
-        for instruction in dis.get_instructions(each)
-        if instruction.opname in ("STORE_GLOBAL", "STORE_NAME", "STORE_ATTR", "DELETE_GLOBAL", "DELETE_ATTR")
-    ) | ({"setattr"} & _names_alone(code))
+    return _names_of(code, _STORE_OPERATIONS) | ({"setattr"} & _names_alone(code))
 
 
 @functools.lru_cache(maxsize=20_000)
