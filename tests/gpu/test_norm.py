@@ -79,8 +79,10 @@ def test_compiled_and_in_a_graph():
     y, total = compiled(x, residual, weight)
     grads = torch.autograd.grad((y.float().sin() + total.float()).sum(), (x, residual, weight))
     assert max(error(left, right) for left, right in zip(grads, want, strict=True)) <= 8e-3
+    # New leaves: `y` keeps those of before, whose gradients PyTorch accumulates in the stream of that pass.
+    leaves = [each.detach().requires_grad_() for each in (x, residual, weight)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = step(x, residual, weight)
+        result = step(*leaves)
     graph.replay()
     assert all(torch.equal(left, right) for left, right in zip(result, want, strict=True))
