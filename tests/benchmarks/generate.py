@@ -1,0 +1,225 @@
+"""Generation with models of Transformers at real widths and few layers, on one GPU: tokens a second, and which tokens.
+
+    fusekit build tests/benchmarks/generate.toml
+    python tests/benchmarks/run.py generate [--models qwen3-30b-a3b] [--backends grouped_mm,fusekit] [--batches 1]
+
+Backends: grouped_mm, Transformers' own; fusekit, its experts; blocks, whole blocks; skip, without experts: what the
+rest takes. Each generates greedily, by `generate` (eager), and by a step with a static cache in one CUDA graph (graph).
+Where the tokens of a sequence first differ from those of grouped_mm in eager mode, `gap` is how far the logit of the
+other token is below the best one there, in standard deviations of the logits. Roundings do not explain more than 0.1;
+then the exit status is 1. Prints a line of JSON each, and a table.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+
+VOCABULARY, PROMPT, WITHIN, ROUNDS = 32768, 32, 0.1, 3
+MODELS = {
+    "gpt-oss-20b": ("GptOssConfig", {
+        "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 4,
+        "layer_types": ["full_attention"] * 4,  # the counter of a sliding window is the host's, so not in a graph
+    }),
+    "qwen3-30b-a3b": ("Qwen3MoeConfig", {
+        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "norm_topk_prob": True, "num_hidden_layers": 4,
+    }),
+}  # fmt: skip
+BACKENDS = ("grouped_mm", "fusekit", "blocks", "skip")
+
+
+def register(library=None, layers="generate/*") -> None:
+    """The backends. library: default, that of the environment."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    from fusekit.interop import transformers as door
+
+    door.register(library, "fusekit", layers)
+    door.register(library, "blocks", layers, blocks=True)
+    ExpertsInterface.register("skip", lambda module, x, index, weights: x * weights.sum(-1, keepdim=True).to(x.dtype))
+
+
+def network_of(kind: str, sizes: dict, device: str):
+    """A model with random weights in bf16, whose backend is grouped_mm."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    config = getattr(transformers, kind)(
+        **sizes, vocab_size=VOCABULARY, max_position_embeddings=1024, eos_token_id=None, pad_token_id=0
+    )
+    with torch.device(device):
+        network = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, experts_implementation="grouped_mm"
+        ).eval()
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for path, parameter in network.named_parameters():
+            if "norm" not in path:
+                parameter.normal_(std=0.02 if parameter.dim() > 1 else 0.1, generator=generator)
+    return network
+
+
+def generated(network, ids, new: int):
+    """Tokens [B, new] and logits [B, new, V] of `generate`, and the milliseconds of a token."""
+    import torch
+
+    def run(count: int):
+        return network.generate(
+            ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, return_dict_in_generate=True,
+            output_logits=True, attention_mask=torch.ones_like(ids),
+        )  # fmt: skip
+
+    def timed(count: int) -> float:
+        start = now(ids)
+        run(count)
+        return now(ids) - start
+
+    result = run(new)
+    times = [timed(new) - timed(1) for _ in range(ROUNDS)]
+    ms = statistics.median(times) / (new - 1) * 1e3
+    return result.sequences[:, ids.shape[1] :], torch.stack(result.logits, 1), ms
+
+
+def replayed(network, ids, new: int):
+    """Tokens [B, new] and the milliseconds of a token, of a step with a static cache; on a GPU in one CUDA graph."""
+    import torch
+    from transformers import StaticCache
+
+    cache = StaticCache(config=network.config, max_cache_len=ids.shape[1] + new + 2)  # with the runs before a capture
+    token, place = ids[:, :1].clone(), torch.zeros(1, dtype=torch.long, device=ids.device)
+    tokens = torch.zeros(new, len(ids), dtype=ids.dtype, device=ids.device)
+
+    def step(given) -> None:
+        logits = network(given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        token.copy_(logits.argmax(-1, keepdim=True))
+        tokens.index_copy_(0, place, token.T)
+        place.add_(1)
+
+    def begin() -> None:
+        cache.reset()
+        place.zero_()
+        step(ids)
+
+    call = captured(lambda: step(token), begin) if ids.is_cuda else lambda: step(token)
+    times = []
+    for _ in range(ROUNDS):
+        begin()
+        start = now(ids)
+        for _ in range(new - 1):
+            call()
+        times.append((now(ids) - start) / (new - 1) * 1e3)
+    return tokens.T.clone(), statistics.median(times)
+
+
+def captured(step, begin):
+    """`step` as a CUDA graph, after runs of it on a stream of their own, which load what it launches."""
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        begin()
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def now(tensor) -> float:
+    """Seconds, when the tensor's device is done."""
+    import torch
+
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def differences(tokens, wanted, logits) -> dict:
+    """How `tokens` [B, N] differ from `wanted`, whose logits are [B, N, V]: after the first difference of a sequence
+    its tokens have other contexts.
+    """
+    gaps = []
+    for found, right, scores in zip(tokens, wanted, logits.float(), strict=True):
+        apart = (found != right).nonzero()
+        if len(apart):
+            first = apart[0].item()
+            row = scores[first]
+            gaps.append(((row[right[first]] - row[found[first]]) / row.std()).item())
+    return {"differ": len(gaps), "gap": round(max(gaps, default=0.0), 4)}
+
+
+def measure(model: str, network, backends, batch: int, new: int) -> list[dict]:
+    """A row for each backend, the first of which the others are compared with."""
+    import torch
+
+    device = next(network.parameters()).device
+    generator = torch.Generator().manual_seed(batch)
+    ids = torch.randint(1, VOCABULARY, (batch, PROMPT), generator=generator).to(device)
+    rows, wanted = [], None
+    for backend in backends:
+        network.set_experts_implementation(backend)
+        with torch.inference_mode():
+            tokens, logits, ms = generated(network, ids, new)
+            wanted = (tokens, logits) if wanted is None else wanted
+            results = {"eager": (tokens, ms), "graph": replayed(network, ids, new)}
+        for how, (found, each) in results.items():
+            row = {"model": model, "backend": backend, "how": how, "batch": batch, "ms": round(each, 3),
+                   "tokens_s": round(batch / each * 1e3, 1)}  # fmt: skip
+            rows.append(row | (differences(found, *wanted) if backend != "skip" else {}))
+    return rows
+
+
+def table(rows: list[dict]) -> None:
+    """Tokens a second, next to those of grouped_mm in the same way."""
+    base = {(row["model"], row["how"], row["batch"]): row["ms"] for row in rows if row["backend"] == "grouped_mm"}
+    say(f"{'model':16}{'T':>4} {'how':7}{'backend':12}{'ms':>9}{'tokens/s':>11}{'gain':>7}{'differ':>8}{'gap':>8}")
+    for row in rows:
+        other = base.get((row["model"], row["how"], row["batch"]))
+        gain = f"{other / row['ms']:.2f}" if other else ""
+        say(
+            f"{row['model']:16}{row['batch']:4} {row['how']:7}{row['backend']:12}{row['ms']:9.3f}"
+            f"{row['tokens_s']:11.1f}{gain:>7}{row.get('differ', ''):>8}{row.get('gap', ''):>8}"
+        )
+
+
+def say(line: str) -> None:
+    """A line to stdout, at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--backends", default=",".join(BACKENDS), help="the others are compared with the first")
+    parser.add_argument("--batches", default="1,4,16,64", help="sequences at a time")
+    parser.add_argument("--new", type=int, default=32, help="tokens of a sequence")
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds; no batch begins after them")
+    options = parser.parse_args()
+    import torch
+
+    register()
+    rows, begin = [], time.monotonic()
+    say(torch.cuda.get_device_name())
+    for model in options.models.split(","):
+        network = network_of(*MODELS[model], "cuda")
+        for batch in map(int, options.batches.split(",")):
+            if time.monotonic() - begin > options.budget:
+                say(f"not run: {model} with {batch}, the budget is spent")
+                continue
+            found = measure(model, network, options.backends.split(","), batch, options.new)
+            for row in found:
+                say(json.dumps(row))
+            rows += found
+        del network
+        torch.cuda.empty_cache()
+    table(rows)
+    return int(any(row.get("gap", 0) > WITHIN for row in rows))
