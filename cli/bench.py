@@ -85,8 +85,8 @@ FEW_TOKENS = tuple(1 << power for power in range(10))  # of --decode
 @click.option(
     "--decode",
     is_flag=True,
-    help="Of layers, one CUDA graph of the inference pass at 1 to 512 tokens or at --rows, without peers, and the"
-    " bandwidth at which it reads the weights of the experts that so many tokens choose.",
+    help="Of GEMMs, and of the inference pass of layers, a CUDA graph at 1 to 512 tokens or at --rows, without peers,"
+    " and the bandwidth at which it reads weights, of a layer those of the experts that so many tokens choose.",
 )
 @click.option("--check", is_flag=True, help="Compare router kernels with the NumPy reference, too.")
 @click.option(
@@ -121,7 +121,7 @@ def command(
         raise UsageError("--alone with --peer; --alone times no peers; leave one of them out")
     if decode and (sweep or peers):
         other = "--sweep" if sweep else "--peer"
-        raise UsageError(f"--decode with {other}; --decode times layers alone; leave one of them out")
+        raise UsageError(f"--decode with {other}; --decode times kernels alone; leave one of them out")
     from fusekit.library import open_library
 
     _check_files(html, csv)
@@ -140,13 +140,13 @@ def command(
     gemms, tokens, others = _kernels(targets, single)
     if others and not (gemms or tokens or layers):
         raise UsageError(f"{others[0]} has no benchmark: {_TIMED}; fusekit run {others[0]} --time times it")
-    if decode and (gemms or tokens or not layers):
-        kernel = (*gemms, *tokens, *others)[0]
-        raise UsageError(f"--decode times layers, and {kernel} is none; give the name of one, FILE/LAYER")
+    if decode and tokens:
+        raise UsageError(f"--decode times GEMMs and layers, and {tokens[0]} is neither; name those alone")
     before = None if not sweep else _table(library, arch, table)
     document: dict[str, Any] = {
         "device": target.name, "arch": arch, "sms": target.sm_count, "groups": groups, "steady": steady or sweep,
-        "clock_mhz": device_clock(library.devices, target), "driver": output.driver(library.devices.driver.version),
+        "decode": decode, "clock_mhz": device_clock(library.devices, target),
+        "driver": output.driver(library.devices.driver.version),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "models": [], "tokens": [], "layers": [],
         "ok": True, "notes": [], "tuning": None,
     }  # fmt: skip
@@ -227,7 +227,7 @@ def _measure(
         for model, names in _by_file(roles(gemms)):
             bench = GemmBench(library, device, names, arch, of_gemms)
             for size in sizes:
-                result = bench.measure(replace(shape, M=size), stream, timed)
+                result = (bench.decode if options.decode else bench.measure)(replace(shape, M=size), stream, timed)
                 document["models"].append({"model": model, **result})
                 measured += bench.rows
             _add_notes(document, bench.notes)
@@ -347,7 +347,7 @@ def _figures(line: dict[str, Any], forms: dict[str, tuple[str, str]]) -> list[st
 
 
 def _print_model(session: Session, document: dict[str, Any], model: dict[str, Any]) -> None:
-    rows = []
+    rows, forms = [], _OF_DECODE if document["decode"] else _OF_GEMM
     for kernel in model["kernels"]:
         name, shape = kernel["name"].rpartition("/")[2], " ".join(map(str, kernel["problem"].values()))
         if "passes" in kernel:
@@ -356,9 +356,9 @@ def _print_model(session: Session, document: dict[str, Any], model: dict[str, An
             mark = ", chosen" if "chosen" in kernel and line["variant"] == kernel["chosen"] else ""
             rows.append((name, shape, (line["variant"] or line["what"]) + mark, line))
     rows += [(step["step"], "", line["what"], line) for step in model["steps"] for line in step["lines"]]
-    cells = [(*about, *_figures(line, _OF_GEMM), _agrees(line)) for *about, line in rows]
+    cells = [(*about, *_figures(line, forms), _agrees(line)) for *about, line in rows]
     click.echo(f"{model['model']} ({document['arch']}) on {document['device']}, groups {document['groups']}")
-    output.table(session, ("kernel", "E M N K", "what", *_OF_GEMM, "agrees"), cells, right=(*_OF_GEMM,))
+    output.table(session, ("kernel", "E M N K", "what", *forms, "agrees"), cells, right=(*forms,))
 
 
 def _agrees(line: dict[str, Any]) -> str:
@@ -383,8 +383,8 @@ def _print_tokens(session: Session, document: dict[str, Any]) -> None:
 
 
 def _print_layers(session: Session, document: dict[str, Any]) -> None:
-    rows, lines = [], [line for layer in document["layers"] for line in layer["lines"]]
-    forms = _OF_LAYER if any(line["gbs"] is None for line in lines) else _OF_DECODE
+    rows = []
+    forms = _OF_DECODE if document["decode"] else _OF_LAYER
     for layer in document["layers"]:
         shape = " ".join(f"{name}={value}" for name, value in layer["problem"].items())
         memory = [output.size(layer["memory"][which]) for which in ("kept", "scratch")]

@@ -10,6 +10,7 @@ Outputs are poisoned before they are compared with PyTorch's. Without PyTorch th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from fusekit.bench.arrays import Tensors, sizes_of
+from fusekit.bench.replay import Replay, launches_for, sets_for
 from fusekit.bench.roofline import Work, gemm_work
 from fusekit.bench.shape import ROLES, STEPS, Shape, is_gated
 from fusekit.bench.timing import Run, Stopwatch, median
@@ -36,8 +38,8 @@ _HOWS = {"torch": "grouped", "loop": "loop", "compile": "compile"}
 @dataclass(frozen=True, slots=True)
 class Options:
     """groups: see `sizes_of`. every: all stored variants, not only the one that loading takes. peers: of `PEERS`.
-    target_ms: device time for each kernel's rounds; with `steady`, for each thing that is timed, alone. decode: of a
-    layer, one graph of its inference pass and the bandwidth at which that reads weights.
+    target_ms: device time for each kernel's rounds; with `steady`, for each thing that is timed, alone. decode: one
+    graph, of GEMMs or of a layer's inference pass, and the bandwidth at which that reads weights.
     """
 
     groups: str = "uneven"
@@ -174,6 +176,45 @@ class GemmBench(Bench):
             "kernels": kernels, "steps": steps,
             "ok": all(line["agrees"] is None or line["agrees"]["ok"] for kernel in kernels for line in kernel["lines"]),
         }  # fmt: skip
+
+    def decode(self, shape: Shape, stream: int, timed: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
+        """As `measure`, without peers: launches of a CUDA graph, which find the weights in memory and not in L2."""
+        kernels = []
+        for name in self._names:
+            records = alike(self.library, name, self.arch)
+            problem = shape.problem(records[0].spec, is_gated([records[0].spec]))
+            if not self.options.every and len(records) > 1:
+                records = [self.library.find(name, self.arch, self.device.ordinal, problem)]
+            lines = [self._replayed(record, problem, stream) for record in records]
+            kernels.append(
+                {
+                    "name": name.partition("@")[0], "problem": problem,
+                    "lines": [line.document(self.peak, None, None) for line in lines],
+                }
+            )  # fmt: skip
+            timed(f"{name} at {problem['M']} rows")
+        return {"kernels": kernels, "steps": [], "ok": True}
+
+    def _replayed(self, record: NameRecord, problem: dict[str, int], stream: int) -> Line:
+        sizes = sizes_of(self.options.groups, problem["M"], problem["E"])
+        busy = int(np.count_nonzero(sizes))
+        extents = {"rows": problem["M"], "groups": problem["E"], "n": problem["N"], "k": problem["K"]}
+        work, whole = (gemm_work(record.spec, busy=groups, **extents) for groups in (busy, problem["E"]))
+        line = Line("fusekit", None, record.name.partition("@")[2], work)
+        with ExitStack() as opened:
+            kernel = self.library.load(record.name, self.arch, self.device.ordinal)
+            opened.callback(kernel.unload)
+            runs = []
+            for seed in range(sets_for(whole.bytes)):
+                tensors = Tensors(self.library.devices, kernel, problem, sizes, self.options.seed + seed)
+                opened.callback(tensors.free)
+                runs.append(kernel.bind(**tensors.arguments))
+            graph = Replay(self.library.devices, runs, launches_for(len(runs)), stream)
+            opened.callback(graph.close)
+            line.run = graph
+            self.time([line], stream)
+            line.times = [ms / graph.count for ms in line.times]
+        return line
 
     def _dense(self, records: Mapping[str, Any], problems: Mapping[str, Mapping[str, int]]) -> Line | None:
         if self._torch is None:

@@ -101,6 +101,24 @@ def test_steady(model: Rig, no_torch: None, capsys: Any) -> None:
         assert (line["ms"], line["rounds"]) == (2.0, 4)  # 10 ms: two turns of two, and as many before that
 
 
+def test_few_rows(model: Rig, no_torch: None, capsys: Any) -> None:
+    """Launches of a graph over rotating tensors, of which only weights of groups with rows count."""
+    code, document = bench(capsys, "small/fc1-fwd", "--decode", "--rows", "1", "--rows", "64")
+    assert code == 0 and document["decode"] and not document["notes"]
+    for rows, groups, each in zip((1, 64), (1, 3), document["models"], strict=True):
+        (kernel,) = each["kernels"]
+        assert kernel["problem"]["M"] == rows
+        (line,) = kernel["lines"]
+        assert line["ms"] == 2.0 and line["rounds"] >= 4
+        moved = 2 * (groups * 192 * 64 + rows * (64 + 96 + 192) + groups * 192)  # w; x, y and preactivation; bias
+        assert line["gbs"] == pytest.approx(moved / 2e6)
+    assert main(["bench", "small/fc1-fwd", "--decode", "--rows", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "GB/s" in out and "3 1 192 64" in out and "TFLOP/s" not in out
+    assert not model.memory
+    assert model.loaded == 0
+
+
 def test_other_sizes(model: Rig, no_torch: None, capsys: Any) -> None:
     code, document = bench(
         capsys, "small", "-E", "5", "--hidden", "128", "--intermediate", "32", "--rows", "40", "--rows", "70"

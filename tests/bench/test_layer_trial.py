@@ -293,7 +293,7 @@ def test_a_benchmark_of_few_tokens(rig: Rig, tmp_path: Path, monkeypatch: Any, c
         assert main(["bench", layer, "--decode", *more]) == 2
         assert rule in capsys.readouterr().err
     assert main(["bench", f"{layer}.*", "--decode"]) == 2
-    assert "times layers, and " in capsys.readouterr().err
+    assert "times GEMMs and layers, and " in capsys.readouterr().err
     assert not rig.memory
 
 
