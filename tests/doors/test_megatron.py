@@ -19,7 +19,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from fusekit.errors import ArgumentError
 from fusekit.interop import megatron
-from tests.doors.megatron_cpu import E, K, config, error, gpt, gradients, layer, loss, spec, start
+from tests.doors.megatron_cpu import E, H, I, K, LENGTH, config, error, gpt, gradients, layer, loss, spec, start
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -207,3 +207,23 @@ def test_a_spec_without_experts_is_refused():
 
     with pytest.raises(ArgumentError, match="no MoE layer"):
         megatron.fused(get_gpt_layer_local_spec())
+
+
+def test_the_benchmark_trains_each_variant(monkeypatch):
+    from tests.benchmarks import megatron as benchmark
+
+    sizes = {"HIDDEN": H, "INTERMEDIATE": I, "EXPERTS": E, "LENGTH": LENGTH, "ROWS": 2, "corpus": lambda: b"abcde" * 99}
+    for name, size in sizes.items():
+        monkeypatch.setattr(benchmark, name, size)
+    monkeypatch.setattr(benchmark, "model_parallel_cuda_manual_seed", lambda *_, **__: None)
+    runs = {}
+    for variant in ("megatron", "megatron+moved", "fused", "whole"):
+        whole, given = variant == "whole", spec()
+        if "megatron" not in variant:
+            given = megatron.fused(given, layer=layer(topk=K if whole else 1, accumulate=True), whole=whole)
+        runs[variant] = benchmark.train(variant, 6, 1e-2, given, use_cpu_initialization=True)
+    first, row = runs.pop("megatron")
+    assert first[-1] < first[0] - 0.1 and list(row["losses"]) == [1, 2, 6]
+    for losses, other in runs.values():
+        assert other["weights"] == pytest.approx(row["weights"], rel=1e-9)
+        assert losses != first and 0 < benchmark.apart(losses, first)["most"] < 2
