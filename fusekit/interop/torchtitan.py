@@ -86,8 +86,10 @@ class FusedRoutedExperts(RoutedExperts):  # type: ignore[misc]
                 )
         super().parallelize(parallel_dims)
 
-    def forward(self, x_BLD: Any, topk_scores_BLK: Any, topk_expert_ids_BLK: Any, counts_E: Any) -> Any:  # noqa: N803
-        """As torchtitan calls it: [B, L, D], [B, L, K], [B, L, K] and [E] to [B, L, D]."""
+    def forward(
+        self, x_BLD: Any, topk_scores_BLK: Any, topk_expert_ids_BLK: Any, num_local_tokens_per_expert_E: Any
+    ) -> Any:
+        """As torchtitan calls it, whose shardings go by these names: [B, L, D], [B, L, K] twice, [E] to [B, L, D]."""
         weights = _Weights.of(self.inner_experts)
         if self.operator is None:
             self.operator = weights.operator(self.layer, self.topk, type(self).__name__)
@@ -107,7 +109,7 @@ class _Rows:
         self.layer: str = config.layer
         self.operator: Operator | None = None
 
-    def forward(self, x_RD: Any, num_tokens_per_expert_E: Any) -> Any:  # noqa: N803
+    def forward(self, x_RD: Any, num_tokens_per_expert_E: Any) -> Any:
         """As torchtitan calls it: [R, D] and [E] to [R, D]. Rows beyond the counts give 0. Nothing waits for the
         device.
         """

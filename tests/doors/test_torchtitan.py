@@ -1,6 +1,5 @@
 """torchtitan 0.3 with fusekit's overrides: MoE blocks of its debug models on the CPU, beside its own."""
 
-import importlib
 import inspect
 
 import pytest
@@ -8,35 +7,18 @@ import pytest
 pytest.importorskip("torchtitan.models.common.moe", reason="torchtitan is not installed", exc_type=ImportError)
 
 import torch
-from torchtitan.config.override import OverrideConfig, apply_overrides
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
 from fusekit.errors import ArgumentError, NotBuiltError
 from fusekit.interop import torchtitan
+from tests.benchmarks import torchtitan as benchmark
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-MODELS = {
-    "qwen3": ("qwen3_configs", "debugmodel_moe"),
-    "deepseek_v3": ("deepseekv3_configs", "debugmodel"),
-    "gpt_oss": ("gptoss_configs", "debugmodel"),
-}
-OVERRIDES = ("routed", "grouped")
 
 
 def block(model, imports=()):
-    """The first MoE block of a debug model, with overrides."""
-    table, name = MODELS[model]
-    make = getattr(importlib.import_module(f"torchtitan.models.{model}"), table)[name]
-    given = {"attn_backend": "flex", "moe_comm_backend": "standard"}
-    config = make(**{each: given[each] for each in inspect.signature(make).parameters if each in given})
-    apply_overrides(OverrideConfig(imports=list(imports)), config)
-    moe = next(layer.moe for layer in config.layers if getattr(layer, "moe", None) is not None)
-    torch.manual_seed(0)
-    moe.routed_experts.inner_experts.hidden_dim = 96  # small
-    built = moe.build()
-    with torch.no_grad():
-        for parameter in built.parameters():
-            parameter.normal_(std=0.05)
-    return built.bfloat16() if model == "gpt_oss" else built  # whose own experts give bf16
+    """The first MoE block of a debug model, small."""
+    return benchmark.block(model, imports, hidden=96)
 
 
 def spec(folder, model, override):
@@ -68,19 +50,8 @@ def store(tmp_path, monkeypatch):
     monkeypatch.setenv("FUSEKIT_STORE", str(tmp_path / "store"))
 
 
-def run(moe, rows):
-    x = rows.clone().requires_grad_()
-    y = moe(x)
-    torch.sin(3 * y.float()).sum().backward()
-    gradients = {name: parameter.grad for name, parameter in moe.named_parameters()}
-    inner = "routed_experts.inner_experts."
-    if f"{inner}w1_EFD" in gradients:
-        gradients[f"{inner}w13"] = torch.stack([gradients.pop(f"{inner}{name}_EFD") for name in ("w1", "w3")], 2)
-    return {"y": y.detach(), "x": x.grad, **gradients}
-
-
-@pytest.mark.parametrize("override", OVERRIDES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("override", benchmark.OVERRIDES)
+@pytest.mark.parametrize("model", benchmark.MODELS)
 def test_blocks_compute_what_its_own_compute(tmp_path, model, override):
     name = spec(tmp_path, model, override)
     theirs, ours = block(model), block(model, [(f"fusekit.interop.torchtitan.{override}", {"layer": name})])
@@ -91,12 +62,19 @@ def test_blocks_compute_what_its_own_compute(tmp_path, model, override):
     dim = next(iter(theirs.routed_experts.parameters())).shape[-1]
     rows = torch.randn(2, 9, dim, generator=torch.Generator().manual_seed(1))
     rows = rows.to(next(theirs.parameters()).dtype)
-    wanted, results = run(theirs, rows), run(ours, rows)
-    assert results.keys() == wanted.keys()
-    for key, right in wanted.items():
-        if right is not None:
-            limit = 0.08 if model == "gpt_oss" else 0.02  # whose gradients are rounded to bf16
-            assert ((results[key].float() - right.float()).norm() / right.float().norm()).item() < limit, key
+    wanted, results = benchmark.passes(theirs, rows), benchmark.passes(ours, rows)
+    limit = 0.08 if model == "gpt_oss" else 0.02  # whose gradients are rounded to bf16
+    errors = benchmark.compare(results, wanted)
+    assert max(errors.values()) < limit, errors
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(torchtitan.FusedRoutedExperts, RoutedExperts)]
+    + [(each, GroupedExperts) for each in (torchtitan.FusedRows, torchtitan.FusedGptOssRows)],
+)
+def test_arguments_have_the_names_that_its_shardings_go_by(ours, theirs):
+    assert inspect.signature(ours.forward).parameters.keys() == inspect.signature(theirs.forward).parameters.keys()
 
 
 def test_w13_is_read_as_it_lies():
@@ -117,14 +95,14 @@ def test_rows_beyond_the_counts_give_nothing(tmp_path):
 def test_a_missing_layer_says_what_to_build():
     moe = block("qwen3", ["fusekit.interop.torchtitan.routed"])
     with pytest.raises(NotBuiltError, match='glu_layout = "interleaved"'):
-        run(moe, torch.randn(1, 3, moe.routed_experts.inner_experts.w13.shape[-1]))
+        benchmark.passes(moe, torch.randn(1, 3, moe.routed_experts.inner_experts.w13.shape[-1]))
 
 
 def test_another_layer_is_refused(tmp_path):
     name = spec(tmp_path, "qwen3", "grouped")
     moe = block("qwen3", [("fusekit.interop.torchtitan.routed", {"layer": name})])
     with pytest.raises(ArgumentError, match="topk is 1, not"):
-        run(moe, torch.randn(1, 3, moe.routed_experts.inner_experts.w13.shape[-1]))
+        benchmark.passes(moe, torch.randn(1, 3, moe.routed_experts.inner_experts.w13.shape[-1]))
 
 
 def test_meshes_that_spread_experts_are_refused():
