@@ -177,7 +177,7 @@ def measure(name: str, variant: str, tokens: int, steps: int) -> dict:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    call = step
+    call, graph = step, None
     if "graph" in flags:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's threads ask for events meanwhile
@@ -202,6 +202,8 @@ def measure(name: str, variant: str, tokens: int, steps: int) -> dict:
     losses = torch.stack(losses)
     distributed.all_reduce(losses)
     ms, peak = slowest.tolist()
+    if graph is not None:
+        graph.reset()  # it holds NCCL's communicators, whose groups would not end
     return {
         "model": name, "variant": variant, "ranks": ranks, "tokens": tokens, "ms": round(ms, 2),
         "tokens_per_s": round(tokens * ranks / ms * 1e3), "peak_gib": round(peak, 2),

@@ -19,7 +19,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from fusekit.errors import ArgumentError
 from fusekit.interop import megatron
-from tests.doors.megatron_cpu import E, H, I, K, LENGTH, config, error, gpt, gradients, layer, loss, spec, start
+from tests.doors.megatron_cpu import LENGTH, E, H, I, K, config, error, gpt, gradients, layer, loss, spec, start
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
