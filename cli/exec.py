@@ -36,8 +36,9 @@ _PASSED_ON = (
     default="2",
     help="2: trace each time (default). 1: leave the trace out where all that it read is as it was.",
 )
+@click.option("--records", is_flag=True, help="Afterwards adopt what was used: see `fusekit adopt`.")
 @common
-def command(session: Session, program: tuple[str, ...], level: str) -> int:
+def command(session: Session, program: tuple[str, ...], level: str, records: bool) -> int:
     """Run CMD; what its processes compile with the CuTe DSL comes from the store, and goes there if it is missing.
 
     CMD need not be changed: `fusekit exec -- python serve.py`. The line on stderr at the end counts over all processes
@@ -45,14 +46,18 @@ def command(session: Session, program: tuple[str, ...], level: str) -> int:
     reason, FUSEKIT_MISS=error refuses it. What the store has is machine code, which is loaded only from root, the
     caller and FUSEKIT_TRUSTED_USERS, or signed. The exit code is that of CMD.
     """
-    return execute(session, program, {}, int(level))
+    return execute(session, program, {}, int(level), records=records)
 
 
-def execute(session: Session, program: tuple[str, ...], variables: Mapping[str, str], level: int = 2) -> int:
-    """Run `program` with `variables` in its environment and the store behind its DSL. Returns the exit code."""
+def execute(
+    session: Session, program: tuple[str, ...], variables: Mapping[str, str], level: int = 2, *, records: bool = False
+) -> int:
+    """Run `program` with `variables` in its environment and the store behind its DSL. records: adopt what it used.
+    Returns the exit code.
+    """
     import fusekit.cute
     from fusekit.config import CuteConfig, exec_environment
-    from fusekit.cute.report import counts
+    from fusekit.cute.report import counts, keys
 
     cute = replace(CuteConfig.from_environment(session.config), level=level)
     with _report(session) as report, _lease(cute) as renew:
@@ -69,9 +74,31 @@ def execute(session: Session, program: tuple[str, ...], variables: Mapping[str, 
         if report is not None:
             hits, misses, saved = counts(report)
             session.note(f"fusekit: {hits} hits, {misses} misses, {saved:.1f} s saved")
+            if records:
+                _adopt(session, cute, keys(report))
     if os.WIFSIGNALED(status):
         _die(os.WTERMSIG(status))
     return os.waitstatus_to_exitcode(status)
+
+
+def _adopt(session: Session, cute: CuteConfig, used: frozenset[str]) -> None:
+    """Make kernels of the entries `used`. A failure is a line on stderr: the program has ended as it has."""
+    try:
+        from fusekit.cute.adopt import adopt_all
+        from fusekit.cute.blobs import open_store
+        from fusekit.store.entries import HOST_OBJECT
+
+        store = open_store(cute)
+        records = [each.record for each in store.names()]
+        found = [each for each in records if each.key in used and HOST_OBJECT in each.spec]
+        done, failed = adopt_all(store, found)
+    except Exception as error:
+        session.note(f"fusekit: nothing is adopted: {type(error).__name__}: {error}")
+        return
+    for each in done:
+        session.note(f"fusekit: adopted as {each.name}")
+    for name, reason in failed.items():
+        session.note(f"fusekit: {name} is not adopted: {reason}")
 
 
 @contextlib.contextmanager

@@ -50,6 +50,7 @@ COMMANDS = {
     "key": "Create keys, and sign the kernels in the store.",
     "run": "Launch a kernel from the store on random inputs.",
     "exec": "Run a program whose CuTe DSL kernels come from the store.",
+    "adopt": "Make kernels with names of what exec compiled.",
     "warm": "Fill the store with what programs or models compile.",
     "bench": "Compare kernels with other libraries; tune.",
     "doctor": "Report what this machine can do.",

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from fusekit.compiler.build import build
     from fusekit.compiler.capture import capture
     from fusekit.config import Config
+    from fusekit.cute.compile import compile
     from fusekit.library import load, open_library
-    from fusekit.stand_in import compile
 
 __version__ = "0.2.0"
 
@@ -70,7 +70,7 @@ __all__ = [
 
 _HOMES = {
     "load": "library", "open_library": "library", "build": "compiler.build", "capture": "compiler.capture",
-    "compile": "stand_in", "Config": "config",
+    "compile": "cute.compile", "Config": "config",
 }  # fmt: skip
 
 

@@ -22,8 +22,7 @@
 | cabi | errors, abi |
 | reference | numpy, spec, plan, errors |
 | providers | compiler, the foreign package that a module is named after, the DSL |
-| stand_in | compiler, library, what these may import |
-| cute | errors, config, store, share, compiler; the DSL; the packages of its plans |
+| cute | errors, config, plan, spec, store, share, compiler; the DSL; the packages of its plans |
 | bench | library, runtime, layers, reference, interop, what these may import; PyTorch |
 """
 
@@ -90,16 +89,12 @@ MAY = {
         "fusekit.reference", "fusekit.interop", "fusekit.choice", "fusekit.plan", "fusekit.layers", "numpy",
         "cuda.bindings", "transformer_engine",
     },
-    "stand_in": {
-        "fusekit.errors", "fusekit.config", "fusekit.spec", "fusekit.abi", "fusekit.store", "fusekit.compiler",
-        "fusekit.library", "fusekit.runtime",
-    },
     "cute": {
-        "fusekit.errors", "fusekit.config", "fusekit.store", "fusekit.share", "fusekit.compiler", "cutlass", "tvm_ffi",
-        "quack", "flash_attn", "flashinfer",
+        "fusekit.errors", "fusekit.config", "fusekit.plan", "fusekit.spec", "fusekit.store", "fusekit.share",
+        "fusekit.compiler", "cutlass", "tvm_ffi", "quack", "flash_attn", "flashinfer",
     },
     "__init__": {
-        "fusekit.errors", "fusekit.config", "fusekit.library", "fusekit.compiler", "fusekit.stand_in",
+        "fusekit.errors", "fusekit.config", "fusekit.library", "fusekit.compiler", "fusekit.cute",
     },
 }  # fmt: skip
 
@@ -313,11 +308,9 @@ def mutable_state(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 PRIVATE_DSL = {
     PACKAGE / "compiler" / "dsl.py", PACKAGE / "kernels" / "dsl.py",
-    *(PACKAGE / "cute" / name for name in ("dsl.py", "replaced.py", "tracing.py", "values.py")),
+    *(PACKAGE / "cute" / name for name in ("dsl.py", "images.py", "replaced.py", "tracing.py", "values.py")),
 }  # fmt: skip
-DSL_FILES = [
-    path for path in LIBRARY_FILES if room_of(path) in ("compiler", "cute", "kernels", "plan", "providers", "stand_in")
-]
+DSL_FILES = [path for path in LIBRARY_FILES if room_of(path) in ("compiler", "cute", "kernels", "plan", "providers")]
 PRIVATE_PYTHON = {"_getframe", "_exit", "_asdict", "_write_atomic"}
 
 

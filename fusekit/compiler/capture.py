@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,7 +18,7 @@ from typing import Any
 from fusekit.compiler import dsl, fakes, values
 from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.intercept import listening
-from fusekit.compiler.leaves import POINTER, TENSOR, leaves
+from fusekit.compiler.leaves import POINTER, TENSOR, Leaf, leaves
 from fusekit.compiler.options import OPT_LEVEL
 from fusekit.errors import BuildError, SpecError, UsageError
 from fusekit.plan.arch import FOREIGN
@@ -68,10 +68,11 @@ def captured(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], op
     if arch not in FOREIGN:
         raise BuildError(f"arch {arch}: a spec is for one of {', '.join(FOREIGN)}; compile with --gpu-arch")
     call = fakes.write(function, args, kwargs, _options(options))
-    arguments, given, named = fakes.read(call.source, call.params)
-    if held := values.reached((arguments, *given, *named.values()), _foreign()):
+    host, given, named = fakes.read(call.source, call.params)
+    if held := values.reached((host, *given, *named.values()), _foreign()):
         call.params[values.VALUES] = held
-    return Captured(_name(call.source), arch, call.source, call.params, _arguments(call), _distributions(call))
+    traced = leaves(host, given, named)
+    return Captured(_name(call.source), arch, call.source, call.params, tables_of(traced), _distributions(call))
 
 
 class Capture:
@@ -209,11 +210,11 @@ def _options(options: Any) -> str:
     return " ".join(words)
 
 
-def _arguments(call: fakes.Call) -> dict[str, dict[str, Any]]:
-    """The spec's `arguments`: each tensor's role and the names of its extents."""
-    function, args, kwargs = fakes.read(call.source, call.params)
+def tables_of(traced: Sequence[Leaf]) -> dict[str, dict[str, Any]]:
+    """The `arguments` of a spec for run-time arguments: each tensor's role and the names of its extents. What a call
+    was given does not tell what is read and what is written: every tensor is `inout`.
+    """
     tables: dict[str, dict[str, Any]] = {}
-    traced = leaves(function, args, kwargs)
     names = {leaf.name for leaf in traced}
     for leaf in traced:
         if leaf.kind == TENSOR:

@@ -39,11 +39,8 @@ def _patch() -> None:
             from fusekit.cute.cache import Cache
 
             cache = Cache(CuteConfig.from_environment())
-            dsl.patch(cache.serve)
-            if cache.cute.level == 1:
-                from fusekit.cute import tracing
-
-                tracing.patch(cache.untraced)
+            scope = dsl.patch()
+            scope.everywhere = scope.everywhere or cache
     except Exception as error:
         from fusekit.config import refuses_misses
 

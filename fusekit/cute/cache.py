@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusekit.config import CuteConfig
+from fusekit.cute import arguments
+from fusekit.cute.blobs import open_store, packed, unpacked
 from fusekit.cute.dependencies import Trace, why_not
 from fusekit.cute.digest import UnnamedError
 from fusekit.cute.dsl import VERSIONS, Artifact, Call, version
@@ -35,14 +37,13 @@ from fusekit.store.keys import sha256
 if TYPE_CHECKING:
     from fusekit.share.remote import Remote
 
-_SCHEMA = "2"
+_SCHEMA = "3"
 """Version of the fields below and of the blob, raised when their meaning changes."""
 _PREFIX_DIGITS = 16
 _PATIENCE = 120.0
 """Seconds that a process waits for another one that compiles the same: less than a program is thought to hang."""
 _BOUNDS, _ATTEMPTS = Bounds(silence=5.0, grace=10.0, patience=10.0), 2
 """Of a remote: a program does not wait longer than it would compile."""
-_LENGTH = 8  # bytes
 _MANIFESTS = 8  # of one key, the newest first
 _CPU = ("flags", "Features", "cpu family", "model", "CPU part", "CPU implementer")
 
@@ -101,7 +102,7 @@ class Cache:
             return
         hit, why = self._hit(call, key, begin)
         if hit is None and self.cute.miss == "error" and not self.cute.remote:
-            self._miss(call, f"{why}{self._thread.why}")
+            self._miss(call, f"{why}{self._thread.why}", key)
         release = self._lock(key) if hit is None else None
         try:
             if release is not None:  # another process may have compiled it meanwhile
@@ -112,7 +113,7 @@ class Cache:
                 self._thread.key = key
                 yield hit
                 return
-            self._miss(call, f"{why}{self._thread.why}")
+            self._miss(call, f"{why}{self._thread.why}", key)
             begin = time.perf_counter()
             function = yield None
             if self._publish(call, key, fields, function, time.perf_counter() - begin):
@@ -128,12 +129,12 @@ class Cache:
         """Answers `call` before it is traced: see `tracing.Untraced`. Raises nothing."""
         state = self._thread
         state.key, state.why, state.ready, state.checked = "", "", None, None
-        release, trace, key, fields, arguments = None, None, "", dict[str, str](), None
+        release, trace, key, fields, walk = None, None, "", dict[str, str](), None
         begin = time.perf_counter()
         try:
             if self.cute.level == 1 and not (call.not_served() or self._unknown()):
-                arguments = call.arguments(self._replaced)
-                fields = {**self._machine, **call.fields(self._replaced), "arguments": arguments.hexdigest()}
+                walk = call.arguments(self._replaced)
+                fields = {**self._machine, **call.fields(self._replaced), "arguments": walk.hexdigest()}
                 fields |= {"schema": _SCHEMA, KIND: DEPENDENCIES}
                 key = key_of(fields)
                 if self._ready(call, key, begin):
@@ -143,7 +144,7 @@ class Cache:
                 if release is not None and self._ready(call, key, begin):
                     yield True
                     return
-                trace, effects = Trace(arguments), Effects(call["full_args"])
+                trace, effects = Trace(walk), Effects(call["full_args"])
                 trace.start()
         except Exception as error:
             trace, state.why = None, f"; {_text(error)}"
@@ -156,7 +157,7 @@ class Cache:
                     changes = effects.changes()
                     with effects.undone():
                         after = call.arguments(self._replaced)
-                    if arguments is None or after.hexdigest() != arguments.hexdigest():
+                    if walk is None or after.hexdigest() != walk.hexdigest():
                         raise UnnamedError("the trace changes its arguments")
                     manifest = {**trace.manifest(after), **call.traced(), "effects": changes}
                 except Exception as error:
@@ -201,7 +202,7 @@ class Cache:
         try:
             if call.not_served():
                 return None
-            artifact = _unpacked(ready.blob, ready.entry)
+            artifact = unpacked(ready.blob, ready.entry)
             ir = artifact.ir
             function = call.load(artifact.host, lambda: zlib.decompress(ir), artifact.files, artifact.facts)
         except Exception as error:
@@ -209,7 +210,7 @@ class Cache:
                 self._say(f"{call.name} is traced: {_text(error)}")
             return None
         saved = ready.entry.seconds + ready.manifest["seconds"] - (time.perf_counter() - ready.begin)
-        add(self.cute.report, max(0.0, saved))
+        add(self.cute.report, max(0.0, saved), ready.entry.key)
         return function
 
     def _manifests(self, key: str) -> list[dict[str, Any]]:
@@ -264,9 +265,7 @@ class Cache:
 
     @cached_property
     def _store(self) -> Store:
-        # A host object is machine code: it is loaded from nobody whose programs would not be run.
-        owners = frozenset({0, os.geteuid()}) | self.cute.trusted_users
-        return Store.open(self.cute.config).keeping_to_owners(owners)
+        return open_store(self.cute)
 
     def _hit(self, call: Call, key: str, begin: float, *, remote: bool = False) -> tuple[Any, str]:
         """(the loaded function or None, why there is none)."""
@@ -275,7 +274,7 @@ class Cache:
             if kernel is None:
                 return None, f"it is not in the store{' or at the remote' if remote else ''}"
             entry, blob = kernel
-            artifact = _unpacked(blob, entry)
+            artifact = unpacked(blob, entry)
             ir = artifact.ir
             function = call.load(artifact.host, lambda: zlib.decompress(ir), artifact.files, artifact.facts)
             if self.cute.verify and random.random() < self.cute.verify:
@@ -283,7 +282,7 @@ class Cache:
             call.remember(function)
         except Exception as error:
             return None, _text(error)
-        add(self.cute.report, max(0.0, entry.seconds - (time.perf_counter() - begin)))
+        add(self.cute.report, max(0.0, entry.seconds - (time.perf_counter() - begin)), key)
         return function, ""
 
     def _fetched(self, call: Call, key: str) -> tuple[Entry, bytes] | None:
@@ -323,7 +322,8 @@ class Cache:
                 raise IntegrityError(f"entry {entry.key} was compared, and differs")
 
         store = self._store.inspecting(refuse)
-        store.publish(*_packed(entry.key, dict(entry.fields), artifact, time.perf_counter() - begin))
+        seconds = time.perf_counter() - begin
+        store.publish(*packed(entry.key, dict(entry.fields), artifact, arguments.written(call), seconds))
         return function
 
     def _lock(self, key: str) -> Callable[[], None] | None:
@@ -339,7 +339,7 @@ class Cache:
         try:
             call.remember(function)
             artifact = call.artifact(function, f"fusekit{key[:_PREFIX_DIGITS]}")
-            entry = self._store.publish(*_packed(key, fields, artifact, seconds))
+            entry = self._store.publish(*packed(key, fields, artifact, arguments.written(call), seconds))
             self._store.publish_name(record_of(entry, call.function), entry)
         except Exception as error:
             if self.cute.miss == "warn":
@@ -349,8 +349,8 @@ class Cache:
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
-    def _miss(self, call: Call, why: str) -> None:
-        add(self.cute.report, None)
+    def _miss(self, call: Call, why: str, key: str = "") -> None:
+        add(self.cute.report, None, key)
         if self.cute.miss == "error":
             raise NotBuiltError(
                 f"{call.name} would be compiled ({why}), and FUSEKIT_MISS is error; run the program once without it and"
@@ -368,30 +368,6 @@ class Cache:
 def _same(manifest: dict[str, Any]) -> dict[str, Any]:
     """What of a manifest says when it holds."""
     return {name: value for name, value in manifest.items() if name not in ("seconds", "key")}
-
-
-def _packed(key: str, fields: dict[str, str], artifact: Artifact, seconds: float) -> tuple[Entry, bytes]:
-    """An entry and its blob: the length of a table, the table of the parts' sizes as JSON, the parts."""
-    parts = {"host": artifact.host, "ir": zlib.compress(artifact.ir, 1), **artifact.files}
-    table = json.dumps({name: len(data) for name, data in parts.items()}).encode()
-    blob = b"".join((len(table).to_bytes(_LENGTH, "little"), table, *parts.values()))
-    launch = {HOST_OBJECT: dict(artifact.facts)}
-    prefix = "toolchain."
-    versions = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
-    toolchain = {"python": platform.python_version(), "machine": platform.machine(), "distributions": versions}
-    return Entry(key, fields, sha256(blob), len(blob), launch, {}, {}, toolchain, seconds), blob
-
-
-def _unpacked(blob: bytes, entry: Entry) -> Artifact:
-    """What is in a blob; the IR still compressed."""
-    begin = _LENGTH + int.from_bytes(blob[:_LENGTH], "little")
-    parts = {}
-    for name, size in json.loads(blob[_LENGTH:begin]).items():
-        parts[name] = blob[begin : begin + size]
-        begin += size
-    if begin != len(blob):
-        raise IntegrityError(f"entry {entry.key} has a host object of another size than its table says")
-    return Artifact(parts.pop("host"), parts.pop("ir"), parts, entry.launch[HOST_OBJECT])
 
 
 def _text(error: Exception) -> str:

@@ -11,7 +11,8 @@ import inspect
 import io
 import re
 import sys
-from collections.abc import Callable, Generator, Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,13 +21,11 @@ from typing import Any
 from fusekit.config import compiler_environment
 from fusekit.cute.digest import UnnamedError, digest_of
 from fusekit.cute.replaced import Replaced
+from fusekit.cute.scope import Scope
 from fusekit.store.keys import canonical_json
 
 VERSIONS = ("4.8.",)
 """Begins the versions of the DSL whose parts are known here."""
-
-Serve = Callable[["Call"], Generator[Any, Any, None]]
-"""Yields the function, or None where the DSL has to compile it; is sent what that gave, and yields what is returned."""
 
 _POSITIONAL = 8  # arguments, the DSL's object among them; another DSL passes a class as well
 _PREFIX = "CUTE_DSL_"
@@ -50,8 +49,8 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """What a compilation gave. host: its host object, with the cubins. ir: MLIR bytecode. files: kind -> bytes of what
-    options ask for. facts: what is needed to load them, as JSON types.
+    """What a compilation gave. host: its host object, with the cubins. ir: MLIR bytecode, compressed. files: kind ->
+    bytes of what options ask for. facts: what is needed to load them, as JSON types.
     """
 
     host: bytes
@@ -65,34 +64,42 @@ def is_there() -> bool:
     return "cutlass.cutlass_dsl" in sys.modules
 
 
-def patch(serve: Serve) -> None:
-    """Let `serve` answer each call of the method by which the DSL compiles what it has traced. Does nothing if it does
-    already.
+def patch() -> Scope:
+    """Let the caches of the scope that is returned answer each call of the method by which the DSL compiles what it has
+    traced, and `cute.compile` before it traces. There is one for each process.
     """
     from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL as owner  # noqa: N813
 
+    from fusekit.cute import tracing
+
     original = owner.compile_and_cache
-    if hasattr(original, "fusekit_cute"):
-        return
-    signature = inspect.signature(original)
+    known: Scope | None = getattr(original, "fusekit_cute", None)
+    if known is not None:
+        return known
+    scope, signature = Scope(), inspect.signature(original)
 
     def compile_and_cache(*args: Any, **kwargs: Any) -> Any:
+        cache = scope.cache
+        if cache is None:
+            return original(*args, **kwargs)
         call = Call(original, signature, args, kwargs)
-        steps = serve(call)
+        steps = cache.serve(call)
         try:
             function = next(steps)
             return steps.send(original(*call.args, **call.kwargs)) if function is None else function
         finally:
             steps.close()
 
-    replace(owner, "compile_and_cache", compile_and_cache)
+    tracing.patch(scope)
+    replace(owner, "compile_and_cache", compile_and_cache, scope)
+    return scope
 
 
-def replace(owner: Any, name: str, function: Any) -> None:
+def replace(owner: Any, name: str, function: Any, scope: Scope) -> None:
     """Put `function` into the DSL, in the place of one that it calls."""
     # The DSL's errors name the innermost frame that is not the DSL's, and for those it takes files in angle brackets.
     function.__code__ = function.__code__.replace(co_filename="<fusekit>")
-    function.fusekit_cute = True
+    function.fusekit_cute = scope
     is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
     replaced = functools.wraps(getattr(owner, name))(function)
     setattr(owner, name, staticmethod(replaced) if is_static else replaced)
@@ -276,7 +283,7 @@ class Call:
             finally:
                 execution.signature = signature
         files = {kind: path.read_bytes() for kind, path in self._files().items()}
-        return Artifact(host, _bytecode(function.ir_module), files, facts)
+        return Artifact(host, zlib.compress(_bytecode(function.ir_module), 1), files, facts)
 
     def _files(self) -> dict[str, Path]:
         """Kind -> path of the files that the options of the call ask for."""

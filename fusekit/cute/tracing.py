@@ -7,20 +7,16 @@ import json
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
 from fusekit.cute.digest import UnnamedError, digest_of
 from fusekit.cute.dsl import Call, replace
 from fusekit.cute.replaced import Replaced
+from fusekit.cute.scope import Scope
 from fusekit.cute.values import Walk
 from fusekit.store.keys import canonical_json
-
-Untraced = Callable[["Untried"], Generator[Any, Any, None]]
-"""Yields a true value if the trace is not needed, else None; is sent None when the DSL has traced, and when
-all is compiled.
-"""
 
 # Arguments of `cute.compile` that make of it something else.
 _TRACED_PLAINLY = frozenset({
@@ -30,33 +26,35 @@ _TRACED_PLAINLY = frozenset({
 
 
 class _Thread(threading.local):
-    """A call of `cute.compile` in this thread. begun: it has not been traced. function: what is rewritten before
-    that. steps: of `untraced`.
+    """A call of `cute.compile` in this thread. begun: it has not been traced. cache: answers it. function: what is
+    rewritten before that. steps: of the cache.
     """
 
     begun = False
+    cache: Any = None
     function: Any = None
     steps: Any = None
 
 
-def patch(untraced: Untraced) -> None:
-    """Let `untraced` answer each call of `cute.compile` before it is traced. Does nothing if it does already."""
+def patch(scope: Scope) -> None:
+    """Let the caches of `scope` that leave traces out answer each call of `cute.compile` before it is traced."""
     from cutlass._mlir import ir
     from cutlass.base_dsl.compiler import CompileCallable
     from cutlass.base_dsl.dsl import BaseDSL
     from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
-    if hasattr(CompileCallable._compile, "fusekit_cute"):
-        return
     thread, signature = _Thread(), inspect.signature(CutlassBaseDSL.compile_and_cache)
     compile_function, generate = CompileCallable._compile, CutlassBaseDSL.generate_original_ir
     rewrite = BaseDSL._preprocess_and_replace_code
     given = inspect.signature(generate)
 
     def _compile(*args: Any, **kwargs: Any) -> Any:
+        cache = scope.cache
+        if cache is None or cache.cute.level != 1:
+            return compile_function(*args, **kwargs)
         if thread.begun or thread.steps is not None or not _TRACED_PLAINLY.isdisjoint(kwargs):
             return compile_function(*args, **kwargs)
-        thread.begun = True
+        thread.begun, thread.cache = True, cache
         try:
             function = compile_function(*args, **kwargs)
             if thread.steps is not None:
@@ -64,6 +62,7 @@ def patch(untraced: Untraced) -> None:
             return function
         finally:
             steps, thread.steps, thread.begun, thread.function = thread.steps, None, False, None
+            thread.cache = None
             if steps is not None:
                 steps.close()
 
@@ -93,7 +92,7 @@ def patch(untraced: Untraced) -> None:
 
         bound = given.bind(*args, **kwargs)
         bound.apply_defaults()
-        steps = untraced(Untried(dsl, function, bound.arguments, trace, signature))
+        steps = thread.cache.untraced(Untried(dsl, function, bound.arguments, trace, signature))
         if next(steps) is not None:
             thread.steps = None
             steps.close()
@@ -107,9 +106,9 @@ def patch(untraced: Untraced) -> None:
         thread.steps = steps
         return traced
 
-    replace(CompileCallable, "_compile", _compile)
-    replace(BaseDSL, "_preprocess_and_replace_code", _preprocess_and_replace_code)
-    replace(CutlassBaseDSL, "generate_original_ir", generate_original_ir)
+    replace(CompileCallable, "_compile", _compile, scope)
+    replace(BaseDSL, "_preprocess_and_replace_code", _preprocess_and_replace_code, scope)
+    replace(CutlassBaseDSL, "generate_original_ir", generate_original_ir, scope)
 
 
 class Untried(Call):

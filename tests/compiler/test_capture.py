@@ -24,8 +24,9 @@ from cutlass.cutlass_dsl import CuTeDSL
 
 from examples.cute import fusion, rows
 from fusekit.compiler import fakes
-from fusekit.compiler.capture import _arguments
+from fusekit.compiler.capture import tables_of
 from fusekit.compiler.cubin import kernels
+from fusekit.compiler.leaves import leaves
 from tests.compiler.sass import instructions
 
 ROOT = Path(__file__).parents[2]
@@ -171,7 +172,7 @@ def test_line_information_is_left_out_and_changes_no_instruction(tmp_path):
 def test_4_bit_values_of_fixed_extents_are_counted_in_bytes():
     narrow = make_fake_tensor(cutlass.Float4E2M1FN, (cute.sym_int(), 64), (64, 1), assumed_align=16)
     call = fakes.write(copies, (narrow, 1, cutlass.Float32(1)), {})
-    assert _arguments(call)["x"]["shape"] == ["s0", 32]
+    assert tables_of(leaves(*fakes.read(call.source, call.params)))["x"]["shape"] == ["s0", 32]
 
 
 def test_an_object_of_a_module_that_no_key_would_know_is_a_problem():

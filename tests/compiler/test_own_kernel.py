@@ -233,22 +233,21 @@ def test_what_a_program_compiles_is_written_down_and_built(place):
     assert stored(place, "found/silu_add@base")[2] == stored(place)[2]
 
 
-def test_one_line_for_a_cache(place, monkeypatch):
+def test_one_line_for_a_cache_and_what_becomes_of_it(place, monkeypatch):
     import fusekit
-    from fusekit import stand_in
+    from fusekit.compiler import dsl
 
     monkeypatch.syspath_prepend(str(place))
     monkeypatch.setenv("FUSEKIT_STORE", str(place / "store"))
     from fusion import arguments
 
     function, fakes = arguments()
-    first, second = block("python", "fusekit.compile(").splitlines()
-    names = {"fusekit": fusekit, "silu_add": function, "fakes": fakes, "stream": 0, **vectors()}
-    exec(first, names)
-    library, fake = opened(place, names["compiled"].name)
-    monkeypatch.setattr(stand_in, "_library", lambda config: library)
-    exec(first, names)
-    exec(second, names)
+    first, _ = block("python", "fusekit.compile(").splitlines()
+    with dsl.target("sm_90a", 1024):
+        exec(first, {"fusekit": fusekit, "silu_add": function, "fakes": fakes})
+    run_block("fusekit adopt", place)
+    library, fake = opened(place, "mine/silu-add@base")
+    library.load("mine/silu-add", "sm_90a")(scale=0.5, **vectors())
     own, wanted = opened(place)
     own.load("kernels/silu-add", "sm_90a")(scale=0.5, **vectors())
     assert fake.launches[0].parameters == wanted.launches[0].parameters

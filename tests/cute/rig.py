@@ -7,7 +7,7 @@ from cutlass.base_dsl.dsl import BaseDSL
 from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
 from fusekit.config import Config, CuteConfig
-from fusekit.cute import cache, dsl, tracing
+from fusekit.cute import cache, dsl
 from fusekit.cute.report import counts
 from tests.cute import kernels
 
@@ -33,10 +33,7 @@ class Rig:
         config = settings.pop("config", None) or Config(store=self.root)
         settings.setdefault("level", 2)
         cute_config = CuteConfig(config, report=self.report, **settings)
-        served = cache.Cache(cute_config)
-        dsl.patch(served.serve)
-        if cute_config.level == 1:
-            tracing.patch(served.untraced)
+        dsl.patch().everywhere = cache.Cache(cute_config)
         try:
             result = work()
         finally:

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import zlib
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -27,7 +26,7 @@ from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 from fusekit.compiler import dsl as compiler_dsl
 from fusekit.compiler import toolchain
 from fusekit.config import Config, CuteConfig
-from fusekit.cute import cache, dsl, install
+from fusekit.cute import blobs, cache, dsl, install
 from fusekit.errors import NotBuiltError, UsageError
 from fusekit.store import Store
 from fusekit.store.publishing import Disk
@@ -403,10 +402,10 @@ def test_damage_is_compiled_again_and_repaired(rig, part, damage):
 def test_an_entry_that_is_not_what_the_dsl_compiles_is_replaced(rig, capsys):
     store = Store(rig.root)
     entry, blob = store.load(rig.entry().stem)
-    artifact = cache._unpacked(blob, entry)
-    wrong = dataclasses.replace(artifact, host=artifact.host + b"\0", ir=zlib.decompress(artifact.ir))
+    artifact = blobs.unpacked(blob, entry)
+    wrong = dataclasses.replace(artifact, host=artifact.host + b"\0")
     rig.entry().unlink()
-    store.publish(*cache._packed(entry.key, dict(entry.fields), wrong, 1.0))
+    store.publish(*blobs.packed(entry.key, dict(entry.fields), wrong, {}, 1.0))
     assert rig.counted() == HIT
     assert rig.counted(verify=1.0) == HIT
     assert "is not what the DSL compiles; it is replaced" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The CuTe DSL kernels of examples/cute on the GPU, against NumPy; through `fusekit.compile` against the DSL.
+"""The CuTe DSL kernels of examples/cute on the GPU, against NumPy; through the cache, and adopted, against the DSL.
 
 cd examples/cute && fusekit --store STORE build kernels.toml --allow-extern     on any machine
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_own_kernel.py
@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_refused(kernel, place):
         kernel("silu-add")(**{name: place((12,), "bf16") for name in ("x", "residual", "y")})
 
 
-def test_the_stand_in_gives_the_bits_of_the_dsl(gpu, tmp_path, monkeypatch):
+def test_the_cache_and_what_is_adopted_of_it_give_the_bits_of_the_dsl(gpu, tmp_path, monkeypatch):
     """Here alone a compiler is needed, and PyTorch for tensors that both take."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
@@ -142,10 +142,12 @@ def test_the_stand_in_gives_the_bits_of_the_dsl(gpu, tmp_path, monkeypatch):
 
     import fusekit
     from examples.cute import fusion, gemm, rows
+    from fusekit.config import Config
+    from fusekit.cute.adopt import adopt
+    from fusekit.store import Store
 
-    monkeypatch.setenv("FUSEKIT_STORE", str(tmp_path))
     torch.manual_seed(0)
-    stream = CUstream(torch.cuda.current_stream().cuda_stream)
+    stream = torch.cuda.current_stream().cuda_stream
     bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
     square = [torch.randn(520, 776, **bf16), torch.randn(136, 776, **bf16)]
     cases = (
@@ -153,13 +155,23 @@ def test_the_stand_in_gives_the_bits_of_the_dsl(gpu, tmp_path, monkeypatch):
         (rows.arguments(4), [torch.randn(300, 5001, device="cuda")], (300,), torch.float32, ()),
         (gemm.arguments(), square, (520, 136), torch.bfloat16, (Int32(132),)),
     )
-    for (function, fakes), inputs, shape, dtype, rest in cases:
-        outputs = [torch.full(shape, float("nan"), dtype=dtype, device="cuda") for _ in range(2)]
-        stored = fusekit.compile(function, *fakes, options="--gpu-arch=sm_90a")
-        stored(*inputs, outputs[0], *rest, stream)
-        compiled = cute.compile(function, *fakes, options="--gpu-arch=sm_90a")
-        wrapped = [from_dlpack(item, assumed_align=16).mark_layout_dynamic() for item in (*inputs, outputs[1])]
-        compiled(*wrapped, *rest, stream)
+    for number, ((function, fakes), inputs, shape, dtype, rest) in enumerate(cases):
+        monkeypatch.setenv("FUSEKIT_STORE", str(tmp_path / str(number)))
+        options = {"options": "--gpu-arch=sm_90a"}
+        ways = cute.compile, fusekit.compile, fusekit.compile
+        compiled = [compile_function(function, *fakes, **options) for compile_function in ways]
+        assert compiled[2].fusekit_ir  # it is out of the store
+        outputs = [torch.full(shape, float("nan"), dtype=dtype, device="cuda") for _ in range(4)]
+        for call, output in zip(compiled, outputs, strict=False):
+            wrapped = [from_dlpack(item, assumed_align=16).mark_layout_dynamic() for item in (*inputs, output)]
+            call(*wrapped, *rest, CUstream(stream))
+        config = Config(store=tmp_path / str(number))
+        store = Store.open(config)
+        (found,) = (each.record for each in store.names())
+        adopt(store, found, "own/kernel@base")
+        kernel = fusekit.open_library(config).load("own/kernel")
+        given = iter((*inputs, outputs[3], *(item.value for item in rest)))
+        kernel(stream=stream, **{argument.name: next(given) for argument in kernel.record.arguments})
         torch.cuda.synchronize()
         assert not outputs[0].isnan().any()
-        assert torch.equal(*outputs)
+        assert all(torch.equal(outputs[0], output) for output in outputs[1:])
