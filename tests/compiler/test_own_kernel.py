@@ -295,6 +295,7 @@ def test_every_block_of_the_page_is_looked_at():
         "interop.jax",
         "fusekit.capture()",
         "fusekit.compile(",
+        "fusekit adopt",
     )
     for _, text in BLOCKS:
         assert any(text in source for source in SOURCES.values()) or any(word in text for word in run_here), text

@@ -1,5 +1,5 @@
 """Packages that compile CuTe DSL kernels, unmodified: every call is a hit the second time, and every hit is compared
-with what the DSL compiles.
+with what the DSL compiles. Each call becomes a kernel with a launch record.
 """
 
 import functools
@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.cute.command import EXECUTE
 from tests.cute.test_exec import NO_DSL
 
 PROMISED = 1.8  # cold to warm, CPU time of the calls
@@ -29,10 +30,12 @@ def test_a_package_compiles_once(package, run, soak, figure):
         pytest.skip(f"{package} is not installed")
     command = (sys.executable, "-m", "tests.cute.packages", package)
     run = functools.partial(run, *command, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
-    bare, cold, warm, compared = run(execute=()), run(), run(), run(FUSEKIT_VERIFY="1")
+    records = (*EXECUTE[:-1], "--records", "--")
+    bare, cold, warm, compared = run(execute=()), run(execute=records), run(), run(FUSEKIT_VERIFY="1")
     count, seconds = _last(bare)
     assert (cold.counts, warm.counts, compared.counts) == ((0, count), (count, 0), (count, 0)), cold.err
     assert "is not what the DSL compiles" not in compared.err
+    assert cold.err.count("fusekit: adopted as adopted/") == count
     took = [_last(each)[1] for each in (cold, warm)]
     assert took[1] * PROMISED <= seconds
     figure(
