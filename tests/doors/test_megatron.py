@@ -217,7 +217,7 @@ def test_the_benchmark_trains_each_variant(monkeypatch):
         monkeypatch.setattr(benchmark, name, size)
     monkeypatch.setattr(benchmark, "model_parallel_cuda_manual_seed", lambda *_, **__: None)
     runs = {}
-    for variant in ("megatron", "megatron+moved", "fused", "whole"):
+    for variant in ("megatron", "megatron+turned", "fused", "whole"):
         whole, given = variant == "whole", spec()
         if "megatron" not in variant:
             given = megatron.fused(given, layer=layer(topk=K if whole else 1, accumulate=True), whole=whole)
