@@ -14,7 +14,7 @@ from fusekit.abi.parameters import TENSOR_MAP_BYTES
 from fusekit.abi.symbolic import NotCompiledError
 from fusekit.dtypes import DTYPES
 from fusekit.layers.arguments import check_addresses
-from fusekit.layers.pass_code import Call, PassCode
+from fusekit.layers.pass_code import Call, PassCode, Shapes
 from fusekit.layers.passes import BACKWARD, FORWARD, INFERENCE, MovingPass
 from fusekit.runtime.streams import PER_THREAD
 from fusekit.runtime.tensors import strides_of
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from fusekit.layers.pass_plan import PassPlan
     from fusekit.runtime.devices import Devices
     from fusekit.runtime.launch_plan import Block, LaunchPlan
-    from fusekit.runtime.tensors import Meta
 
 _IDLE_KEPT = 4  # passes of a class of calls: as many token counts come and go without being fitted again
 _END = 2**64
@@ -37,13 +36,11 @@ class Passes:
     name: of the layer. outputs: of the pass. alignment: of "kept" and "scratch", None for that of devices.
     """
 
-    refused = False
-
     def __init__(self, name: str, outputs: Collection[str], alignment: int | None) -> None:
         self.idle: list[MovingPass] = []
         self._name, self._outputs, self._alignment = name, outputs, alignment
 
-    def take(self, addresses: list[int], stream: int) -> MovingPass | None:
+    def take(self, addresses: list[int]) -> MovingPass | None:
         """One that is moved to these addresses; None: there is none. Raises ArgumentError."""
         try:
             moving = self.idle.pop()
@@ -61,27 +58,39 @@ class Passes:
 
 
 class FittedPasses:
-    """As `Passes`, taken from those of a class of calls, `idle`. room: the bytes that "kept" and "scratch" have.
+    """Those of one layer for the calls of a class, which differ in tokens and addresses."""
 
-    refused: compiled code could not serve a call, so its signature wants `Passes`.
-    """
+    def __init__(self, compiled: CompiledPass) -> None:
+        self.idle: list[MovingPass] = []
+        self._compiled = compiled
+        self._last: tuple[int, Shapes] = 0, []
 
-    def __init__(self, compiled: CompiledPass, tokens: int, room: tuple[int, int], idle: list[MovingPass]) -> None:
-        self._compiled, self._tokens, self._room = compiled, tokens, room
-        self.idle, self.refused = idle, False
+    def take(self, tokens: int, shapes: Sequence[Any], addresses: list[int], stream: int) -> MovingPass | None:
+        """One that is fitted and moved; None: there is none. shapes: of the tensors, each with its strides.
 
-    def take(self, addresses: list[int], stream: int) -> MovingPass | None:
-        """One that is fitted and moved; None: there is none, or the call has to be checked."""
-        idle, tokens = self.idle, self._tokens
+        Raises NotCompiledError for a call that has to be checked.
+        """
+        room = self._compiled.room(shapes, self._expected(tokens))
+        idle = self.idle
+        numbers = [at for at, moving in enumerate(idle) if moving.tokens == tokens] or (0,)
         try:
-            moving = idle.pop(next((at for at, each in enumerate(idle) if each.tokens == tokens), 0))
+            moving = idle.pop(numbers[0])
         except IndexError:
             return None
         fitted = moving.fitted
         assert fitted is not None
-        fits = fitted.tokens == tokens or fitted.fit(tokens)
-        self.refused = not (fits and fitted.serves(self._room, addresses, stream))
-        return None if self.refused else moving
+        if fitted.tokens != tokens:
+            fitted.fit(tokens)
+        fitted.serve(room, addresses, stream)
+        return moving
+
+    def _expected(self, tokens: int) -> Shapes:
+        """Shapes and strides of a call."""
+        known, expected = self._last
+        if known != tokens:
+            expected = self._compiled.code.shapes(tokens)
+            self._last = tokens, expected
+        return expected
 
     def append(self, moving: MovingPass) -> None:
         """Takes a pass back."""
@@ -106,25 +115,26 @@ class CompiledPass:
         unaligned = max(tensor.alignment for tensor in tensors) - 1
         self.masks = [alignment - 1 if name in (KEPT, SCRATCH) else unaligned for name in call.names]
 
-    def room(self, metas: Sequence[Meta], tokens: int) -> tuple[int, int] | None:
-        """Bytes of "kept" and "scratch" of a call whose tensors have these shapes; None: it has to be checked."""
-        expected = self.code.shapes(tokens)
-        if [meta[1:3] for meta in metas[: len(expected)]] != expected:
-            return None
-        memory = dict.fromkeys((KEPT, SCRATCH), 0)
-        rest = slice(len(expected), None)
-        for name, meta, size in zip(self.call.names[rest], metas[rest], self.call.itemsizes[rest], strict=True):
-            if len(meta[1]) != 1 or meta[2] != (1,):
-                return None
-            memory[name] = meta[1][0] * size
-        return memory[KEPT], memory[SCRATCH]
+    def room(self, shapes: Sequence[Any], expected: Sequence[Any]) -> tuple[int, int]:
+        """Bytes of "kept" and "scratch" of a call whose tensors have these shapes. Raises NotCompiledError."""
+        count = len(expected)
+        memory = [0, 0]
+        if shapes[:count] != expected:
+            raise NotCompiledError("shapes or strides are not those of the pass")
+        for at in range(count, len(shapes), 2):
+            extents = shapes[at]
+            if len(extents) != 1 or shapes[at + 1] != (1,):
+                raise NotCompiledError("memory that is not contiguous")
+            number = at // 2
+            memory[self.call.names[number] == SCRATCH] = extents[0] * self.call.itemsizes[number]
+        return memory[0], memory[1]
 
 
 class Fitted:
     """The launches of a bound pass, whose blocks are written by compiled code."""
 
-    __slots__ = ("_at", "_compiled", "_dims", "_follows", "_grids", "_maps", "_memory", "_parts", "_place", "_shape",
-                 "_slots", "_stream", "_where", "tokens")  # fmt: skip
+    __slots__ = ("_at", "_compiled", "_dims", "_follows", "_grids", "_maps", "_memory", "_own", "_parts",
+                 "_place", "_shape", "_slots", "_stream", "_where", "tokens")  # fmt: skip
 
     def __init__(self, compiled: CompiledPass, parts: Sequence[tuple[LaunchPlan, Block]]) -> None:
         self._compiled, self._parts = compiled, parts
@@ -135,41 +145,43 @@ class Fitted:
         self._at = [0] * len(self._maps)  # where they are
         self._where: list[int] = []
         self._grids = tuple(plan.grid for plan, _ in parts)
+        self._own: Sequence[Any] = [None] * len(parts)  # as the scratch memory of their kernels is
         self._stream = -1
         self.tokens = 0
 
-    def fit(self, tokens: int) -> bool:
-        """Writes what follows the tokens; False: the call has to be checked."""
-        try:
-            functions = self._compiled.code.functions(tokens)
-        except NotCompiledError:
-            return False
-        if functions is None:
-            return False
-        of_tokens, self._place, self._follows = functions
+    def fit(self, tokens: int) -> None:
+        """Writes what follows the tokens. Raises NotCompiledError; then it must not be used again, as for `serve`."""
+        code = self._compiled.code
+        of_tokens, self._place, self._follows = code.functions(tokens)
         shape = of_tokens(tokens)
         if shape is None:
-            return False
-        for (_, block), grid, before in zip(self._parts, shape.grids, self._grids, strict=True):
-            if grid != before:
-                config = block.config
-                config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        self._grids = shape.grids
-        self._shape, self.tokens, self._stream, self._where = shape, tokens, -1, []
-        return True
+            raise NotCompiledError("a launch that its kernel does not allow")
+        if shape.grids != self._grids:
+            for (_, block), grid, before in zip(self._parts, shape.grids, self._grids, strict=True):
+                if grid != before:
+                    config = block.config
+                    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+            self._grids = shape.grids
+        self._shape, self.tokens, self._where = shape, tokens, []
 
-    def serves(self, room: tuple[int, int], addresses: list[int], stream: int) -> bool:
-        """Moves the pass for a call with `room` bytes of "kept" and "scratch"; False: the call has to be checked."""
-        enough = self._shape.kept <= room[0] and self._shape.scratch <= room[1]
-        return enough and (addresses == self._where or self._place_at(addresses)) and self._aim(stream)
+    def serve(self, room: tuple[int, int], addresses: list[int], stream: int) -> None:
+        """Moves the pass for a call with `room` bytes of "kept" and "scratch", in `stream`. Raises NotCompiledError for
+        one that has to be checked.
+        """
+        if self._shape.kept > room[0] or self._shape.scratch > room[1]:
+            raise NotCompiledError("too little memory")
+        if addresses != self._where:
+            self._place_at(addresses)
+        if stream != self._stream or self._shape.own != self._own:
+            self._aim(stream)
 
-    def _place_at(self, addresses: list[int]) -> bool:
+    def _place_at(self, addresses: list[int]) -> None:
         shape, before = self._shape, self._at
         begins, ends = sorted(addresses), sorted(map(add, addresses, shape.sizes))
         if begins[0] <= 0 or ends[-1] > _END or not all(map(le, ends, begins[1:])):
-            return False
+            raise NotCompiledError("tensors that share memory")
         if any(map(and_, addresses, self._compiled.masks)):
-            return False
+            raise NotCompiledError("an address that is not aligned")
         at = self._place(self._memory, addresses, shape.values)
         if not self._where and self._follows:
             self._reshape(at)
@@ -180,7 +192,6 @@ class Fitted:
                     self._slots[number].move(self._maps[number], address)
                 before[number] = address
         self._where = addresses
-        return True
 
     def _reshape(self, at: Sequence[int]) -> None:
         """Encodes the tensor maps that follow the tokens."""
@@ -193,21 +204,18 @@ class Fitted:
                     ctypes.memmove(self._maps[number].getPtr(), encoded.getPtr(), TENSOR_MAP_BYTES)
                     self._dims[number], self._at[number] = (dims, strides), at[number]
 
-    def _aim(self, stream: int) -> bool:
+    def _aim(self, stream: int) -> None:
         # Not for a part of the device, nor for a default stream that each thread has for itself.
-        if stream == self._stream:
-            return True
         own = self._shape.own
         if self._compiled.devices.part_of(stream) or (stream == PER_THREAD and any(size for size, _ in own)):
-            return False
-        for (plan, block), scratch in zip(self._parts, own, strict=True):
-            if block.stream != stream or scratch[0]:
+            raise NotCompiledError("a stream for which passes are bound")
+        for (plan, block), scratch, before in zip(self._parts, own, self._own, strict=True):
+            if block.stream != stream or scratch != before:
                 plan.aim(block, stream, scratch)
-        self._stream = stream
-        return True
+        self._stream, self._own = stream, own
 
 
-Idle = dict[CompiledPass, list[MovingPass]]
+Idle = dict[CompiledPass, FittedPasses]
 """The passes of one layer that no thread is launching."""
 
 
@@ -216,61 +224,61 @@ class CallClasses:
 
     def __init__(self, record: LayerRecord, devices: Devices, most: int) -> None:
         self._record, self._devices, self._most = record, devices, most
-        self._known: dict[Any, CompiledPass | None] = {}
-        self._ends = {
-            which: sorted({
-                tokens for step in each.steps for tokens, _ in record.parts[step.part] if tokens is not None
-            })
-            for which, each in record.passes.items()
-        }  # fmt: skip
+        # By kind of call: where its shapes have the tokens, the last tokens of each rung of kernels, and for each rung
+        # the code; None: it cannot be.
+        self._known: dict[Any, tuple[int, list[int], dict[int, CompiledPass | None]]] = {}
 
-    def passes(self, signature: Sequence[Any], idle: Idle) -> FittedPasses | None:
-        """Those for a call of a known class. signature: the pass, three settings, then names and metas in turn. idle:
-        of the layer.
+    def passes(self, kind: Sequence[Any], shapes: Sequence[Any], idle: Idle) -> tuple[FittedPasses, int] | None:
+        """Those for a call of a known class, and its tokens.
+
+        kind: the pass, three settings, then name, dtype and device of each tensor. shapes: shape and strides of each.
+        idle: of the layer.
         """
-        tokens = self._tokens(signature)
-        compiled = self._known.get(self._class_of(signature, tokens)) if tokens else None
-        room = compiled.room(signature[5::2], tokens) if compiled is not None else None
-        if compiled is None or room is None:
+        known = self._known.get(kind)
+        if known is None:
             return None
-        return FittedPasses(compiled, tokens, room, idle.setdefault(compiled, []))
+        lead, ends, rungs = known
+        tokens = self._tokens(shapes[lead])
+        compiled = rungs.get(bisect_left(ends, tokens)) if tokens else None
+        if compiled is None:
+            return None
+        passes = idle.get(compiled)
+        return passes or idle.setdefault(compiled, FittedPasses(compiled)), tokens
 
     def add(
-        self, signature: Sequence[Any], idle: Idle, plan: PassPlan, moving: MovingPass, alignment: int
+        self, kind: Sequence[Any], shapes: Sequence[Any], idle: Idle, plan: PassPlan, moving: MovingPass, alignment: int
     ) -> FittedPasses | None:
         """Compiles the class of a call that was bound; None: it cannot be, as where a tensor is not contiguous."""
-        tokens = self._tokens(signature)
-        key = self._class_of(signature, tokens)
+        names, name = kind[4::3], _LEADS.get(kind[0])
         contiguous = all(view.strides == strides_of(view.shape) for view in moving.views)
-        if not tokens or not contiguous or key in self._known:
+        if name not in names or not contiguous:
             return None
-        ends = self._ends[signature[0]]
+        if kind not in self._known:
+            ladders = [self._record.parts[step.part] for step in self._record.passes[kind[0]].steps]
+            rungs = sorted({tokens for ladder in ladders for tokens, _ in ladder if tokens is not None})
+            self._known.setdefault(kind, (2 * names.index(name), rungs, {}))
+        lead, ends, known = self._known[kind]
+        tokens = self._tokens(shapes[lead])
         at = bisect_left(ends, tokens)
+        if not tokens or at in known:
+            return None
         low, high = ends[at - 1] + 1 if at else 1, ends[at] if at < len(ends) else self._most
         steps = [(step, launch.parts) for (step, _), launch in zip(plan.steps, moving.launches, strict=True)]
         sizes = tuple(DTYPES[view.dtype].bytes for view in moving.views)
         call = Call(
-            self._record, signature[0], tuple(moving.names), sizes, frozenset(plan.outputs), signature[2], steps, low,
-            high,
-        )  # fmt: skip
-        self._known[key] = None
+            self._record, kind[0], tuple(moving.names), sizes, frozenset(plan.outputs), kind[2], steps, low, high
+        )
+        known[at] = None
         try:
             compiled = CompiledPass(call, self._devices, alignment)
-            functions = compiled.code.functions(tokens)
-            if functions is None or functions[0](tokens) is None:
+            if compiled.code.functions(tokens)[0](tokens) is None:
                 return None
         except NotCompiledError:
             return None
-        self._known[key] = compiled
-        return self.passes(signature, idle)
+        known[at] = compiled
+        return idle.setdefault(compiled, FittedPasses(compiled))
 
-    def _tokens(self, signature: Sequence[Any]) -> int:
-        """The tokens of a call; 0: its class is never compiled."""
-        names, lead = signature[4::2], _LEADS.get(signature[0])
-        shape = signature[5 + 2 * names.index(lead)][1] if lead in names else ()
-        return shape[0] if shape and type(shape[0]) is int and shape[0] <= self._most else 0
-
-    def _class_of(self, signature: Sequence[Any], tokens: int) -> Any:
-        metas = signature[5::2]
-        fixed = [(dtype, device) for dtype, _, _, device in metas]
-        return (*signature[:4], *signature[4::2], *fixed, bisect_left(self._ends[signature[0]], tokens))
+    def _tokens(self, shape: Any) -> int:
+        """The tokens of a call whose leading tensor has this shape; 0: its class is never compiled."""
+        tokens = shape[0] if shape else 0
+        return tokens if type(tokens) is int and tokens <= self._most else 0

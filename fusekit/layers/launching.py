@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusekit.abi.layer_pass import LayerBuffer
 from fusekit.abi.layer_record import LayerRecord
+from fusekit.abi.symbolic import NotCompiledError
 from fusekit.errors import ArgumentError
 from fusekit.layers.arguments import check_tensors, most_tokens, outputs_among
 from fusekit.layers.fitting import CallClasses, FittedPasses, Idle, Passes
@@ -40,7 +41,7 @@ class Launching:
     _library: Library
     _kernels: LayerKernels
     _alignment: int | None = None  # of `kept` and `scratch`; None: that of devices
-    _moving: Recent[Any, Passes | FittedPasses]  # by all of a call's arguments but addresses
+    _moving: Recent[Any, Passes]  # by all of a call's arguments but addresses, where none of `_idle` serves
     _idle: Idle
     _compiles = False  # passes for any number of tokens
 
@@ -74,50 +75,64 @@ class Launching:
         cluster_margin: int | None = None, in_place: bool = False, sm_count: int | None = None,
     ) -> None:  # fmt: skip
         handle = stream if type(stream) is int else handle_of(stream, (*arguments.values(), kept, scratch))
-        driver, outputs = self._library.devices.driver, self.arguments(which)[1]
-        key: list[Any] = [which, cluster_margin, in_place, sm_count]
+        settings: list[Any] = [which, cluster_margin, in_place, sm_count]
+        shapes: list[Any] = []
         addresses: list[int] = []
         for name, tensor in (*arguments.items(), ("kept", kept), ("scratch", scratch)):
             if tensor is not None:
                 try:
-                    address, meta = tensor.data_ptr(), (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+                    address, shape, strides = tensor.data_ptr(), tensor.shape, tensor.stride()
+                    settings += name, tensor.dtype, tensor.device
                 except AttributeError:
                     outputs_among(self, which, arguments)  # a wrong name is reported before a wrong type
-                    address, meta = read(tensor, name, driver, name in outputs)
+                    driver, written = self._library.devices.driver, name in self.arguments(which)[1]
+                    address, (dtype, shape, strides, device) = read(tensor, name, driver, written)
+                    settings += name, dtype, device
                 addresses.append(address)
-                key += (name, meta)
-        signature = tuple(key)
-        try:
-            passes = self._moving.get(signature)
-            if passes is None and self._compiles and self._kernels.classes is not None:
-                passes = self._kernels.classes.passes(key, self._idle)
-                if passes is not None:
-                    self._moving.remember(signature, passes)
-        except TypeError:  # unhashable: refused below
-            passes = None
-        moving = passes.take(addresses, handle) if passes is not None else None
+                shapes += shape, strides
+        kind = tuple(settings)
+        passes, moving = self._idle_pass(kind, shapes, addresses, handle)
         if moving is None:
             self._refuse_capture(which, arguments, handle)
-            settings = _settings(cluster_margin, sm_count)
-            plan, moving = self._bind_moving(which, kept, scratch, arguments, settings, in_place)
-            if passes is None or passes.refused:
-                passes = self._kept_passes(key, plan, moving)
-                self._moving.remember(signature, passes)
+            given = _settings(cluster_margin, sm_count)
+            plan, moving = self._bind_moving(which, kept, scratch, arguments, given, in_place)
+            passes = passes or self._kept_passes(kind, shapes, plan, moving)
         # Every launch is checked before the first is queued: half a pass would leave half of the sums updated.
         moving.run(moving.queue, handle)
-        passes.append(moving)
+        passes.append(moving)  # type: ignore[union-attr]
 
-    def _kept_passes(self, key: Sequence[Any], plan: PassPlan, moving: MovingPass) -> Passes | FittedPasses:
+    def _idle_pass(
+        self, kind: Sequence[Any], shapes: Sequence[Any], addresses: list[int], stream: int
+    ) -> tuple[Passes | FittedPasses | None, MovingPass | None]:
+        """(where passes of such calls are kept, one that is moved there and free). Raises ArgumentError."""
+        try:
+            if self._compiles and self._kernels.classes is not None:
+                fitted = self._kernels.classes.passes(kind, shapes, self._idle)
+                if fitted is not None:
+                    try:
+                        return fitted[0], fitted[0].take(fitted[1], shapes, addresses, stream)
+                    except NotCompiledError:
+                        pass
+            passes = self._moving.get((kind, *shapes))
+        except TypeError:  # unhashable: refused when it is bound
+            return None, None
+        return passes, None if passes is None else passes.take(addresses)
+
+    def _kept_passes(
+        self, kind: Sequence[Any], shapes: Sequence[Any], plan: PassPlan, moving: MovingPass
+    ) -> Passes | FittedPasses:
         """Where the passes of calls like this one are kept, which was bound."""
-        outputs = self.arguments(key[0])[1]
         devices = self._library.devices
         if self._compiles and devices.driver.plans is None:
             if self._kernels.classes is None:
                 self._kernels.classes = CallClasses(self.record, devices, most_tokens(self.options))
-            fitted = self._kernels.classes.add(key, self._idle, plan, moving, required(self._alignment))
+            alignment = required(self._alignment)
+            fitted = self._kernels.classes.add(kind, shapes, self._idle, plan, moving, alignment)
             if fitted is not None:
                 return fitted
-        return Passes(self.name, outputs, self._alignment)
+        passes = Passes(self.name, self.arguments(kind[0])[1], self._alignment)
+        self._moving.remember((kind, *shapes), passes)
+        return passes
 
     def _refuse_capture(self, which: str, arguments: Mapping[str, Any], stream: int) -> None:
         """Raises ArgumentError if the stream is captured and a kernel of the pass is not loaded: loading it would end

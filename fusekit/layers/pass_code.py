@@ -3,7 +3,7 @@
 A class of calls has one kernel for each step: the calls differ in tokens and addresses alone. The functions are written
 from the layer's record and the launch records, the last two for each layout of memory:
 
-    shapes(T)              shape and strides of each argument
+    shapes(T)              shape and strides of each argument in turn
     choose(T)              the number of the layout
     shape(T)               what follows the tokens (`Shape`), or None where a check fails
     place(memory, a, s)    packs parameters for addresses `a` and `Shape.values`; gives the addresses of tensor maps
@@ -76,7 +76,7 @@ class Call(NamedTuple):
 
 Functions = tuple[Callable[[int], Shape | None], Callable[..., tuple[int, ...]], tuple[int, ...]]
 """(shape, place, for each of `Shape.maps` its number among the tensor maps)"""
-Shapes = list[tuple[tuple[int, ...], tuple[int, ...]]]
+Shapes = list[tuple[int, ...]]
 
 
 class PassCode:
@@ -93,25 +93,31 @@ class PassCode:
         self.shapes = self._shapes()
         self._choose = self._chooser()
 
-    def functions(self, tokens: int) -> Functions | None:
-        """Those of the layout for a call; None: there is none. Raises NotCompiledError."""
+    def functions(self, tokens: int) -> Functions:
+        """Those of the layout for a call. Raises NotCompiledError."""
         number = self._choose(tokens)
-        if number not in self._functions and number >= 0:
+        if number not in self._functions:
+            if number < 0:
+                raise NotCompiledError("no layout serves")
             self._functions[number] = _Code(self._call, self._layouts[number]).compiled()
-        return self._functions.get(number)
+        return self._functions[number]
 
     def _chooser(self) -> Callable[[int], int]:
         """A function of T: the number of the first layout that needs least scratch memory; -1: none serves."""
         memory, needed = _Memory(self._call, self._call.low, self._call.high), list[str]()
         for layout in self._layouts:
             places = memory.places(layout)
-            rules = [f"{end} <= {memory.room(home)}" for home, end in places.needed.items() if home != SCRATCH]
+            rules = [
+                f"{end} <= {memory.room(home)}" for home, end in places.needed.items()
+                if home != SCRATCH and not memory.holds(home, end)
+            ]  # fmt: skip
             rules += [f"{layout.since} <= T"] * (layout.since > self._call.low)
             rules += [f"T <= {layout.until}"] * (layout.until < self._call.high)
-            needed.append(f"{places.scratch} if {' and '.join(rules) or True} else {_NEVER}, ")
-        memory.writer.lines += [f"needed = ({''.join(needed)})", "least = min(needed)"]
+            where = f" if {' and '.join(rules)} else {_NEVER}" if rules else ""
+            needed.append(f"{places.scratch}{where}, ")
+        lines = f"needed = ({''.join(needed)})", "least = min(needed)"
         result = f"needed.index(least) if least < {_NEVER} else -1"
-        return _compiled(memory.writer.function("choose", result), "choose")  # type: ignore[no-any-return]
+        return _compiled(memory.writer.function("choose", result, *lines), "choose")  # type: ignore[no-any-return]
 
     def _shapes(self) -> Callable[[int], Shapes]:
         """A function of T: shape and strides of each tensor that is not "kept" or "scratch"."""
@@ -120,7 +126,7 @@ class PassCode:
             if name not in (KEPT, SCRATCH):
                 extents = memory.extents(name)
                 strides = [memory.writer.define(_compact(extents, index)) for index in range(len(extents))]
-                pairs.append(f"({_tuple(extents)}, {_tuple(strides)})")
+                pairs += _tuple(extents), _tuple(strides)
         return _compiled(memory.writer.function("shapes", f"[{', '.join(pairs)}]"), "shapes")  # type: ignore[no-any-return]
 
 
@@ -183,6 +189,10 @@ class _Memory:
         size = self.size(home)
         return self.padded(size) if self.call.record.buffers[home].place == KEPT else size
 
+    def holds(self, home: str, end: Value) -> bool:
+        """Whether the home always has so many bytes."""
+        return self.writer.bounds(end)[1] <= self.writer.bounds(self.room(home))[0]
+
     def base(self, name: str, places: _Places) -> tuple[int, Value]:
         """(number of the argument in whose memory a buffer lies, bytes from its begin)."""
         call = self.call
@@ -205,8 +215,8 @@ class _Code:
     """Writes `shape` and `place`."""
 
     def __init__(self, call: Call, layout: Layout) -> None:
-        low, high = max(call.low, layout.since), int(min(call.high, layout.until))
-        self._call, self._memory = call, _Memory(call, low, high)
+        # For all tokens of the class, not the layout's alone: what follows none of them stays as another layout has it.
+        self._call, self._memory = call, _Memory(call, call.low, call.high)
         self._places = self._memory.places(layout)
         self._writer = self._memory.writer
         self._values: dict[str, str] = {}  # what `place` reads, by the name that it has there

@@ -7,7 +7,7 @@ is one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError, DriverError
@@ -195,6 +195,19 @@ class Launches(Launch):
             for plan, block in self._parts:  # None for one that could not be filled
                 plan.fill(block, before)
             raise
+
+
+def queue(launches: Sequence[Callable[[int], None]], handle: int) -> None:
+    """Calls each with the stream. What a launch does most of the time is written out: a call costs more than that."""
+    own = handle > PER_THREAD
+    for each in launches:
+        if own and type(each) is Launch and (block := each._block) is not None and block.stream == handle:
+            plan = each._plan
+            status = each._driver.api.cuLaunchKernelEx(block.config, plan.loaded.function, block.parameters, 0)[0]
+            if status:
+                _relaunch(plan, block, status, handle)
+        else:
+            each(handle)
 
 
 def launch_parts(parts: Sequence[tuple[LaunchPlan, Block]], handle: int) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from fusekit.runtime.launch import queue
+
 if TYPE_CHECKING:
     from fusekit.runtime.debug import Annotate
     from fusekit.runtime.devices import Devices
@@ -83,11 +85,10 @@ class JoinLaunch:
 def run(launches: Sequence[Queue], stream: int) -> None:
     """Queues the launches. `stream` then joins the side stream, even if a launch cannot be queued."""
     try:
-        for launch in launches:
-            launch(stream)
+        queue(launches, stream)
     finally:
         for launch in launches:
-            if isinstance(launch, SideStreamLaunch):
+            if type(launch) is SideStreamLaunch:
                 launch.side_stream.join(stream)
 
 

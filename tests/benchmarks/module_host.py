@@ -4,7 +4,7 @@
     FUSEKIT_STORE=STORE python tests/benchmarks/run.py module_host [--tokens 1 16 128] [--stand-in]
 
 Prints JSON, microseconds, medians: `bound` and `module` for an inference (`inference`) and for a forward and a backward
-pass together (`training`); `bare`, the bound passes of a training in a torch.autograd.Function that does nothing else
+pass together (`training`); `driver`, the driver's calls of the bound passes alone; `bare`, the bound passes of a training in a torch.autograd.Function that does nothing else
 but allocate the same tensors: what PyTorch itself costs; and `first`: seconds from an imported PyTorch with one matmul
 done to the end of a first forward and backward pass. `--stand-in` takes a driver that launches nothing and tensors of
 the CPU, to compare two versions on a machine without a GPU.
@@ -120,7 +120,24 @@ def bound(moe, x):
             parameter.grad = None
         Bare.apply(*parameters).backward(dy)
 
-    return {"inference": {"bound": lambda: inference(stream)}, "training": {"bound": training, "bare": bare}}
+    alone = {"inference": driver_calls(stream, inference), "training": driver_calls(stream, forward, backward)}
+    calls = {"inference": {"bound": lambda: inference(stream)}, "training": {"bound": training, "bare": bare}}
+    return {which: {**group, "driver": alone[which]} for which, group in calls.items()}
+
+
+def driver_calls(stream, *passes):
+    """The driver's calls of bound passes, with ready configurations, functions and parameters."""
+    for each in passes:
+        each(stream)
+    parts = [part for each in passes for launch in each.launches for part in launch.parts]
+    ready = [(block.config, plan.loaded.function, block.parameters) for plan, block in parts]
+    call = parts[0][0].driver.api.cuLaunchKernelEx
+
+    def queue():
+        for config, function, parameters in ready:
+            call(config, function, parameters, 0)
+
+    return queue
 
 
 def measured(moe, tokens, *how):

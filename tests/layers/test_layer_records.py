@@ -117,7 +117,7 @@ def test_calls_at_other_addresses_launch_what_is_bound_there(library, name):
         for stream, arguments in ((40, first), (40, second), (50, mixed), (40, first)):
             want = launched(library, bind(**arguments), stream)
             assert want and launched(library, partial(call, **arguments, stream=stream)) == want
-    assert len({id(each) for passes in layer._moving.values() for each in passes.idle}) == 3
+    assert len({id(each) for passes in layer._idle.values() for each in passes.idle}) == 3
 
 
 def test_equal_layers_load_and_plan_once(library):
