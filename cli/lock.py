@@ -58,9 +58,12 @@ def command(
     from fusekit.compiler.build import select, trust
     from fusekit.compiler.build_check import locked_in
     from fusekit.compiler.identity import Identity
+    from fusekit.compiler.resolve import layer_builds
     from fusekit.share.lock_folder import alone, compared, write_lock
+    from fusekit.spec.schemas import layer_name
     from fusekit.store.files import exists
     from fusekit.store.lockfile import Lock, lock_file, read_lock
+    from fusekit.store.names import layer_record
 
     store, identity, specs = session.open_store(), Identity(), select(targets, namespace=namespace)
     if not targets:
@@ -74,8 +77,11 @@ def command(
             wanted = {(spec.full_name, arch): spec for spec in specs if spec.arch == arch}
             path = where / lock_file(arch, identity.toolchain)
             built, wrong = locked_in(store, wanted.values(), identity)
+            records = layer_builds(store, wanted.values(), {where: (build,) for where, build in built.items()})
+            layers = {layer_record(name) for spec in wanted.values() if (name := layer_name(spec))}
             known = {*store.recorded(), *wrong}
             wrong |= {one: "not built yet" for one in wanted if one not in known}
+            built |= {where: build for where, (build,) in records.items()}
             present, listed = exists(path), {}
             lock = Lock.of_folder(arch, identity.toolchain, {})
             if present and not (write and not targets):
@@ -90,6 +96,7 @@ def command(
                     )
                 listed = {name: build for (name, _), (build,) in lock.kernels.items()}
             if write:
+                listed = {name: build for name, build in listed.items() if name not in layers}
                 listed |= {name: build for (name, _), build in built.items()}
                 lock = Lock.of_folder(arch, identity.toolchain, listed)
                 document["written"].append(str(write_lock(lock, path, store.signer, folder=True)))
@@ -98,7 +105,8 @@ def command(
                     f"there is no lock {path} for {arch} and the toolchain installed here; "
                     "`fusekit lock --write` writes it; install the toolchain of an existing one, or write this one"
                 )
-            for label, rows in comparison_document(*compared(lock, built, wanted, wrong)).items():
+            locked = {(name, arch) for name in layers}.intersection(lock.kernels)  # none in a lock of before
+            for label, rows in comparison_document(*compared(lock, built, {*wanted, *locked}, wrong)).items():
                 document[label] += rows
 
     def text() -> None:

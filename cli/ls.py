@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from fusekit.errors import NoStoreError, NotBuiltError
-from fusekit.store import NameRecord, Row, names
+from fusekit.store import NameRecord, Row
 from fusekit_cli import complete, output, sources
 from fusekit_cli.options import Session, common, one_arch, stored_names
 
@@ -20,9 +20,9 @@ from fusekit_cli.options import Session, common, one_arch, stored_names
 @sources.sourced
 @common
 def command(session: Session, patterns: tuple[str, ...], arch: str | None, source: str | None) -> int:
-    """List the kernels of all roots of the store, or those that GLOB matches. PART OF is the layer of a model that a
-    kernel belongs to, DRIVER the CUDA version of the first driver that reads the cubin. A name with builds in several
-    cubin formats has a row for each, the last build first.
+    """List the kernels of all roots of the store, or those that GLOB matches, and the records of layers, which are
+    named FILE/LAYER.layer@record. PART OF is the layer that a kernel belongs to, DRIVER the CUDA version of the first
+    driver that reads the cubin. A name with builds in several cubin formats has a row for each, the last build first.
 
     Exit code 1 if a root cannot be listed, or is missing; the others are listed anyway.
     """
@@ -37,7 +37,7 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, sourc
         unlisted = bool(problems)
     else:
         for pattern in patterns or ("*",):
-            overview = store.overview(pattern, arch)
+            overview = store.overview(pattern, arch, layers=True)
             kernels.update({(row.name, row.arch): row for row in overview.rows})
             problems += overview.problems
             unlisted |= overview.unlisted
@@ -112,8 +112,6 @@ def _elsewhere(
         return
     problems += [why for _, _, why in held.failed]
     for record in held.records:
-        if names.layer_of(record.name) is not None:
-            continue
         entry = held.entries.get(record.key)
         if entry is not None or record.summary.keys() >= SUMMARY:
             yield record, record.summary if entry is None else entry.summary()

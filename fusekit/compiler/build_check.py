@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from fusekit.compiler.build import BuildReport, Progress, execute, plan_build, select, trust
 from fusekit.compiler.explain import check_usable
 from fusekit.compiler.identity import Identity
+from fusekit.compiler.resolve import layer_builds
 from fusekit.errors import IntegrityError, StoreError, ToolchainError
 from fusekit.share.lock_folder import Change, compared
 from fusekit.spec import find
@@ -79,9 +80,12 @@ def check_build(
         store = Store(Path(folder))
         report = execute(plan_build(wanted, store, identity), store, jobs, progress, executor=executor)
         entries = {(row.name, row.arch): store.find_entry(row.key) for row in (*report.built, *report.hits)}
-    built = {where: Build.of(label, entry) for where, entry in entries.items() if entry is not None}
+        built = {where: Build.of(label, entry) for where, entry in entries.items() if entry is not None}
+        records = layer_builds(store, wanted, {where: (build,) for where, build in built.items()})
     failed = {(row.name, row.arch) for row in report.failed}
     asked = {(spec.full_name, spec.arch) for spec in wanted} if targets else listed
+    asked |= listed & {*records}
+    built |= {where: build for where, (build,) in records.items()}
     return Checked(*compared(lock, built, asked - failed), report)
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from fusekit.compiler.explain import check_usable
@@ -90,8 +91,7 @@ def resolve(store: Store, specs: Sequence[Spec], project: Project, before: Lock 
         missing += [Missing(*where, label, None) for label in unknown]
         if builds:
             kernels[where] = tuple(sorted(builds))
-    for where, layer_builds in _layers(store, specs, kernels, before).items():
-        kernels[where] = layer_builds
+    kernels |= layer_builds(store, specs, kernels, {} if before is None else before.kernels)
     labels = {build.toolchain for builds in kernels.values() for build in builds}
     tables = {arch: store.tuning_tables(arch) for arch in sorted({spec.arch for spec in specs})}
     lock = Lock(
@@ -106,11 +106,12 @@ def resolve(store: Store, specs: Sequence[Spec], project: Project, before: Lock 
     return Resolved(lock, tuple(missing), tuple(left_out))
 
 
-def _layers(
-    store: Store, specs: Sequence[Spec], kernels: Mapping[Where, tuple[Build, ...]], before: Lock | None
+def layer_builds(
+    store: Store, specs: Iterable[Spec], kernels: Mapping[Where, tuple[Build, ...]],
+    listed: Mapping[Where, tuple[Build, ...]] = MappingProxyType({}),
 ) -> dict[Where, tuple[Build, ...]]:  # fmt: skip
-    """The records of the layers of `specs`, for each toolchain whose kernels are listed: those of the store, or of
-    `before` where that lists the same kernels.
+    """The records of the layers of `specs`, for each toolchain whose kernels are in `kernels`: those of the store, or
+    of `listed`, a lock before, where that lists the same kernels.
     """
     layers: dict[Where, tuple[Build, ...]] = {}
     for name, arch in sorted({(f"{layer.file}/{layer.name}", spec.arch) for spec in specs
@@ -120,7 +121,6 @@ def _layers(
         records = [record] if (record := store.find_name(*where)) is not None else []
         records += [each for record in records for each in store.candidates(record)[1:]]
         found: dict[str, Build] = {}
-        listed = {} if before is None else before.kernels
         for build in listed.get(where, ()):
             if all(_of(kernels, part, build.toolchain) == _of(listed, part, build.toolchain) for part in parts):
                 found[build.toolchain] = build

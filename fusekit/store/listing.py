@@ -65,7 +65,7 @@ class Build(NamedTuple):
 
 class Row(NamedTuple):  # a listing has thousands, and dataclasses are slower
     """A name and its kernel. bytes: of the cubin. registers, spill_bytes: None if the entry has none. root: path of the
-    root that has the name. part_of: `file/layer` for a kernel of a layer of a model, else None. toolchain,
+    root that has the name. part_of: `file/layer` for a kernel or the record of a layer, else None. toolchain,
     lowest_driver: as in `Build`. candidates: the newest build of each other cubin format that computes the same.
     """
 
@@ -86,7 +86,9 @@ class Row(NamedTuple):  # a listing has thousands, and dataclasses are slower
     def of(cls, record: NameRecord | Brief, summary: Mapping[str, Any], root: Path) -> Row:
         """The row of `record`. summary: of its entry; see `Entry.summary`."""
         resources = summary["registers"], summary["spill_bytes"]
-        whole = record.name.partition("@")[0].rpartition(".")[0] if names.is_of_layer(record) else None
+        whole = names.layer_of(record.name)
+        if whole is None and names.is_of_layer(record):
+            whole = record.name.partition("@")[0].rpartition(".")[0]
         kernel = record.name, record.arch, record.key, summary["cubin_sha256"], summary["bytes"]
         return cls(*kernel, *resources, root, whole, *Build.of(record.key, summary)[3:])
 
@@ -135,11 +137,11 @@ def recorded(root: Root, pattern: str, arch: str | None = None) -> list[tuple[st
     return sorted(matching)
 
 
-def overview(roots: Sequence[Root], pattern: str, arch: str | None) -> Overview:
+def overview(roots: Sequence[Root], pattern: str, arch: str | None, *, layers: bool = False) -> Overview:
     """As `search`, with the summaries of entries, for display: neither entries nor specs are parsed."""
     problems = _Problems()
     rows = []
-    for brief, root in _search(roots, pattern, arch, Root.brief, problems):
+    for brief, root in _search(roots, pattern, arch, Root.brief, problems, layers):
         try:
             summary = _summary(roots, brief)
         except (IntegrityError, StoreError) as error:

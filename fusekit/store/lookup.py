@@ -234,9 +234,11 @@ class Lookup:
                 break
         return dict(sorted(paths.items()))
 
-    def overview(self, pattern: str = "*", arch: str | None = None) -> Overview:
-        """The kernels that `pattern` matches, with size and registers of each; see `Row`."""
-        return listing.overview(self.roots, pattern, arch)
+    def overview(self, pattern: str = "*", arch: str | None = None, *, layers: bool = False) -> Overview:
+        """The kernels that `pattern` matches, with size and registers of each; see `Row`. layers: with the records of
+        layers.
+        """
+        return listing.overview(self.roots, pattern, arch, layers=layers)
 
     def absent(self) -> tuple[str, ...]:
         """Why read-only roots are not stores, one text for each: most often a file system is not mounted."""

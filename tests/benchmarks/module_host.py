@@ -4,8 +4,9 @@
     FUSEKIT_STORE=STORE python tests/benchmarks/run.py module_host [--tokens 1 16 128] [--stand-in]
 
 Prints JSON, microseconds, medians: `bound` and `module` for an inference (`inference`) and for a forward and a backward
-pass together (`training`); `driver`, the driver's calls of the bound passes alone; `bare`, the bound passes of a training in a torch.autograd.Function that does nothing else
-but allocate the same tensors: what PyTorch itself costs; and `first`: seconds from an imported PyTorch with one matmul
+pass together (`training`); `driver`, the driver's calls of the bound passes alone; `bare`, the bound passes of a
+training in a torch.autograd.Function that does nothing else but allocate the same tensors: what PyTorch itself costs;
+and `first`: seconds from an imported PyTorch with one matmul
 done to the end of a first forward and backward pass. `--stand-in` takes a driver that launches nothing and tensors of
 the CPU, to compare two versions on a machine without a GPU.
 """

@@ -5,8 +5,9 @@
 
 Prints JSON; times are medians in microseconds. `kernel`: a call of the layer's fc2 at `known` rows; at `count` other
 numbers of rows, each for the first time (`first`); the last 100 of those (`late`), and the first 100 once more, which
-are no longer kept by then where `count` is large (`again`). `forward`, `backward`: a layer's passes at `known` tokens
-and at `count` others in random order, each for the first time (`first`). `equal`: the first forward pass of each of 48
+are no longer kept by then where `count` is large (`again`). `forward`, `backward`: a layer's passes at `known` tokens,
+at half as many with tensors, kept and scratch memory elsewhere each time (`moved`), and at `count` other numbers of
+tokens in random order, each for the first time (`first`). `equal`: the first forward pass of each of 48
 more layers of the same spec. `memory`: how many kernels were loaded, and the bytes of their code.
 `--stand-in`: see module_host.
 """
@@ -73,21 +74,25 @@ def layer_costs(layers, count, new, wait, stream):
     }
     read = [name for name in layer.inputs("backward") if name in given]
 
-    def forward(count, of=layer):
-        of.forward(**{**given, "x": given["x"][:count]}, y=y[:count], kept=kept, scratch=scratch, stream=stream)
+    def forward(count, of=layer, at=0):
+        memory, cut = {"kept": kept[256 * at :], "scratch": scratch[256 * at :]}, slice(at, at + count)
+        of.forward(**{**given, "x": given["x"][cut]}, y=y[cut], **memory, stream=stream)
 
-    def backward(count):
-        cut = {name: given[name][:count] if name == "x" else given[name] for name in read}
-        gradients = {**outputs, "dx": outputs["dx"][:count]}
-        layer.backward(dy=dy[:count], **cut, **gradients, kept=kept, scratch=scratch, stream=stream)
+    def backward(count, at=0):
+        memory, cut = {"kept": kept[256 * at :], "scratch": scratch[256 * at :]}, slice(at, at + count)
+        tensors = {name: given[name][cut] if name == "x" else given[name] for name in read}
+        gradients = {**outputs, "dx": outputs["dx"][cut]}
+        layer.backward(dy=dy[cut], **tensors, **gradients, **memory, stream=stream)
 
     costs = {}
     # A backward pass reads what the forward pass of as many tokens has kept.
-    for name, call, before in (("forward", forward, lambda count: None), ("backward", backward, forward)):
+    for name, call, before in (("forward", forward, lambda count, at=0: None), ("backward", backward, forward)):
         before(MOST)
         call(MOST)
         known = median(call, [MOST] * 100, wait, before)
-        costs[name] = {"known": known, "first": median(call, tokens, wait, before)}
+        half = MOST // 2
+        moved = median(lambda at: call(half, at=at), range(1, 300), wait, lambda at: before(half, at=at))
+        costs[name] = {"known": known, "moved": moved, "first": median(call, tokens, wait, before)}
     return costs | {"equal": median(lambda other: forward(MOST, other), layers[1:], wait)}
 
 

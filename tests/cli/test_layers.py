@@ -54,9 +54,15 @@ def test_a_layer_means_its_kernels(store):
 
 
 def test_ls_says_of_which_layer_a_kernel_is(fusekit, store):
-    assert listed(fusekit, "model/moe") == NAMES
-    rows = {row["name"]: row["part_of"] for row in fusekit("ls", "--json").json}
-    assert rows == dict.fromkeys(NAMES, "model/moe") | {"model/fc1@one": None, "model/moe-fc1@one": None}
+    record = layer_record("model/moe")
+    assert sorted(listed(fusekit, "model/moe")) == sorted([*NAMES, record])
+    rows = {row["name"]: row for row in fusekit("ls", "--json").json}
+    assert {name: row["part_of"] for name, row in rows.items()} == (
+        dict.fromkeys([*NAMES, record], "model/moe") | {"model/fc1@one": None, "model/moe-fc1@one": None}
+    )
+    entry, document = store.load(rows[record]["key"])
+    assert (rows[record]["bytes"], rows[record]["registers"]) == (len(document), None)
+    assert rows[record]["cubin_sha256"] == entry.cubin_sha256
     text = fusekit("ls").out.splitlines()
     assert "PART OF" in text[0]
     assert text[-1].endswith("model/moe") or text[-1].startswith("model/moe-fc1@one")
@@ -144,13 +150,13 @@ def test_a_layer_moves_between_stores(fusekit, store, tmp_path):
     remote = str(tmp_path / "remote")
     assert fusekit("push", remote, "model/moe", "--json").json["names"] == len(NAMES) + 1
     fusekit("push", remote, "model/fc1")
-    assert listed(fusekit, "model/moe", "--from", remote) == NAMES
+    assert sorted(listed(fusekit, "model/moe", "--from", remote)) == sorted([*NAMES, layer_record("model/moe")])
     assert fusekit("show", "model/moe", "--from", remote, "--json").json["missing"] == []
     assert fusekit("pull", remote, "model/moe", "--json", **other).json["names"] == len(NAMES) + 1
     assert json.loads(fusekit("ls", "--json", **other).out)[0]["name"] == NAMES[0]
     bundle = str(tmp_path / "moe.tar")
     assert fusekit("export", bundle, "model/moe", "--json").json["names"] == len(NAMES) + 1
-    assert listed(fusekit, "model/moe", "--from", bundle) == NAMES
+    assert len(listed(fusekit, "model/moe", "--from", bundle)) == len(NAMES) + 1
     assert fusekit("show", "model/moe", "--from", bundle, "--json").json["name"] == "model/moe"
     third = {"FUSEKIT_STORE": str(tmp_path / "third")}
     fusekit("import", bundle, **third)

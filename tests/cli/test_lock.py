@@ -12,6 +12,7 @@ from fusekit.compiler.toolchain import distributions
 from fusekit.spec.catalog import packaged_folder
 from fusekit.store.entries import toolchain_label
 from fusekit.store.lockfile import Lock, lock_file, read_lock
+from fusekit.store.names import layer_record
 from tests.servers import ANEW
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
@@ -170,3 +171,24 @@ arguments.y = { role = "output", shape = ["M", "N"] }
     failed = fusekit("build", "own.toml", "quickstart/linear", "--dry-run", "--json", code=1).json
     assert [row["name"] for row in failed["failed"]] == ["own/twice@base"]
     assert [row["name"] for row in failed["would_build"]] == ["quickstart/linear@128x128-c2x1"]
+
+
+@pytest.mark.soak("builds a layer of twenty kernels")
+def test_the_records_of_layers_are_locked(fusekit, tmp_path):
+    folder, record = tmp_path / "cache_manifests", layer_record("layer/moe")
+    folder.mkdir()
+    written = fusekit("lock", "layer", "--write", "--json").json
+    (path,) = map(Path, written["written"])
+    assert record in written["same"] and not written["changed"] and not written["missing"]
+    ((build,),) = (builds for (name, _), builds in read_lock(path).kernels.items() if name == record)
+    (listed,) = (row for row in fusekit("ls", "layer", "--json").json if row["name"] == record)
+    assert (build.key, build.cubin_sha256) == (listed["key"], listed["cubin_sha256"])
+
+    document = json.loads(path.read_text())
+    document["kernels"][ARCH][record][LABEL]["cubin_sha256"] = "0" * 64
+    path.write_text(json.dumps(document))
+    assert [row["name"] for row in fusekit("lock", "layer", "--json", code=1).json["changed"]] == [record]
+    del document["kernels"][ARCH][record]  # a lock of before
+    path.write_text(json.dumps(document))
+    before = fusekit("lock", "layer", "--json").json
+    assert before["same"] == [name for name in written["same"] if name != record]

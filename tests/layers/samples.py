@@ -83,7 +83,8 @@ def library(root: Path, options: Options, variants: int = 1) -> tuple[Library, F
         for part, record in layer_records.items()
         for number in range(variants)
     }
-    cubin = cubin_of(*(record.symbol for record in layer_records.values()))
+    launches = {step.symbol: step for record in layer_records.values() for step in record.launches}
+    cubin = cubin_of(*launches)
     for (part, number), record in layer_records.items():
         fields = {"arch": record.arch, "spec": f"{part}{number or ''}"}
         entry = Entry(
@@ -97,10 +98,9 @@ def library(root: Path, options: Options, variants: int = 1) -> tuple[Library, F
         columns, warps = 128 + 32 * number, 8 << number
         spec |= {"tile": [128, columns], "cluster": [1, 1]} if gemm else {"warps": warps}
         name = f"{options.file}/{options.name}.{part}@{f'128x{columns}-c1x1' if gemm else f'w{warps}'}"
-        store.publish_name(NameRecord(name, record.arch, entry.key, spec, {}))
+        defaults = {scalar.name: 1.0 for scalar in record.scalars if scalar.dtype == "f32"}
+        store.publish_name(NameRecord(name, record.arch, entry.key, spec, defaults))
     _publish(store, options, variants)
-    kernels = {
-        record.symbol: [(each.offset, each.size) for each in record.parameters] for record in layer_records.values()
-    }
+    kernels = {symbol: [(each.offset, each.size) for each in step.parameters] for symbol, step in launches.items()}
     fake = FakeDriver(symbol="", others=kernels)
     return Library(store, Driver(fake)), fake

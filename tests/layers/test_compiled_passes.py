@@ -11,10 +11,12 @@ from fusekit.abi.expr import evaluate
 from fusekit.abi.symbolic import NotCompiledError, Writer
 from fusekit.errors import ArgumentError
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE
+from fusekit.spec import find
 from tests.cabi.layers import with_ladders
 from tests.layers import samples
 from tests.layers.test_layer import TYPES
 from tests.plan.test_layer_program import CASES, options
+from tests.records import read_plan
 from tests.runtime.samples import Torchlike
 
 SMALL, CALLS = 99, 60
@@ -53,21 +55,30 @@ def rich(record):
 
 @pytest.fixture(scope="module")
 def layers(tmp_path_factory):
-    """Layers whose kernels change after `SMALL` tokens, each with its fake driver."""
-    got, simple = {}, samples.records
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(samples, "records", lambda table: {part: rich(each) for part, each in simple(table).items()})
-        for name in ("gpt-oss", "deepseek", "fp8-choices"):
-            table = replace(options(**CASES[name]), name=name)
+    """Makes a layer whose kernels change after `SMALL` tokens, with its fake driver."""
+    simple = samples.records
+
+    def made(name):
+        with pytest.MonkeyPatch.context() as patch:
+            table = replace(options(**CASES[name]), name=name) if name in CASES else built()[0]
+            rich_records = {part: rich(each) for part, each in simple(table).items()} if name in CASES else built()[1]
+            patch.setattr(samples, "records", lambda table: rich_records)
             library, fake = samples.library(tmp_path_factory.mktemp(name), table, variants=2)
-            by_part = {}
-            for listed in library.store.names(f"layers/{name}"):
-                by_part.setdefault(listed.record.name.partition("@")[0].rpartition(".")[2], []).append(
-                    listed.record.name
-                )
-            layer = library.layer(f"layers/{name}")
-            got[name] = with_ladders(library, layer, lambda part, tokens, by=by_part: by[part][tokens > SMALL]), fake
-    return got
+        by_part = {}
+        for listed in library.store.names(f"{table.file}/{table.name}"):
+            part = listed.record.name.partition("@")[0].rpartition(".")[2]
+            by_part.setdefault(part, []).append(listed.record.name)
+        layer = library.layer(f"{table.file}/{table.name}")
+        return with_ladders(library, layer, lambda part, tokens: by_part[part][tokens > SMALL]), fake
+
+    return made
+
+
+def built():
+    """A packaged layer, and the records of its kernels as they are built."""
+    worker = pytest.importorskip("fusekit.compiler.worker")
+    specs = {spec.name.partition("@")[0].partition(".")[2]: spec for spec in find(["layer"]) if "." in spec.name}
+    return next(iter(specs.values())).layer, {part: read_plan(worker.plan(spec)) for part, spec in specs.items()}
 
 
 def launched(fake, call):
@@ -106,9 +117,11 @@ def call(layer, which, rng, tokens, outputs, wide):
     return given
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "deepseek", "fp8-choices"])
+@pytest.mark.parametrize(
+    "name", ["gpt-oss", "deepseek", "fp8-choices", pytest.param("built", marks=pytest.mark.soak("reads 20 kernels"))]
+)
 def test_any_tokens_at_any_addresses_launch_what_is_bound(layers, monkeypatch, name):
-    (layer, fake), rng = layers[name], random.Random(name)
+    (layer, fake), rng = layers(name), random.Random(name)
     bound = []
     bind_moving = type(layer)._bind_moving
     monkeypatch.setattr(type(layer), "_bind_moving", lambda *args: bound.append(1) or bind_moving(*args))
