@@ -92,7 +92,7 @@ class Writer:
         return self._named(operator, operands, bounds)
 
     def _product(self, operands: list[Value], bounds: tuple[int, int]) -> Value:
-        """Of numbers, and of variables that may be products themselves."""
+        """The product of numbers, and of variables that may be products themselves."""
         factor, variables = 1, list[str]()
         for operand in operands:
             times, base = (operand, "") if isinstance(operand, int) else self._products.get(operand, (1, operand))

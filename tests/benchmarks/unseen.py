@@ -18,6 +18,7 @@ import random
 import statistics
 import sys
 import time
+from functools import partial
 
 import torch
 
@@ -74,7 +75,7 @@ def layer_costs(layers, count, new, wait, stream):
     }
     read = [name for name in layer.inputs("backward") if name in given]
 
-    def forward(count, of=layer, at=0):
+    def forward(count, at=0, of=layer):
         memory, cut = {"kept": kept[256 * at :], "scratch": scratch[256 * at :]}, slice(at, at + count)
         of.forward(**{**given, "x": given["x"][cut]}, y=y[cut], **memory, stream=stream)
 
@@ -90,10 +91,9 @@ def layer_costs(layers, count, new, wait, stream):
         before(MOST)
         call(MOST)
         known = median(call, [MOST] * 100, wait, before)
-        half = MOST // 2
-        moved = median(lambda at: call(half, at=at), range(1, 300), wait, lambda at: before(half, at=at))
+        moved = median(partial(call, MOST // 2), range(1, 300), wait, partial(before, MOST // 2))
         costs[name] = {"known": known, "moved": moved, "first": median(call, tokens, wait, before)}
-    return costs | {"equal": median(lambda other: forward(MOST, other), layers[1:], wait)}
+    return costs | {"equal": median(lambda other: forward(MOST, of=other), layers[1:], wait)}
 
 
 def main():

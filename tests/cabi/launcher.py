@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,10 @@ def compile_shared(
     return build(folder, generate(kernels, prefix), prefix, language, options)
 
 
+FLAGS = "FUSEKIT_TEST_C_FLAGS"
+"""Variable with more options of the compiler, such as those of sanitizers."""
+
+
 def build(
     folder: Path, texts: Mapping[str, str], prefix: str, language: str = "c11", options: Sequence[str] = ("-O1",)
 ) -> Path:
@@ -55,7 +60,7 @@ def build(
         (folder / name).write_text(text)
     shared = folder / f"{prefix}-{language}.so"
     command = [
-        compiler, *standard, *WARNINGS, *options, "-fPIC", "-shared", "-o", shared, folder / f"{prefix}.c", "-ldl",
+        compiler, *standard, *WARNINGS, *options, *os.environ.get(FLAGS, "").split(), "-fPIC", "-shared", "-o", shared, folder / f"{prefix}.c", "-ldl",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -58,7 +58,7 @@ def layers(tmp_path_factory):
     """Makes a layer whose kernels change after `SMALL` tokens, with its fake driver."""
     simple = samples.records
 
-    def made(name):
+    def layer_of(name):
         with pytest.MonkeyPatch.context() as patch:
             table = replace(options(**CASES[name]), name=name) if name in CASES else built()[0]
             rich_records = {part: rich(each) for part, each in simple(table).items()} if name in CASES else built()[1]
@@ -71,7 +71,7 @@ def layers(tmp_path_factory):
         layer = library.layer(f"{table.file}/{table.name}")
         return with_ladders(library, layer, lambda part, tokens: by_part[part][tokens > SMALL]), fake
 
-    return made
+    return layer_of
 
 
 def built():
