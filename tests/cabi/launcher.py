@@ -60,7 +60,8 @@ def build(
         (folder / name).write_text(text)
     shared = folder / f"{prefix}-{language}.so"
     command = [
-        compiler, *standard, *WARNINGS, *options, *os.environ.get(FLAGS, "").split(), "-fPIC", "-shared", "-o", shared, folder / f"{prefix}.c", "-ldl",
+        compiler, *standard, *WARNINGS, *options, *os.environ.get(FLAGS, "").split(), "-fPIC", "-shared",
+        "-o", shared, folder / f"{prefix}.c", "-ldl",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
