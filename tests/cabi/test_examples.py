@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from fusekit.spec import find
 from tests.layers.samples import library
 from tests.records import read_record
 
-from .launcher import CUBIN, NO_DRIVER, complete
+from .launcher import CUBIN, complete
 from .layers import exported
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "c"
@@ -56,16 +57,38 @@ def layer(tmp_path_factory):
     for name, text in generate(kernels, "moe", [of_layer]).items():
         (folder / name).write_text(text)
     run(folder, "gcc", "-std=c11", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-c", "moe.c", "-o", "moe.o")
+    launches = [step for kernel in kernels for step in kernel.record.launches]
+    places = [[f"{each.offset} {each.size}" for each in step.parameters] for step in launches]
+    rows = [" ".join([step.symbol, *places]) for step, places in zip(launches, places, strict=True)]
+    (folder / "kernels.txt").write_text("\n".join(rows))
+    driver = [Path(__file__).parent / "stand_in.c", "-o", "libcuda.so.1"]
+    run(folder, "gcc", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", *driver)
     return folder
 
 
 no_driver = pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="it says that there is no driver")
 
 
-def run(folder, *command, status=0):
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+def run(folder, *command, status=0, **environment):
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, env=os.environ | environment
+    )
     assert done.returncode == status, done.stdout + done.stderr
     return done.stderr
+
+
+def launches_of_an_inference(folder, *command):
+    """Symbols of what a program launches, on a driver that does nothing."""
+    log = folder / "log"
+    log.unlink(missing_ok=True)
+    run(folder, *command, LD_LIBRARY_PATH=str(folder), STAND_IN_KERNELS="kernels.txt", STAND_IN_LOG="log")
+    return [line.split()[0] for line in log.read_text().splitlines() if not line.startswith("allocate")]
+
+
+@pytest.mark.parametrize("program", ["layer_ctypes.py", "rust/layer.rs"])
+def test_a_layer_takes_less_than_40_lines(program):
+    text = (EXAMPLES.parent / program).read_text()
+    assert text in (EXAMPLES.parents[1] / "docs" / "embedding.md").read_text() and len(text.splitlines()) < 40
 
 
 def test_a_layer_is_trained_in_c(layer):
@@ -81,7 +104,8 @@ def test_a_layer_is_launched_by_rust(layer):
     run(layer, "ar", "rcs", "libmoe.a", "moe.o")
     command = ["rustc", "--edition", "2021", "-L", ".", "-l", "static=moe", "-l", "dl", "-o", "of_rust"]
     run(layer, *command, EXAMPLES.parent / "rust" / "layer.rs")
-    assert "no NVIDIA driver" in run(layer, "./of_rust", status=NO_DRIVER)
+    assert "no NVIDIA driver" in run(layer, "./of_rust", status=101)
+    assert len(launches_of_an_inference(layer, "./of_rust")) == 6
 
 
 @no_driver
@@ -89,3 +113,4 @@ def test_a_layer_is_launched_by_ctypes(layer):
     run(layer, "gcc", "-shared", "moe.o", "-ldl", "-o", "moe.so")
     program = EXAMPLES.parent / "layer_ctypes.py"
     assert "no NVIDIA driver" in run(layer, sys.executable, "-S", program, "./moe.so", status=1)
+    assert len(launches_of_an_inference(layer, sys.executable, "-S", program, "./moe.so")) == 6
