@@ -26,7 +26,7 @@ def describe(store: Store, name: str, records: Sequence[NameRecord], root: str) 
 
     record = record_of(store, name, records[0].arch)
     options = LayerOptions(record.options)
-    rest = {**record.options, "weight_dtype": options.weights}
+    rest = {**record.options, "weight_dtype": options.projections}
     by_name = {each.name: each for each in records}
     ops = {part: _op(record, part, by_name) for part in record.parts}
     kernels = [(key, by_name.get(kernel.name)) for key, kernel in record.kernels.items()]

@@ -16,7 +16,7 @@ from fusekit.abi import evaluate
 from fusekit.errors import UsageError
 from fusekit.plan.activations import kind as kind_of
 from fusekit.plan.operations import OPERATIONS
-from fusekit.plan.quant import SIDE, Quant
+from fusekit.plan.quant import NONE, SIDE, Quant
 from fusekit.reference import group_sizes, offsets_of
 from fusekit.reference.inputs import RMS, bits
 from fusekit.reference.operands.gather import CHOICES
@@ -143,7 +143,7 @@ def _count(array: DeviceArray) -> int:
 
 def _exponents(spec: Mapping[str, Any], problem: Mapping[str, int]) -> dict[str, int]:
     """Powers of two by which inputs are scaled so that products have a spread of about 1."""
-    wgrad, fp8 = OPERATIONS[spec["op"]].reduces_rows, Quant.of(spec["quant"]).coded_inputs
+    wgrad, fp8 = OPERATIONS[spec["op"]].reduces_rows, Quant.of(spec["quant"]).inputs != NONE
     depth = problem["M"] / problem["E"] if wgrad else problem["K"]
     factor = "dy" if wgrad else "w"
     if fp8:  # FP8 values fill their range, scales are free

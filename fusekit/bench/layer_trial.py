@@ -23,7 +23,7 @@ from fusekit.plan.layer import Options, program
 from fusekit.plan.layer.options import LOGITS, MLP, X
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
 from fusekit.plan.operations import OPERATIONS
-from fusekit.plan.quant import NONE
+from fusekit.plan.quant import NONE, SIDE
 from fusekit.reference import POISON, decode, encode, held, poisoned
 from fusekit.reference import layer as definition
 from fusekit.runtime import DeviceArray
@@ -99,8 +99,10 @@ def weight_bytes(layer: Layer, tokens: int) -> int:
         keys = parts[step.part]
         if OPERATIONS[keys["op"]].gemm:
             matrices = chosen if OPERATIONS[keys["op"]].ragged else 1.0
-            element = DTYPES[keys.get("dtype", "bf16")].bytes if "quant" not in keys else 1
-            total += matrices * keys["problem"]["N"] * keys["problem"]["K"] * element
+            n, k = keys["problem"]["N"], keys["problem"]["K"]
+            size = n * k * (DTYPES[keys.get("dtype", "bf16")].bytes if "quant" not in keys else 1)
+            scales = 4 * -(-n // SIDE) * -(-k // SIDE) if "quant" in keys else 0
+            total += matrices * (size + scales)
     return round(total)
 
 

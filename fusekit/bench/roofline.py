@@ -48,10 +48,12 @@ def gemm_work(spec: Mapping[str, Any], *, rows: int, groups: int, busy: int, n: 
         scales = 4 * -(-rows // SIDE) * (n + k) if means.quant.coded_inputs else 0
         return Work(flops, size * moved + scales + weights * n * k + sums * n, 2.0 / size)
     gated = means.activation.gated
-    factors, moved, rate = size * (read * k + busy * n * k), 0, 2.0 / size
+    factors, moved, rate = size * read * k + DTYPES[means.factors[1]].bytes * busy * n * k, 0, 2.0 / size
     single = rows if means.operands["row_scale"] else 0  # float32 numbers
     if means.quant.coded_inputs:
         single += _scales(means.quant, rows, busy, n, k)
+    elif means.quant.weights_alone:
+        single += busy * -(-n // SIDE) * -(-k // SIDE)
     if means.activation.backward:
         width = 2 * n if gated else n
         moved += (1 + means.quant.wide) * rows * width + (rows * n if means.operands["recompute"] else 0)

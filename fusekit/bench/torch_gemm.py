@@ -116,6 +116,8 @@ class Unfused:
         if Quant.of(self.spec["quant"]).coded_inputs:
             return self._scaled_product()
         x, w = self._t["x"], self._t["w"]
+        if Quant.of(self.spec["quant"]).weights_alone:
+            w = self._dequantised(w, x.dtype)
         w = w.transpose(-1, -2) if self.spec["b_major"] == "k" else w
         if not self._grouped:
             return torch.mm(x, w)
@@ -134,8 +136,7 @@ class Unfused:
         dtype = DTYPES[self.spec["dtype"]]
         if quant.by_block:
             x = (x.float() * x_s.T.repeat_interleave(SIDE, 1)[:, : x.shape[1]]).to(dtype)
-            scale = w_s.repeat_interleave(SIDE, -2)[..., : w.shape[-2], :]
-            w = (w.float() * scale.repeat_interleave(SIDE, -1)[..., : w.shape[-1]]).to(dtype).transpose(-1, -2)
+            w = self._dequantised(w, dtype).transpose(-1, -2)
             return torch._grouped_mm(x, w, offs=self._t["offsets"]) if grouped else torch.mm(x, w)
         if quant.inputs != ROW:
             x_s = x_s.expand(x.shape[0]).contiguous()
@@ -145,6 +146,11 @@ class Unfused:
         if grouped:
             return torch._scaled_grouped_mm(x, w, x_s, w_s, offs=self._t["offsets"], **options)
         return torch._scaled_mm(x, w, x_s[:, None], w_s[None], **options)
+
+    def _dequantised(self, w: Tensor, dtype: Any) -> Tensor:
+        """FP8 weights times their scales of 128 x 128."""
+        scale = self._t["w_s"].repeat_interleave(SIDE, -2)[..., : w.shape[-2], :]
+        return (w.float() * scale.repeat_interleave(SIDE, -1)[..., : w.shape[-1]]).to(dtype)
 
     def _weight_gradient(self) -> Tensor:
         dy, x = self._t["dy"], self._t["x"]

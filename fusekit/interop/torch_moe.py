@@ -20,7 +20,8 @@ from fusekit.library import default_library
 _HOLDERS: WeakSet[MoE] = WeakSet()  # modules that hold their weights in FP8
 _MORE = {"logits": ("logits",), "choices": ("indices", "weights")}  # arguments of a call after x, by router.input
 _BIASES = ("b1", "b2", "router_bias", "expert_bias")
-_EXPERTS = ("w1", "w2", "b1", "b2")  # a rank has those of its own experts
+_NAN = 0x7F  # of e4m3, without its sign
+_EXPERTS = ("w1", "w2", "b1", "b2", "w1_s", "w2_s")  # a rank has those of its own experts
 
 
 class MoE(nn.Module):  # type: ignore[misc]
@@ -31,7 +32,8 @@ class MoE(nn.Module):  # type: ignore[misc]
 
     The layouts of weights are the layer's, as its spec says: w1 [X, N, H] and w2 [X, H, I], or with `b_major = "n"`
     w1 [X, H, N] and w2 [X, I, H]; N = 2I for a gated activation. So a checkpoint loads as it is. A dense projection
-    that a checkpoint has as `gate_proj` and `up_proj`, such as the shared expert's, is joined while it is loaded.
+    that a checkpoint has as `gate_proj` and `up_proj`, such as the shared expert's, is joined while it is loaded, and
+    experts that it has one by one are stacked. With `weights = "fp8-block"` an FP8 checkpoint loads with its scales.
 
     `forward` has the arguments of a call. The loss of a layer with `router.aux_loss` is already multiplied by
     `aux_coefficient`. Under autocast, x and the parameters are cast to the layer's dtype. The first call for a count of
@@ -115,6 +117,11 @@ class MoE(nn.Module):  # type: ignore[misc]
         with torch.no_grad():
             for name, path in self.names.items():
                 tensor = at(self, path)
+                if name.endswith("_s"):
+                    continue
+                if tensor.dtype == DTYPES["e4m3"]:
+                    _any_fp8(tensor, at(self, self.names[f"{name}_s"]))
+                    continue
                 across = -2 if options.b_major == "n" and name in ("w1", "w2") else -1
                 bound = float(tensor.shape[across]) ** -0.5
                 tensor.zero_() if name in _BIASES else tensor.uniform_(-bound, bound)
@@ -280,8 +287,16 @@ def default_names(layer: Layer) -> dict[str, str]:
     known |= {"expert_bias": "gate.e_score_correction_bias"}
     known |= {"shared_w1": f"shared_experts.{first}.weight", "shared_w2": "shared_experts.down_proj.weight"}
     known |= {"shared_gate": "shared_expert_gate.weight"}
-    there = {*operator.parameters, *({"expert_bias"} & set(operator.inputs))}
+    known |= {f"{name}_s": f"{known[name]}_scale_inv" for name in ("w1", "w2", "shared_w1", "shared_w2")}
+    there = {*operator.parameters, *(({"expert_bias"} | {f"{name}_s" for name in known}) & set(operator.inputs))}
     return {name: path for name, path in known.items() if name in there}
+
+
+def _any_fp8(tensor: Any, scales: Any) -> None:
+    """Fills FP8 weights with any values, which scales bring within 1 / sqrt(elements of their sums)."""
+    codes = tensor.view(torch.uint8).random_(0, 254)
+    codes.add_((codes >= _NAN).to(torch.uint8))  # none of NaN
+    scales.fill_(float(tensor.shape[-1]) ** -0.5 / torch.finfo(tensor.dtype).max)
 
 
 def _count(total: Any, device: Any) -> Any:
@@ -347,15 +362,22 @@ def at(module: Any, path: str) -> Any:
 
 
 def _join(module: MoE, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Makes one dense projection of the two that a checkpoint may have; takes a rank's share of all experts."""
+    """Makes one dense projection of the two that a checkpoint may have, and one tensor of experts that it has apart;
+    takes a rank's share of all experts. Raises ArgumentError for weights that are not in FP8 where the layer's are.
+    """
     options, ranks = module.layer.options, getattr(module.layer, "ranks", None)
+    if options.experts and options.b_major == "k":
+        _stack(module, state, prefix)
+    _check_fp8(module, state, prefix)
     if ranks is not None:
         for name in _EXPERTS:
             path = prefix + module.names.get(name, "")
             if path in state and state[path].shape[:1] == (options.experts,):
                 state[path] = state[path][ranks.rank * options.local :][: options.local]
     layout = module.layer.options.glu_layout
-    names = ["shared_w1", *(("w1", "b1") if module.layer.options.b_major == "k" else ())]
+    if not _joins(options):
+        return
+    names = ["shared_w1", "shared_w1_s", *(("w1", "b1", "w1_s") if module.layer.options.b_major == "k" else ())]
     for name in names:
         path = prefix + module.names.get(name, "")
         whole, _, end = path.rpartition(".")
@@ -363,6 +385,53 @@ def _join(module: MoE, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         gate, up = f"{folder}gate_proj.{end}", f"{folder}up_proj.{end}"
         if whole != folder and path not in state and gate in state and up in state:
             state[path] = joined(state.pop(gate), state.pop(up), layout)
+
+
+def _stack(module: MoE, state: dict[str, Any], prefix: str) -> None:
+    """One tensor of all experts' weights, or scales, where a checkpoint has each by itself: `experts.0.up_proj.weight`
+    and so on. No arithmetic.
+    """
+    options = module.layer.options
+    for name in _EXPERTS:
+        path = prefix + module.names.get(name, "")
+        if name not in module.names or path in state:
+            continue
+        folder, _, last = path.rpartition(".")
+        projection = last.removesuffix("_scale_inv").removesuffix("_bias")
+        end = {"w": "weight", "b": "bias"}[name[0]] + ("_scale_inv" if name.endswith("_s") else "")
+        parts = ["gate_proj", "up_proj"] if projection == "gate_up_proj" else [projection]
+        if len(parts) > 1 and not _joins(options):
+            continue
+
+        keys = [[f"{folder}.{expert}.{part}.{end}" for part in parts] for expert in range(options.experts)]
+        if all(key in state for each in keys for key in each):
+            given = ([state.pop(key) for key in each] for each in keys)
+            state[path] = torch.stack([_one(each, options.glu_layout) for each in given])
+
+
+def _one(parts: list[Any], layout: str) -> Any:
+    """The tensor, or that of gate and up."""
+    return joined(parts[0], parts[1], layout) if len(parts) > 1 else parts[0]
+
+
+def _joins(options: Any) -> bool:
+    """Whether gate and up of a checkpoint make one tensor: a scale belongs to rows of one of them, so FP8 weights have
+    them one after the other.
+    """
+    return bool(options.weights == "none" or options.glu_layout == "concat")
+
+
+def _check_fp8(module: MoE, state: dict[str, Any], prefix: str) -> None:
+    """Raises ArgumentError for a checkpoint's weights that PyTorch would cast to FP8, without scales."""
+    for name, path in module.names.items():
+        wanted, tensor = at(module, path).dtype, state.get(prefix + path)
+        if wanted == DTYPES["e4m3"] and tensor is not None and tensor.dtype != wanted:
+            raise ArgumentError(
+                f"{prefix}{path} is {tensor.dtype}; {module.layer.name} has weights = "
+                f'"{module.layer.options.weights}" and reads {wanted} of an FP8 checkpoint, with scales; load such a'
+                ' one, or build the layer with recipe = "fp8-block" instead of weights, which quantises',
+                argument=name,
+            )
 
 
 def joined(gate: Any, up: Any, layout: str) -> Any:

@@ -34,8 +34,13 @@ class LayerOptions:
 
     @property
     def weights(self) -> str:
+        """How the projections' weights lie in memory; "none" in records from before there was another way."""
+        return str(self._table.get("weights", "none"))
+
+    @property
+    def projections(self) -> str:
         """Type of the projections' weights."""
-        return str(self.weight_dtype or self.dtype)
+        return "e4m3" if self.weights != "none" else str(self.weight_dtype or self.dtype)
 
     @property
     def local(self) -> int:

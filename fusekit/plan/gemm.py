@@ -33,6 +33,7 @@ GATED_UNIT = 32  # columns of da whose gate and up a backward epilogue works on 
 BOX_WIDTHS = (64, 32, 16)  # columns of a staging box
 MIN_STAGES, MAX_STAGES = 3, 8
 SWAPPED_STAGES = 20  # at most, where tiles have few rows: what is in flight of w keeps memory busy
+FACTOR_REGISTERS = 32  # of a thread, for w in 16 bits
 EXCHANGE_PAD = 4  # float32 after each row of swapped products, so that a warp's stores meet no bank twice
 SEGMENT = SIDE // 2  # columns of a tile that have one scale of w, wherever the tile begins
 SCHEDULE_BYTES = 8  # of the workspace: two int32 of the dynamic schedule
@@ -127,6 +128,10 @@ class GemmPlan(Product):
         return self._accumulators(self.waves)
 
     def _accumulators(self, waves: int) -> int:
+        if self.quant.weights_alone:  # sums and products, which end before the epilogue; factors in registers
+            owners = 1 if self.pingpong else self.arch.consumer_warpgroups
+            sums = self.tile[0] * self.tile[1] // owners
+            return max(2 * sums, self.warpgroup_rows * self.tile[1]) // self.arch.warpgroup + FACTOR_REGISTERS
         multiplied = self.tile[0] if self.swapped else self.arch.mma_rows // waves if self.quant.promoted else 0
         return (self.warpgroup_rows + multiplied) * self.tile[1] // self.arch.warpgroup
 
@@ -235,7 +240,12 @@ class GemmPlan(Product):
     @property
     def stage_bytes(self) -> int:
         """Bytes of a stage: a tile of each operand."""
-        return (self.tile[0] + self.tile[1]) * self.arch.swizzle_bytes
+        return self.tile[0] * self.arch.swizzle_bytes + self.tile[1] * self.w_row_bytes
+
+    @property
+    def w_row_bytes(self) -> int:
+        """Bytes of a row of w in a stage."""
+        return self.arch.swizzle_bytes // self.element * self.w_element
 
     @property
     def tma_bytes(self) -> int:
@@ -351,18 +361,18 @@ class GemmPlan(Product):
         tile_m, tile_n = self.tile
         stage, ring = stages * self.arch.swizzle_bytes, self.ring_slots
         counts = [count for operand in self.operands for count in operand.barriers(self)]
-        exchange = 4 * tile_m * self.exchange_pitch * self.arch.consumer_warpgroups
+        exchange = 4 * tile_m * self.exchange_pitch * (self.arch.consumer_warpgroups if self.pingpong else 1)
         return SharedMemory(
             (
                 Region("x", stage * tile_m, 1024),
-                Region("w", stage * tile_n, 1024),
+                Region("w", stages * tile_n * self.w_row_bytes, 1024),
                 Region("staging", warp_bytes * self.consumer_warps, 1024),
                 *pipeline("stages", stages, self.stage_arrivals, self.reading_warps * self.cluster_size),
                 Region("tiles", ring * self.slot_bytes),
                 *pipeline("tiles", ring, 1, self.ring_readers),
                 *([barriers("barriers", *counts)] if counts else []),
                 *(region for operand in self.operands for region in operand.regions(self, stages)),
-                *([Region("exchange", exchange)] if self.swapped else []),
+                *([Region("exchange", exchange)] if self.exchanged else []),
             )
         )
 
@@ -429,6 +439,8 @@ class GemmPlan(Product):
                 width = SIDE  # a block has gates alone, or ups
             elif self.halved and self.quant.by_block:
                 width = SEGMENT
+            elif self.quant.weights_alone:
+                width = SIDE  # a scale is of gates alone, or of ups
         return {"N": self.vector, "K": self.vector} if self.wgrad else {"K": self.vector, str(self.width): width}
 
     @property

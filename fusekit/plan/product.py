@@ -65,17 +65,29 @@ class Product:
     @property
     def factors(self) -> tuple[str, str]:
         """Types of x and w; of grouped-wgrad, dy and x."""
+        if self.quant.weights_alone:
+            return self.dtype, W_FORMAT
         return (self.quant.x_format, W_FORMAT) if self.quant.coded_inputs else (self.dtype, self.dtype)
 
     @property
     def element(self) -> int:
-        """Bytes of an element of the factors."""
+        """Bytes of an element of the factors; of x, where w is FP8 values alone."""
         return DTYPES[self.factors[0]].bytes
 
     @property
     def vector(self) -> int:
-        """Elements of the factors in 16 bytes."""
-        return VECTOR_BYTES // self.element
+        """Elements of the factors in 16 bytes; of w, where they are more."""
+        return VECTOR_BYTES // self.w_element
+
+    @property
+    def w_element(self) -> int:
+        """Bytes of an element of w."""
+        return DTYPES[self.factors[1]].bytes
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether rows of w take the side of the MMA that has 64, so that products are turned before the epilogue."""
+        return self.swapped or self.quant.weights_alone
 
     @property
     def tile_k(self) -> int:

@@ -13,7 +13,8 @@ from fusekit.plan.quantise import AMAX, BLOCKS, LAYOUTS, MXFP8, SCALES, SQUARE, 
 from fusekit.plan.quantise import SIDE as SIDE
 
 NONE, TENSOR, ROW, BLOCK = "none", "fp8-tensor", "fp8-row", "fp8-block"
-RECIPES = (TENSOR, ROW, BLOCK)
+FP8_W = "fp8-weights"
+RECIPES = (TENSOR, ROW, BLOCK, FP8_W)
 OUTPUTS = (BLOCK, MXFP8, AMAX)
 X_FORMATS = ("e4m3", "e5m2")
 W_FORMAT = E4M3 = "e4m3"
@@ -22,8 +23,9 @@ ACCUMULATIONS = ("promoted", "fast")
 
 @dataclass(frozen=True, slots=True)
 class Quant:
-    """inputs: of the factors, "none" for those of the spec's dtype. x_format: type of x. accumulation: "promoted" where
-    float32 registers take over after every 128 of K, "fast" where one accumulator of the tensor cores has them all.
+    """inputs: of the factors, "none" for those of the spec's dtype; "fp8-weights": x has it, w is FP8 values. x_format:
+    type of x. accumulation: "promoted" where float32 registers take over after every 128 of K, "fast" where one
+    accumulator of the tensor cores has them all.
 
     out: what y or dz is stored as, "none" for its dtype; "amax": in its dtype, and of each group the largest number;
     keep: in its dtype too. scales: the rule of their scales. transpose: FP8 values along the tokens, too. x_blocks: of
@@ -98,8 +100,13 @@ class Quant:
 
     @property
     def coded_inputs(self) -> bool:
-        """Whether the factors of the product are FP8 values."""
-        return self.inputs != NONE
+        """Whether both factors of the product are FP8 values."""
+        return self.inputs not in (NONE, FP8_W)
+
+    @property
+    def weights_alone(self) -> bool:
+        """Whether w is FP8 values, with a scale for 128 x 128, and x is not."""
+        return self.inputs == FP8_W
 
     def canonical(self) -> str:
         """As a spec has it in JSON: each key of the table that is not its default, `in=fp8-row`; "none" for none."""

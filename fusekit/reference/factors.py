@@ -1,4 +1,15 @@
-"""Operands x and w as numbers: 16 bits as they are, FP8 values times their scales."""
+"""Operands x and w as numbers: 16 bits as they are, FP8 values times their scales.
+
+With ``in = "fp8-weights"`` x has 16 bits, and w is FP8 values with a float32 scale for each square of 128 x 128, as
+checkpoints have them:
+
+    z[m, n] = sum over blocks b of 128 of K:  w_s[n / 128, b] * sum over k in b:  x[m, k] w[n, k]
+
+A kernel makes bf16 of w, which is exact, and multiplies in float32; a product takes the blocks in the order of K, each
+sum from zero, in instructions of 16 of K each, and is its result times the scale, added with one rounding (fma). That
+order is the same in every kernel, so z[m] has the same bits whatever the other rows are. NaN is no value of a weight:
+kernels read its code as 480.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +54,10 @@ def x_values(means: Meaning, inputs: Mapping[str, Any], rows: NDArray[np.int64])
 
 def w_values(means: Meaning, inputs: Mapping[str, Any], w: Array, group: int, columns: Any) -> Array:
     """``columns`` of w[group] of w [E, N, K], float32 or (for FP8) float64 [columns, K]."""
-    if not means.quant.coded_inputs:
+    if not (means.quant.coded_inputs or means.quant.weights_alone):
         return values(w[group, columns], means.dtype)
     scale = need(inputs, "w_s", None).astype(np.float64)
-    if means.quant.by_block:
+    if means.quant.by_block or means.quant.weights_alone:
         blocks = scale.reshape(w.shape[0], *scale.shape[-2:])[group]
         scales = np.repeat(blocks[np.arange(w.shape[1])[columns] // SIDE], SIDE, axis=1)[:, : w.shape[2]]
     else:

@@ -61,7 +61,8 @@ def make_inputs(
     rng = np.random.default_rng(seed)
     groups = (E,) if means.grouped else ()
     # With FP8, the scales do it.
-    one_over_root_k = 0 if means.quant.coded_inputs else -round(0.5 * np.log2(max(K, 1) * RMS**4))
+    fp8 = means.quant.coded_inputs or means.quant.weights_alone
+    one_over_root_k = 0 if fp8 else -round(0.5 * np.log2(max(K, 1) * RMS**4))
     inputs: dict[str, Any] = {
         "x": bits((_rows(means, "x", M), K), means.factors[0], seed + 1),
         "w": bits(

@@ -16,7 +16,8 @@ which the counts are constants.
 Nothing here is rounded, and nothing is a kernel: the steps are those of the formulas above. With `recipe = "fp8-block"`
 each operand of a projection's GEMM, forward and backward, is rounded to bf16 and then quantised and dequantised:
 rows in blocks of 128 columns, weights in squares of 128, factors of a weight gradient in blocks of 128 rows of an
-expert (of a shared expert: of tokens). The derivative of that rounding counts as 1.
+expert (of a shared expert: of tokens). The derivative of that rounding counts as 1. With `weights = "fp8-block"` a
+weight is its FP8 value times the scale of its square of 128 x 128.
 """
 
 from __future__ import annotations

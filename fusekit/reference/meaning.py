@@ -30,7 +30,9 @@ class Meaning:
         self.activation = Activation(**keys["activation"])
         self.grouped = bool(operation.ragged)  # else all rows belong together
         self.quant = Quant.of(str(keys["quant"]))
-        self.factors = (self.quant.x_format, W_FORMAT) if self.quant.coded_inputs else (self.dtype, self.dtype)
+        self.factors = (self.dtype, W_FORMAT if self.quant.weights_alone else self.dtype)
+        if self.quant.coded_inputs:
+            self.factors = (self.quant.x_format, W_FORMAT)
         self.epilogue = FORWARD
         if operation.reduces_rows or self.activation.backward:
             self.epilogue = WGRAD if operation.reduces_rows else BACKWARD

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fusekit.plan.quant import FP8_W
 from fusekit.reference import activations, fp8, layouts, permutation, router
 from fusekit.reference.formats import Array, decode, encode, held
 from fusekit.reference.quantise import blocks
@@ -118,7 +119,7 @@ def gemm(keys: Keys, given: Given, dims: Dims) -> Results:
 def product(keys: Keys, given: Given) -> Results:
     dense = keys["op"] == "dense-gemm"
     rows = chosen(keys, given, "x")
-    if coded_factors(keys):
+    if coded_factors(keys) and keys["quant"].get("in") != FP8_W:
         rows = rows * spread(given["x_s"].T, 1)[:, : rows.shape[1]]
     bias = given.get("bias") if keys.get("bias") else None
     columns = given["w"].shape[-1 if keys.get("b_major", "k") == "n" else -2]

@@ -9,7 +9,7 @@ from fusekit.dtypes import DTYPES
 from fusekit.plan.activations import Kind, kind, kinds, no_gate
 from fusekit.plan.gemm import VECTOR_BYTES
 from fusekit.plan.operands import BACKWARD, WGRAD, operands
-from fusekit.plan.quant import BLOCK, NONE, RECIPES, SIDE, Quant
+from fusekit.plan.quant import BLOCK, SIDE, Quant
 from fusekit.plan.quantise import AMAX, MXFP8
 from fusekit.plan.tiles import refusals
 from fusekit.spec.fields import Broken
@@ -112,7 +112,7 @@ def _quant(spec: KernelSpec) -> list[Broken]:
     """Keys of the recipe that nothing is there for."""
     quant, usual = spec.quant, Quant()
     sides = (
-        ("in", quant.coded_inputs, NONE, RECIPES[-1], ("x_format", "accumulation", "x_blocks")),
+        ("in", quant.coded_inputs, quant.inputs, BLOCK, ("x_format", "accumulation", "x_blocks")),
         ("out", quant.coded, quant.out, BLOCK, ("transpose", "keep")),
         ("out", quant.by_blocks, quant.out, BLOCK, ("scales",)),
         ("out", quant.mx, quant.out, MXFP8, ("scale_layout", "group_alignment")),
@@ -146,7 +146,8 @@ def _problem(spec: KernelSpec) -> list[Broken]:
         size = spec.plan.element
         refusals += _aligned("problem.N", problem.N, "a row of dy", size)
         return refusals + _aligned("problem.K", problem.K, "a row of x", size)
-    refusals += _aligned("problem.K", problem.K, "a row of x", spec.plan.element)
+    factor = "w" if spec.plan.quant.weights_alone else "x"
+    refusals += _aligned("problem.K", problem.K, f"a row of {factor}", spec.plan.w_element)
     if spec.activation.backward and spec.glu_layout == "interleaved-32" and problem.N % 32:
         rule = "interleaved-32 alternates 32 gate and 32 up columns, so N = I is a multiple of 32"
         return [*refusals, ("problem.N", problem.N, f"{rule}; say {_near(problem.N, 32)}")]

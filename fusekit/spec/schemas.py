@@ -11,7 +11,7 @@ from fusekit.plan.arch import ARCHITECTURES
 from fusekit.plan.operands import fields as operand_fields
 from fusekit.plan.operations import OPERATIONS, Operation, Schema, operation
 from fusekit.plan.quant import Quant
-from fusekit.plan.tiles import default_mainloop
+from fusekit.plan.tiles import SWAPPED, default_mainloop
 from fusekit.spec.exchange import ExchangeSpec
 from fusekit.spec.extern import ExternSpec
 from fusekit.spec.fields import KERNEL_FIELDS, SWEEP_FIELDS, Field
@@ -72,8 +72,9 @@ def _make_gemm(stem: str, values: Mapping[str, Any], choice: Mapping[str, Any]) 
     problem = Problem(**({"E": groups} | values["problem"])) if values["problem"] else None
     tile = choice["tile"]
     quant = Quant.of(values["quant"])
-    shared = quant.promoted or quant.transpose
     arch = ARCHITECTURES[choice["arch"]]
+    shared = quant.promoted or quant.transpose
+    shared = shared or (quant.weights_alone and tile[0] not in arch.tile_rows[SWAPPED])
     mainloop = choice["mainloop"] or ("cooperative" if shared else default_mainloop(tile, arch))
     return KernelSpec(
         file=stem,

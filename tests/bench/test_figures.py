@@ -42,3 +42,9 @@ def test_weights_of_groups_without_rows_are_not_read():
     spec = gemm_spec().canonical()
     work = gemm_work(spec, rows=100, groups=8, busy=3, n=64, k=32)
     assert work == Work(2 * 100 * 64 * 32, 2 * (100 * 32 + 3 * 64 * 32 + 100 * 64))
+
+
+def test_fp8_weights_are_read_as_bytes_with_their_scales_and_multiplied_in_16_bits():
+    spec = gemm_spec(tile=(16, 64), quant="in=fp8-weights").canonical()
+    work = gemm_work(spec, rows=100, groups=8, busy=3, n=192, k=256)
+    assert work == Work(2 * 100 * 192 * 256, 2 * 100 * (256 + 192) + 3 * (192 * 256 + 4 * 2 * 2), 1.0)

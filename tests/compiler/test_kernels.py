@@ -42,6 +42,7 @@ FP8 = (
     "tensor-dswiglu@128x128-c2x1-dynamic", "row-dense@128x160-c2x1", "block@128x192-c2x1-coop-dynamic",
     "block@256x128-c1x2-dynamic", "block-dswiglu@128x128-c2x1-coop-dynamic", "row-promoted@128x192-c2x1-coop-dynamic",
     "wgrad-bf16@128x128-c1x2-coop", "wgrad-dense@128x192-c2x1-coop-dynamic",
+    "weights-swiglu-concat@16x128-c1x1-dynamic", "weights-swiglu-concat-many@128x128-c2x1-coop-dynamic",
 )  # fmt: skip
 CODED = [name for name in MATRIX if name.startswith("matrix_fp8_output/")]
 # Each way to store FP8 values, from each kind of factors, in each layout, and every operand that such a kernel may
@@ -100,7 +101,7 @@ CORE = (
     FC1, "matrix/whole-epilogue@128x128-c1x1", "matrix_backward/dense-wgrad-accumulate@256x128-c1x2-dynamic",
     "matrix_backward/wgrad-gather-dy@256x128-c2x1-dynamic", "matrix_fp8/wgrad-bf16@128x128-c1x2-coop",
     "deepseek-v3/moe-fp8.fc2-dgrad@128x128-c2x1-coop-dynamic", "matrix/few-rows-gathered@32x128-c1x1",
-    "matrix_fp8_output/dz-turned-kept-sums@128x128-c1x2-coop",
+    "matrix_fp8/weights-swiglu-concat@16x128-c1x1-dynamic", "matrix_fp8_output/dz-turned-kept-sums@128x128-c1x2-coop",
     "matrix_fp8_output/dz-mx-turned-bias@128x128-c1x2-coop-dynamic",
     "matrix_fp8_output/dz-amax-interleaved-32@128x128-c2x1-dynamic",
 )  # fmt: skip
@@ -181,7 +182,7 @@ def test_tensor_cores_multiply_what_tma_brings(built, spec):
     code = instructions(*loaded(built, spec))
     products = {item.opcode.partition(".F32")[0] for item in code if item.base in ("HGMMA", "QGMMA")}
     kind, depth = ("QGMMA", 32) if spec.plan.quant.coded_inputs else ("HGMMA", 16)
-    columns = spec.tile[0] if spec.plan.swapped else spec.tile[1] // spec.plan.waves
+    columns = spec.tile[0] if spec.plan.exchanged else spec.tile[1] // spec.plan.waves
     assert products == {f"{kind}.64x{columns}x{depth}"}
     loads = [item.opcode for item in code if item.base == "UTMALDG"]
     assert loads
@@ -199,7 +200,8 @@ def test_no_product_is_waited_for_before_the_next_begins(built, spec):
     ]
     groups = [list(group) for base, group in groupby(code, key=lambda each: each.base) if base != "WARPGROUP"]
     assert groups
-    assert min(len(group) for group in groups) >= 4  # a stage has four steps of 32 bytes along K
+    # A stage has four steps of 32 bytes along K; two at a time where w comes from registers, of which four sets turn.
+    assert min(len(group) for group in groups) >= (2 if spec.plan.quant.weights_alone else 4)
 
 
 def test_the_record_says_what_the_cubin_takes(built, spec):

@@ -111,13 +111,14 @@ class Batches:
         for each, buffer in self.outputs.items():
             arrays[each] = DeviceArray(devices, buffer.extents(dims), buffer.dtype)
             arrays[each].fill(0xFF)
-        memory = {item: DeviceArray(devices, (getattr(sizes, item),), "u8") for item in ("kept", "scratch")}
+        memory = {item: DeviceArray(devices, (max(getattr(sizes, item), 1),), "u8") for item in ("kept", "scratch")}
         for entry in memory.values():
             entry.fill(0xFF)
         driver = devices.driver
         driver.check(driver.api.cuCtxSynchronize(), "tensors")
         try:
-            for which, launch in ((FORWARD, layer.forward), (BACKWARD, layer.backward)):
+            passes = ((FORWARD, layer.forward), (BACKWARD, layer.backward))
+            for which, launch in passes if self.options.trained else passes[:1]:
                 names = (*layer.inputs(which), *layer.outputs(which))
                 launch(**memory, **{name: arrays[name] for name in names})
             driver.check(driver.api.cuCtxSynchronize(), layer.name)

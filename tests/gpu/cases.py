@@ -57,6 +57,8 @@ def multiple_of_n(spec: KernelSpec) -> int:
     """What N must be a multiple of: 16 bytes a row of w and of y, and whole blocks of the layout."""
     if spec.plan.quant.by_block and spec.plan.halved and spec.glu_layout == "concat":
         return 128
+    if spec.plan.quant.weights_alone and spec.glu_layout == "concat":
+        return 256
     if spec.activation.backward and spec.plan.quant.coded and spec.glu_layout != "none":
         return {"concat": 128, "interleaved": 16}.get(spec.glu_layout, 32)
     if spec.plan.quant.coded:
@@ -127,8 +129,10 @@ def _grouped_cases(spec: KernelSpec) -> list[Case]:
     cases += _extents(spec, (70, 0, 33), unit)
     cases += [Case(f"margin-{margin}", (300, 0, 90), n, k, margin=margin) for margin in (0, 1, 50, MOST_MARGIN)]
     # More tiles than SMs, so that the persistent loop and its rings go round; one group passes 2048 rows.
-    cases.append(Case("many-tiles", (700, 0, 4 * 1024 + 65, 129, 1000), 6 * tile_n, 2 * step, sample=400))
-    cases.append(Case("many-tiles-few-clusters", (513, 0, 700), 4 * tile_n, k, margin=MOST_MARGIN, sample=400))
+    cases.append(Case("many-tiles", (700, 0, 4 * 1024 + 65, 129, 1000), _near(6 * tile_n, unit), 2 * step, sample=400))
+    cases.append(
+        Case("many-tiles-few-clusters", (513, 0, 700), _near(4 * tile_n, unit), k, margin=MOST_MARGIN, sample=400)
+    )
     return cases + _scalar_cases(spec, (70, 33), n, k)
 
 
@@ -144,7 +148,7 @@ def _dense_cases(spec: KernelSpec) -> list[Case]:
         Case("padded-rows", (150,), n, k, pad=24),
         Case("margin-50", (300,), n, k, margin=50),
         Case("margin-131", (300,), n, k, margin=MOST_MARGIN),
-        Case("many-tiles", (8 * 1024 + 65,), 6 * tile_n, 2 * step, sample=400),
+        Case("many-tiles", (8 * 1024 + 65,), _near(6 * tile_n, unit), 2 * step, sample=400),
     ]
     return cases + _scalar_cases(spec, (150,), n, k)
 

@@ -14,7 +14,11 @@ from fusekit.spec import parse_file
 from .batches import Batches
 
 LAYERS = {spec.layer.name: spec.layer for spec in parse_file(Path(__file__).with_name("layers.toml"))}
-NAMES = [name for name, o in LAYERS.items() if o.trained and not o.accumulate and not name.startswith("hf-")]
+NAMES = [
+    name
+    for name, o in LAYERS.items()
+    if (o.trained or o.weights != "none") and not o.accumulate and not name.startswith("hf-")
+]
 TRIALS = 12
 
 

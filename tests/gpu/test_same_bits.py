@@ -1,6 +1,6 @@
 """Every variant of a kernel gives the same bits: of training's tiles and of those for few tokens, for any groups.
 
-fusekit --store STORE build tests/gpu/matrix.toml          on any machine
+fusekit --store STORE build tests/gpu/matrix.toml tests/gpu/matrix_fp8.toml          on any machine
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_same_bits.py
 """
 
@@ -10,11 +10,11 @@ import pytest
 from fusekit.spec import parse_file
 
 from .cases import Case, multiple_of_n
-from .conftest import MATRIX
+from .conftest import FP8, MATRIX
 from .harness import prepare
 
-SPECS = parse_file(MATRIX)
-KERNELS = {spec.kernel: [each for each in SPECS if each.kernel == spec.kernel] for spec in SPECS}
+SPECS = [*parse_file(MATRIX), *(spec for spec in parse_file(FP8) if spec.quant.weights_alone)]
+KERNELS = {spec.name: [each for each in SPECS if each.name == spec.name] for spec in SPECS}
 TRIALS = 12
 
 

@@ -39,6 +39,13 @@ def problems(*tables, **defaults):
     return [line.partition(": ")[2] for line in caught.value.problems]
 
 
+CODED = {"weights": "fp8-block", "keep": "none"}
+THREE = (
+    'weights = "fp8-block": a checkpoint has FP8 weights, tokens stay bf16; recipe = "fp8-block": bf16 or float32 '
+    "weights and tokens are quantised, for training too; weight_dtype: the type of weights that recipe quantises"
+)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -124,6 +131,29 @@ def problems(*tables, **defaults):
             {"weight_dtype": "fp16", "recipe": "fp8-block"},
             ['weight_dtype = "fp16": products read weights of dtype = "bf16"; "f32" weights need FP8 operands: say '
              'recipe = "fp8-block", or leave it out'],
+        ),
+        (
+            CODED | {"recipe": "fp8-block"},
+            [f'weights = "fp8-block": goes with no recipe; say one of the two. {THREE}'],
+        ),
+        *(
+            (
+                CODED | {"weight_dtype": dtype},
+                [f'weights = "fp8-block": goes with no weight_dtype; leave that out. {THREE}'],
+            )
+            for dtype in ("bf16", "f32")
+        ),
+        (
+            {"weights": "fp8-block", "hidden": 264, "intermediate": 192},
+            ['keep = "z": a backward pass reads weights that an optimiser has changed, and these have no optimiser; '
+             'say keep = "none", or recipe = "fp8-block" instead of weights',
+             "hidden = 264: a row of FP8 values must be a multiple of 16 bytes; say a multiple of 16",
+             "intermediate = 192: a scale of w1 is of 128 columns of gates alone, or of ups; say a multiple of 128, or "
+             "another layout"],
+        ),
+        (
+            CODED | {"b_major": "n"},
+            ['b_major = "n": FP8 checkpoints have w1 [X, N, H] and w2 [X, H, I]; say b_major = "k"'],
         ),
         ({"recipe": "fp8"}, ['recipe = "fp8": must be "none" or "fp8-block"']),
         ({"hiden": 5}, ['hiden = 5: there is no such field; did you mean "hidden"?']),
@@ -236,7 +266,7 @@ def test_a_layer_with_float32_weights_makes_fp8_values_of_them_and_float32_gradi
     plain, with_dtype = (
         parse_text(text_of(table | more), "layers")[0].layer for more in ({}, {"weight_dtype": "bf16"})
     )
-    assert plain == with_dtype and plain.weights == "bf16" and plain.grad_dtype == "bf16"
+    assert plain == with_dtype and plain.projections == "bf16" and plain.grad_dtype == "bf16"
 
 
 def test_the_schedule_of_every_gemm():

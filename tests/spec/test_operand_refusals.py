@@ -50,6 +50,53 @@ def test_tiles_of_quantised_factors(keys, message):
     assert any(message in line for line in problems(text))
 
 
+FP8_W = 'quant = { in = "fp8-weights" }\n'
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            "tile = [128, 192]",
+            "tile = [128, 192]: tiles of FP8 weights are [128, 128], or 16 or 32 high; say one of these",
+        ),
+        ('tile = [128, 128]\nmainloop = "pingpong"', "tiles of FP8 weights are [128, 128], or 16 or 32 high"),
+        ('tile = [16, 64]\nb_major = "n"', 'FP8 weights are contiguous along K: w is [E, N, K]; say b_major = "k"'),
+        ('tile = [16, 64]\ndtype = "fp16"', 'bf16 is made of FP8 weights, as x is; say dtype = "bf16"'),
+        (
+            'tile = [128, 128]\nactivation = { kind = "dsrelu" }',
+            'a gradient reads weights of dtype; say in = "fp8-block", or leave quant out',
+        ),
+        (
+            "tile = [16, 64]\nproblem = { E = 1, M = 1, N = 8, K = 24 }",
+            "a row of w has 24 elements of 1 byte = 24 bytes, which must be a multiple of 16; say 16 or 32",
+        ),
+        (
+            "tile = [16, 64]\n" + 'activation = { kind = "swiglu" }\nproblem = { E = 1, M = 1, N = 384, K = 64 }',
+            "N / 2 = 192 elements, and this kernel takes multiples of 128; say 256 or 512",
+        ),
+    ],
+)
+def test_what_fp8_weights_need(keys, message):
+    text = f'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-gemm"\narch = "sm_90a"\n{keys}\n'
+    assert any(message in line for line in problems(text + FP8_W))
+
+
+@pytest.mark.parametrize(("key", "value"), [("x_format", "e5m2"), ("accumulation", "fast"), ("out", "fp8-block")])
+def test_keys_that_are_about_fp8_rows_go_with_no_fp8_weights(key, value):
+    text = 'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-gemm"\narch = "sm_90a"\ntile = [16, 64]\n'
+    table = f'quant = {{ in = "fp8-weights", {key} = "{value}" }}\n'
+    assert any(line.startswith("[[kernel]] 1 (k): quant." + key) for line in problems(text + table))
+
+
+@pytest.mark.parametrize(
+    ("tile", "mainloop"), [((16, 64), "swap-ab"), ((32, 128), "swap-ab"), ((128, 128), "cooperative")]
+)
+def test_the_main_loop_of_fp8_weights_follows_from_the_tile(tile, mainloop):
+    text = f'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-gemm"\narch = "sm_90a"\ntile = {list(tile)}\n'
+    assert {spec.mainloop for spec in parse_text(text + FP8_W, "k")} == {mainloop}
+
+
 SWIGLU = 'activation = { kind = "swiglu" }\nglu_layout = "%s"\n'
 
 

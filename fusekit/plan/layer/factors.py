@@ -1,4 +1,5 @@
-"""The operands of a layer's products: tensors as they are, or by the recipe "fp8-block" FP8 values and their scales.
+"""The operands of a layer's products: tensors as they are; or by the recipe "fp8-block" FP8 values and their scales; or
+with `weights = "fp8-block"` rows as they are and FP8 weights.
 
     product       reads                          product      reads, along the tokens
     fc1           rows of x, w1                  fc2-wgrad    dy, activation
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fusekit.abi.layer_pass import ARGUMENT
 from fusekit.plan.layer.program import QUANTISE, WGRAD
-from fusekit.plan.quant import BLOCK, NONE, SIDE
+from fusekit.plan.quant import BLOCK, FP8_W, NONE, SIDE
 from fusekit.plan.quantise import MOST_TOPK, SQUARE
 
 if TYPE_CHECKING:
@@ -86,7 +87,9 @@ class Factors(Protocol):
 
 
 def factors(passes: Passes) -> Factors:
-    """The operands of the layer's recipe."""
+    """The operands of the layer's recipe, or with weights as a checkpoint has them."""
+    if passes.options.weights == BLOCK:
+        return CodedWeights(passes)
     return Plain(passes) if passes.options.recipe == NONE else Blocks(passes)
 
 
@@ -114,6 +117,21 @@ class Plain:
 
     def gradient(self, dz: Rows, rows: Rows) -> Given:
         return Given(writes={"dz": self.passes.buffer(dz.name, dz.extent, dz.columns)}) | self.activation(rows)
+
+
+class CodedWeights(Plain):
+    """Tensors of the layer's dtype times FP8 weights, of which NAME_s has the scales."""
+
+    def weight(self, name: str, major: str, *shape: int) -> None:
+        """As in `Factors`: the scales are an argument."""
+        *experts, rows, columns = shape
+        blocks = [-(-size // SIDE) for size in (rows, columns)]
+        self.passes.buffer(f"{name}_s", *experts, *blocks, dtype="f32", place=ARGUMENT)
+
+    def product(self, which: Which, rows: Rows, weight: str, major: str, *, backward: bool = False) -> Given:
+        """As in `Factors`."""
+        given = super().product(which, rows, weight, major, backward=backward)
+        return given | Given({"quant": {"in": FP8_W}}, {"w_s": f"{weight}_s"})
 
 
 class Blocks:

@@ -12,7 +12,7 @@ from fusekit.plan.arch import ARCHES, arch_hint
 from fusekit.plan.exchange import MOST_RANKS
 from fusekit.plan.fields import Field, type_hint
 from fusekit.plan.gemm import SEGMENT
-from fusekit.plan.quant import BLOCK, NONE
+from fusekit.plan.quant import BLOCK, NONE, SIDE, W_FORMAT
 from fusekit.plan.quantise import BLOCKS, ROWS
 from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS
 
@@ -74,11 +74,12 @@ class Options:
     weight_dtype: str = ""
     overlap: bool = False
     shared_gate: bool = False
+    weights: str = NONE
 
     @property
-    def weights(self) -> str:
+    def projections(self) -> str:
         """Type of the projections' weights."""
-        return self.weight_dtype or self.dtype
+        return W_FORMAT if self.weights == BLOCK else self.weight_dtype or self.dtype
 
     @property
     def local(self) -> int:
@@ -151,6 +152,11 @@ def layer_fields(activation: tuple[Field, ...], dtypes: tuple[str, ...]) -> tupl
             'What the products of the projections read: "none", tensors of dtype; or "fp8-block", '
             "e4m3 values with a scale for 128 elements, of weights for 128 x 128.",
             choices=(NONE, BLOCK), default=NONE),
+        Field("weights", "choice",
+            'How w1, w2 and the shared expert\'s weights lie in memory: "none", as weight_dtype says; or "fp8-block", '
+            "as FP8 checkpoints have them: e4m3 values with a float32 scale for 128 x 128, w1_s and so on. Tokens stay "
+            'bf16. With keep = "none" alone.',
+            choices=(NONE, BLOCK), default=NONE),
         Field("x_blocks", "choice", 'With a recipe: "128x128", one scale for 128 tokens of 128 columns of what the '
             'gradients of w1 and w2 read as x, which then take less time: x and the activation (b_major = "n": dz and '
             "dy).",
@@ -183,9 +189,9 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
     gated = kind_of(activation["kind"]).gated
     router = {field.name: field.default for field in ROUTER_FIELDS} | dict(values["router"] or {})
     router["weight_dtype"] = router["weight_dtype"] or values["dtype"]
-    weights = values["weight_dtype"] or values["dtype"]
+    weights = values["weight_dtype"] or ("" if values["weights"] != NONE else values["dtype"])
     plain = ("name", "kind", "dtype", "hidden", "intermediate", "bias", "b_major", "shared", "keep", "accumulate",
-             "ranks", "recipe", "x_blocks", "overlap", "shared_gate")  # fmt: skip
+             "ranks", "recipe", "x_blocks", "overlap", "shared_gate", "weights")  # fmt: skip
     return Options(
         file=file,
         **{field: values[field] for field in plain},
@@ -194,9 +200,9 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
         router=router if values["kind"] == MOE else dict(values["router"] or {}),
         activation=activation,
         glu_layout=values["glu_layout"] or ("concat" if gated else "none"),
-        grad_dtype=values["grad_dtype"] or weights,
+        grad_dtype=values["grad_dtype"] or weights or values["dtype"],
         tokens=token_counts(values)[0],
-        weight_dtype="" if weights == values["dtype"] else weights,
+        weight_dtype="" if weights == values["dtype"] and values["weights"] == NONE else weights,
     )
 
 
@@ -260,10 +266,12 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
             yield field, size, "a row must be a multiple of 16 bytes; say a multiple of 8"
         elif field != "hidden" and options.glu_layout == "interleaved-32" and size % 32:
             yield field, size, "interleaved-32 alternates 32 gate and 32 up columns; say a multiple of 32"
-    if options.weight_dtype and (options.weight_dtype != F32 or options.recipe == NONE):
+    if options.weight_dtype and options.weights == NONE and (options.weight_dtype != F32 or options.recipe == NONE):
         rule = f'products read weights of dtype = "{options.dtype}"; "f32" weights need FP8 operands'
         remedy = f'recipe = "{BLOCK}"' + (' and dtype = "bf16"' if options.dtype != "bf16" else "")
         yield "weight_dtype", options.weight_dtype, f"{rule}: say {remedy}, or leave it out"
+    if options.weights != NONE:
+        yield from _broken_weights(options)
     if options.recipe != NONE:
         yield from _broken_recipe(options)
     if options.x_blocks != ROWS and (options.recipe == NONE or not options.trained):
@@ -271,6 +279,32 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
         yield "x_blocks", options.x_blocks, f'{rule}; say recipe = "{BLOCK}" and keep something, or leave it out'
     if options.accumulate and options.grad_dtype != "f32":
         yield "accumulate", True, 'sums of many steps want float32; say grad_dtype = "f32"'
+
+
+def _broken_weights(options: Options) -> Iterator[tuple[str, Any, str]]:
+    """Rules of a layer whose weights are FP8 values as a checkpoint has them."""
+    three = (
+        f'weights = "{BLOCK}": a checkpoint has FP8 weights, tokens stay bf16; recipe = "{BLOCK}": bf16 or float32 '
+        "weights and tokens are quantised, for training too; weight_dtype: the type of weights that recipe quantises"
+    )
+    if options.recipe != NONE:
+        yield "weights", options.weights, f"goes with no recipe; say one of the two. {three}"
+    elif options.weight_dtype:
+        yield "weights", options.weights, f"goes with no weight_dtype; leave that out. {three}"
+    if options.trained:
+        rule = "a backward pass reads weights that an optimiser has changed, and these have no optimiser"
+        yield "keep", options.keep, f'{rule}; say keep = "{NOTHING}", or recipe = "{BLOCK}" instead of weights'
+    if options.dtype != "bf16" and options.kind != MOE:
+        yield "dtype", options.dtype, 'bf16 is made of FP8 weights; say dtype = "bf16", or leave weights out'
+    if options.b_major != "k":
+        yield "b_major", options.b_major, 'FP8 checkpoints have w1 [X, N, H] and w2 [X, H, I]; say b_major = "k"'
+    for field in ("hidden", "intermediate", "shared"):
+        size = getattr(options, field)
+        if size % FP8_ROW:
+            yield field, size, f"a row of FP8 values must be a multiple of {FP8_ROW} bytes; say a multiple of {FP8_ROW}"
+        elif field != "hidden" and options.glu_layout == "concat" and size % SIDE:
+            rule = f"a scale of w1 is of {SIDE} columns of gates alone, or of ups"
+            yield field, size, f"{rule}; say a multiple of {SIDE}, or another layout"
 
 
 def _broken_recipe(options: Options) -> Iterator[tuple[str, Any, str]]:

@@ -118,7 +118,7 @@ class Passes:
 
     def parameter(self, name: str, *shape: int, grad: str = "", dtype: str = "", major: str = "") -> tuple[str, str]:
         """A parameter and its gradient. major: of a projection's weight."""
-        argument = self.buffer(name, *shape, dtype=self.options.weights if major else dtype, place=ARGUMENT)
+        argument = self.buffer(name, *shape, dtype=self.options.projections if major else dtype, place=ARGUMENT)
         if major:
             self.factors.weight(name, major, *shape)
         return argument, self.buffer(f"d{name}", *shape, dtype=grad or self.options.grad_dtype, place=ARGUMENT)

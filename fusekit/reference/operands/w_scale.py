@@ -16,7 +16,7 @@ step = 0
 
 def inputs(means: Meaning, dims: Mapping[str, int], rng: np.random.Generator, seed: int) -> dict[str, Any]:
     shape: tuple[int, ...] = (dims["N"],) if means.quant.inputs == ROW else ()
-    if means.quant.by_block:
+    if means.quant.by_block or means.quant.weights_alone:
         shape = -(-dims["N"] // SIDE), -(-dims["K"] // SIDE)
     shape = (dims["E"], *shape) if means.grouped else shape or (1,)
     spread = 2.0 ** -round(0.5 * np.log2(max(dims["K"], 1) * RMS**4))

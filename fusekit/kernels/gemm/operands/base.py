@@ -21,7 +21,7 @@
 
 A hook does nothing unless an operand overrides it; operands are called in the order of their `step`. A main loop or an
 epilogue that reads one operand asks for the one of a role: LEFT and RIGHT, the factors, or BOTH in one where rows are
-the reduction; and STREAMED, z of a backward epilogue.
+the reduction; STREAMED, z of a backward epilogue; and SCALES, those of w.
 
 What differs from architecture to architecture an operand takes from its kit: `fusekit.kernels.gemm.sm90.kit`, for one.
 """
@@ -96,7 +96,7 @@ class Idle(NamedTuple):
     warp: Int32
 
 
-LEFT, RIGHT, BOTH, STREAMED = "left", "right", "both", "streamed"  # roles
+LEFT, RIGHT, BOTH, STREAMED, SCALES = "left", "right", "both", "streamed", "scales"  # roles
 
 
 class DeviceOperand:

@@ -164,8 +164,9 @@ class Gemm:
         consumer = cute.arch.make_warp_uniform(ptx.divide(thread, plan.arch.warpgroup)) - 1
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3
         row_offset = 0 if cutlass.const_expr(plan.pingpong) else consumer * plan.warpgroup_rows
+        x_offset = 0 if cutlass.const_expr(plan.exchanged) else row_offset  # else a warpgroup multiplies all rows
         k_tiles = ptx.divide(extents.k + (plan.tile_k - 1), plan.tile_k)
-        most, fragments = self.main_loop.fragments(stages.x + row_offset * plan.tile_k, stages.w)
+        most, fragments = self.main_loop.fragments(stages.x + x_offset * plan.tile_k, stages.w)
         acc = cute.make_tensor(most.iterator, cute.make_layout(cute.size(most)))
         warp_state = self.epilogue.operands.begin(shared, consumer)
         work = self.work(operands, shared, extents, consumer, warp, thread)
@@ -189,6 +190,7 @@ class Gemm:
             self.epilogue.prepare(tile, work, warp_state, seen)
             self.main_loop.turns.take(consumer)
             run = Run(ptx.fresh(count) * k_tiles, k_tiles)  # one number less goes from tile to tile
+            run = self.main_loop.of_tile(run, tile, work)
             self.main_loop.run_tile(most, fragments, stages, run, end - row - row_offset, consumer, lane)
             seen = self.epilogue.run(acc, tile, work, warp_state, seen)
             count += step

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import BOTH, LEFT, RIGHT, Extents, dtype_of
+from fusekit.kernels.gemm.operands.base import BOTH, LEFT, RIGHT, Extents, Tile, Work, dtype_of
 from fusekit.kernels.gemm.sm90.boxes import load_alone, load_share
 from fusekit.kernels.gemm.sm90.hooks import Operands
 from fusekit.kernels.gemm.sm90.maps import swizzled
@@ -115,6 +115,10 @@ class MainLoop:
             count += 1
             row, _, n_tile, group = ring.get(count)
             ring.free(count)
+
+    def of_tile(self, run: Run, tile: Tile, work: Work):
+        """What `run_tile` is given of a tile's stages."""
+        return run
 
     # -- accumulate ---------------------------------------------------------------------------------------------------
 

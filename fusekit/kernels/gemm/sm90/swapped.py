@@ -19,7 +19,7 @@ from fusekit.kernels import ptx
 from fusekit.kernels.gemm.sm90.main_loop import MainLoop, Run, Stages, staged
 from fusekit.kernels.gemm.sm90.maps import swizzled
 from fusekit.plan.arch.sm_90a import WARP_ROWS
-from fusekit.plan.gemm import COLUMNS
+from fusekit.plan.gemm import COLUMNS, TURNS
 
 
 class SwappedLoop(MainLoop):
@@ -57,16 +57,30 @@ class SwappedLoop(MainLoop):
 
     @cute.jit
     def exchange(self, products, most, memory, consumer: Int32, lane: Int32):
-        """Turn a tile's products; all threads of a warpgroup. Warps beyond the tile's rows get those of others."""
+        """Turn a tile's products; all threads that work on it. Warps beyond the tile's rows get those of others.
+
+        Of a tile that two warpgroups share, each has half of the columns before and half of the rows after.
+        """
         (tile_m, tile_n), pitch = self.plan.tile, self.plan.exchange_pitch
-        barrier, threads = consumer + self.plan.named_barrier(COLUMNS), self.plan.arch.warpgroup
+        own, barrier, threads, first, rows = (
+            1,
+            consumer + self.plan.named_barrier(COLUMNS),
+            self.plan.arch.warpgroup,
+            0,
+            0,
+        )
+        region = consumer
+        if cutlass.const_expr(not self.plan.pingpong):
+            own = self.plan.arch.consumer_warpgroups
+            barrier, threads, region = self.plan.named_barrier(TURNS), own * threads, 0
+            first, rows = consumer * (tile_n // own), consumer * 4
         flat = cute.make_tensor(products.iterator, cute.make_layout(cute.size(products)))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3
-        base = memory.toint() + consumer * (4 * tile_m * pitch)
-        column, row = warp * WARP_ROWS + (lane >> 2), (lane & 3) * 2  # of the lane's first product
+        base = memory.toint() + region * (4 * tile_m * pitch)
+        column, row = first + warp * WARP_ROWS + (lane >> 2), (lane & 3) * 2  # of the lane's first product
         to = base + (row * pitch + column) * 4
         cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)  # the tile before has been read
-        for block in cutlass.range_constexpr(tile_n // 64):
+        for block in cutlass.range_constexpr(tile_n // own // 64):
             for chunk in cutlass.range_constexpr(tile_m // 8):
                 for r in cutlass.range_constexpr(2):
                     for c in cutlass.range_constexpr(2):
@@ -74,7 +88,7 @@ class SwappedLoop(MainLoop):
                         value = flat[block * (tile_m // 2) + chunk * 4 + r * 2 + c]
                         ptx.store_shared_f32(to + place * 4, value)
         cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-        line = (warp & (tile_m // WARP_ROWS - 1)) * WARP_ROWS + (lane >> 2)
+        line = ((rows + warp) & (tile_m // WARP_ROWS - 1)) * WARP_ROWS + (lane >> 2)
         source = base + (line * pitch + (lane & 3) * 2) * 4
         for chunk in cutlass.range_constexpr(tile_n // 8):
             for r in cutlass.range_constexpr(2):
