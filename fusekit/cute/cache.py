@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fusekit.config import CuteConfig
 from fusekit.cute import arguments
 from fusekit.cute.blobs import open_store, packed, unpacked
-from fusekit.cute.dependencies import Trace, why_not
+from fusekit.cute.dependencies import Trace, times_refused, why_not
 from fusekit.cute.digest import UnnamedError
 from fusekit.cute.dsl import VERSIONS, Artifact, Call, version
 from fusekit.cute.effects import Effects, apply
@@ -45,16 +45,20 @@ _PATIENCE = 120.0
 _BOUNDS, _ATTEMPTS = Bounds(silence=5.0, grace=10.0, patience=10.0), 2
 """Of a remote: a program does not wait longer than it would compile."""
 _MANIFESTS = 8  # of one key, the newest first
+_REFUSALS = 2
+"""A call whose trace could not be recorded so often is only traced: to record takes longer than it."""
 _CPU = ("flags", "Features", "cpu family", "model", "CPU part", "CPU implementer")
 
 
 class _Thread(threading.local):
     """What of a call is handed on in this thread. key: of the entry that served it. why: there was no hit without a
-    trace. ready: the hit. checked: what would be one, and is traced to be compared.
+    trace. ready: the hit. checked: what would be one, and is traced to be compared. refused: how often its trace could
+    not be recorded.
     """
 
     key = ""
     why = ""
+    refused = 0
     ready: Any = None
     checked: Any = None
 
@@ -128,7 +132,7 @@ class Cache:
     def untraced(self, call: Untried) -> Generator[Any, Any, None]:
         """Answers `call` before it is traced: see `tracing.Untraced`. Raises nothing."""
         state = self._thread
-        state.key, state.why, state.ready, state.checked = "", "", None, None
+        state.key, state.why, state.ready, state.checked, state.refused = "", "", None, None, 0
         release, trace, key, fields, walk = None, None, "", dict[str, str](), None
         begin = time.perf_counter()
         try:
@@ -140,12 +144,13 @@ class Cache:
                 if self._ready(call, key, begin):
                     yield True
                     return
-                release = None if state.checked else self._lock(key)
-                if release is not None and self._ready(call, key, begin):
-                    yield True
-                    return
-                trace, effects = Trace(walk), Effects(call["full_args"])
-                trace.start()
+                if state.refused < _REFUSALS:
+                    release = None if state.checked else self._lock(key)
+                    if release is not None and self._ready(call, key, begin):
+                        yield True
+                        return
+                    trace, effects = Trace(walk), Effects(call["full_args"])
+                    trace.start()
         except Exception as error:
             trace, state.why = None, f"; {_text(error)}"
         try:
@@ -161,6 +166,7 @@ class Cache:
                         raise UnnamedError("the trace changes its arguments")
                     manifest = {**trace.manifest(after), **call.traced(), "effects": changes}
                 except Exception as error:
+                    manifest = trace.refused(_text(error), state.refused + 1)
                     state.why = f"; it will be traced each time: {_text(error)}"
                     if self.cute.miss == "warn":
                         self._say(f"{call.name} will be traced each time: {_text(error)}")
@@ -181,6 +187,9 @@ class Cache:
         """Whether a trace that the store knows would give the same now, and its result is there."""
         reason = ""
         for manifest in self._manifests(key):
+            if "refused" in manifest:
+                self._thread.refused, reason = times_refused(manifest), manifest["refused"]
+                continue
             reason = why_not(manifest)
             if reason:
                 continue
@@ -200,6 +209,7 @@ class Cache:
     def _from(self, ready: _Ready, call: Call) -> Any:
         """The function of a trace that was left out; None if it cannot be loaded."""
         try:
+            call.tvm_ffi = ready.call.tvm_ffi
             if call.not_served():
                 return None
             artifact = unpacked(ready.blob, ready.entry)
@@ -225,6 +235,8 @@ class Cache:
             stored = self._store.load(key)
             known = [] if stored is None else json.loads(zlib.decompress(stored[1]))
             new = [] if manifest is None else [manifest]
+            if manifest is not None and "refused" in manifest:
+                known = [each for each in known if "refused" not in each]
             known = [each for each in known if each != wrong and (not new or _same(each) != _same(new[0]))]
             manifests = [*new, *known][:_MANIFESTS]
             seconds = manifests[0]["seconds"] if manifests else 0.0

@@ -104,6 +104,11 @@ class Trace:
             "seconds": self.seconds,
         }
 
+    def refused(self, why: str, times: int) -> dict[str, Any]:
+        """What is kept of a trace that has no manifest, until one of its files changes."""
+        files = {code.co_filename: file_digest(code.co_filename) for code in self._recorder.spaces}
+        return {"refused": why, "times": times, "files": files, "seconds": 0.0}
+
     def _files(self, reads: Reads) -> tuple[dict[str, str], dict[str, str]]:
         """(module -> digest, path -> digest) of what the code that ran is from, and of what it opened."""
         record, modules, files = self._recorder, dict(reads.modules), dict[str, str]()
@@ -130,6 +135,12 @@ class Trace:
                 if max(status.st_mtime_ns, status.st_ctime_ns) >= self._wall:
                     raise UnnamedError(f"{path} changed while it was traced")
         return {name: source_digest(module) for name, module in modules.items()}, files
+
+
+def times_refused(manifest: Mapping[str, Any]) -> int:
+    """How often a trace from the files that there are now could not be recorded."""
+    now = "refused" in manifest and all(file_digest(path) == known for path, known in manifest["files"].items())
+    return int(manifest["times"]) if now else 0
 
 
 def why_not(manifest: Mapping[str, Any]) -> str:

@@ -174,6 +174,10 @@ class Call:
         return str(self.dsl.compile_options.gpu_arch or self.dsl.envar.arch or "")
 
     @cached_property
+    def _environment(self) -> dict[str, str]:
+        return compiler_environment()
+
+    @cached_property
     def tvm_ffi(self) -> tuple[Any, Any, Any] | None:
         """(specs of the parameters, keywords, dataclasses) of a function for tvm-ffi; else None."""
         if not self.dsl.compile_options.enable_tvm_ffi:
@@ -204,7 +208,7 @@ class Call:
         for kind, option in dsl.compile_options.options.items():
             if kind.__name__ in _NOT_SERVED and getattr(option.value, "value", option.value):
                 return _NOT_SERVED[kind.__name__]
-        if f"{_PREFIX}LIBS" in compiler_environment():
+        if f"{_PREFIX}LIBS" in self._environment:
             return f"{_PREFIX}LIBS names libraries, whose bytes are in no key"
         if dsl.compiler_provider._post_compile_hook is not None:
             return "a hook changes what the passes give"
@@ -240,7 +244,7 @@ class Call:
             for entry in type(dsl.envar)._ENV_VAR_SPEC
             if entry.affects_compile and entry.key_name not in ("arch", "shared_libs")
         }
-        environment = {key: value for key, value in compiler_environment().items() if key not in _NOT_IN_KEYS}
+        environment = {key: value for key, value in self._environment.items() if key not in _NOT_IN_KEYS}
         fields = {
             "arch": self.arch,
             "function": _ADDRESS.sub("0x", self["function_name"]),  # a stream is in the name by its address

@@ -51,7 +51,11 @@ class _Module:
             elif label.isupper() and type(value) in _CONSTANTS and not name.startswith(f"{_ROOT}._mlir."):
                 self.constants[f"{name}.{label}"] = value
         self._spaces = spaces  # whose addresses the stamps have
-        self.marks = [stamp.value for stamp in self.stamps]
+        self._marks = [stamp.value for stamp in self.stamps]
+
+    def changed(self) -> bool:
+        """Whether it is other than when it was read."""
+        return self._marks != [stamp.value for stamp in self.stamps]
 
 
 class Replaced:
@@ -60,12 +64,14 @@ class Replaced:
     def __init__(self) -> None:
         self._modules: dict[str, _Module] = {}
         self._constants = ""
+        self._stamp: Any = None  # of sys.modules
+        self._seen: tuple[Any, list[tuple[str, ModuleType]]] = None, []
 
-    def functions(self, dsl: Any) -> dict[str, Any]:
-        """Place -> function that is not the DSL's, in the half that runs after the trace. Raises UnnamedError for a
-        callable that is no function.
+    def functions(self, dsl: Any, *, again: bool = True) -> dict[str, Any]:
+        """Place -> function that is not the DSL's, in the half that runs after the trace. Without `again` its modules
+        are as they were in the last call. Raises UnnamedError for a callable that is no function.
         """
-        return self._parts(dsl, _BACK, (FunctionType, type))
+        return self._parts(dsl, _BACK, (FunctionType, type), again=again)
 
     def anywhere(self, dsl: Any) -> dict[str, Any]:
         """Place -> callable that is not the DSL's, in all of it, and under "constants" a digest of its constants, which
@@ -79,7 +85,9 @@ class Replaced:
             self._constants = digest(constants)
         return {**parts, "constants": self._constants}
 
-    def _parts(self, dsl: Any, begins: tuple[str, ...], kinds: tuple[type, ...]) -> dict[str, Any]:
+    def _parts(
+        self, dsl: Any, begins: tuple[str, ...], kinds: tuple[type, ...], *, again: bool = True
+    ) -> dict[str, Any]:
         import cutlass
 
         root = f"{Path(cutlass.__file__).parent}{os.sep}"
@@ -88,11 +96,11 @@ class Replaced:
             parts |= _parts(
                 place, {name: each for name, each in vars(owner).items() if hasattr(type(owner), name)}, root
             )
-        for name, module in list(sys.modules.items()):
-            if module is None or not f"{name}.".startswith(begins):
+        for name, module in self._of_the_dsl():
+            if not f"{name}.".startswith(begins):
                 continue
             known = self._modules.get(name)
-            if known is None or known.module is not module or known.marks != [each.value for each in known.stamps]:
+            if known is None or known.module is not module or (again and known.changed()):
                 known = self._modules[name] = _Module(name, module, root)
                 self._constants = ""
             parts |= known.parts
@@ -101,6 +109,17 @@ class Replaced:
                 name = type(part).__qualname__
                 raise UnnamedError(f"a part of the DSL is replaced by a {name}, which no key can name")
         return parts
+
+    def _of_the_dsl(self) -> list[tuple[str, ModuleType]]:
+        """The modules of the DSL that are imported."""
+        if self._stamp is None:
+            self._stamp = _stamp(sys.modules)
+        mark = id(sys.modules), self._stamp.value
+        if self._seen[0] != mark:
+            begin = f"{_ROOT}."
+            found = [(name, each) for name, each in list(sys.modules.items()) if f"{name}.".startswith(begin)]
+            self._seen = mark, [(name, each) for name, each in found if each is not None]
+        return self._seen[1]
 
 
 class _Never:

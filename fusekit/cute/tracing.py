@@ -163,7 +163,7 @@ class Untried(Call):
         return {
             **self.settings(),
             "libraries": canonical_json(versions),
-            "replaced": digest_of(replaced.functions(self.dsl)),
+            "replaced": digest_of(replaced.functions(self.dsl, again=False)),  # `arguments` has looked
         }
 
     def traced(self) -> dict[str, Any]:

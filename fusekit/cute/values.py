@@ -27,6 +27,9 @@ _LARGEST_ARRAY = 1 << 20  # bytes
 
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented))
 
+_SIMPLE = frozenset(SIMPLE)
+_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
+
 NAMED = (
     types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType,
     types.MemberDescriptorType, types.ClassMethodDescriptorType, types.MethodWrapperType,
@@ -72,7 +75,7 @@ class Walk:
 
     def __call__(self, value: Any) -> None:
         kind = type(value)
-        if kind in SIMPLE:
+        if kind in _SIMPLE:
             self._parts.append((kind.__name__, value))
             return
         if id(value) in self._memo:
@@ -111,7 +114,7 @@ class Walk:
             self._other(kind, value)
 
     def _apart(self, value: Any) -> str:
-        if type(value) in SIMPLE:
+        if type(value) in _SIMPLE:
             return f"{type(value).__name__} {value!r}"
         walk = Walk()
         walk(value)
@@ -157,8 +160,7 @@ class Walk:
         members = {
             name: member
             for name, member in list(vars(value).items())
-            if name not in _SKIPPED_MEMBERS
-            and not isinstance(member, types.GetSetDescriptorType | types.MemberDescriptorType)
+            if name not in _SKIPPED_MEMBERS and not isinstance(member, _DESCRIPTORS)
         }
         self._members("members", members)
         self._annotations(value)
@@ -390,7 +392,7 @@ def _stateless(kind: type) -> bool:
 
 
 def _annotation(value: Any) -> Any:
-    return value if isinstance(value, str | type) else _ADDRESS.sub("", repr(value))
+    return value if isinstance(value, (str, type)) else _ADDRESS.sub("", repr(value))
 
 
 def digest(value: Any) -> str:

@@ -21,6 +21,8 @@ from tests.cute import reader
 from tests.cute import reader_values as values
 from tests.cute.rig import Rig
 
+TRACE = cache.Trace
+
 
 class Stopped(BaseException):
     """Ends a call of `cute.compile` before the trace: that and the rest cost much, and are not asked for."""
@@ -269,3 +271,20 @@ def test_what_is_in_doubt_is_traced_each_time(name, monkeypatch, tmp_path):
     monkeypatch.setattr(reader, "reads", module.reads)
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "written")])
     assert "it will be traced each time" in Subject(tmp_path, reader.compile_reader).never_served()
+
+
+def test_a_trace_that_cannot_be_recorded_is_recorded_twice_at_most(monkeypatch, tmp_path):
+    """To record takes longer than to trace. An edit of the code is a reason to try again."""
+    module, file = types.ModuleType("doubtful"), tmp_path / "doubtful.py"
+    monkeypatch.setitem(sys.modules, "doubtful", module)
+    file.write_text(IN_DOUBT["a clock"])
+    exec(compile(file.read_text(), file, "exec"), vars(module))
+    monkeypatch.setattr(reader, "reads", module.reads)
+    recorded = []
+    monkeypatch.setattr(cache, "Trace", lambda walk: recorded.append(walk) or TRACE(walk))
+    rig = Rig(tmp_path / "store", tmp_path / "report")
+    assert [rig.counted(reader.compile_reader, level=1) for _ in range(4)] == [(0, 1), (1, 0), (1, 0), (1, 0)]
+    assert len(recorded) == 2
+    file.write_text("def reads(): return 1")
+    assert rig.counted(reader.compile_reader, level=1) == (1, 0)
+    assert len(recorded) == 3
