@@ -76,7 +76,7 @@ class Tensors:
         self._sizes = sizes
         self.scalars = {"alpha": SCALAR_ALPHA} if kernel.spec["alpha"] == "scalar" else {}
         self.arrays: dict[str, DeviceArray] = {}
-        choices = kernel.spec.get("layer", {}).get("topk") or CHOICES
+        choices = kernel.spec.get("choices") or kernel.spec.get("layer", {}).get("topk") or CHOICES
         dims = dims_of(kernel.spec, problem) | {"T": max(problem["M"] // choices, 1)}
         self._tokens = dims["T"]
         try:
@@ -122,6 +122,9 @@ class Tensors:
             return
         if name == "index":
             array.upload(index_of(self._sizes, array.shape[0], self._tokens))
+            return
+        if name == "indices":  # as many for each group
+            array.upload(np.arange(_count(array), dtype=np.int32).reshape(array.shape) % len(self._sizes))
             return
         seed = self._seed + sum(name.encode())
         if array.dtype == "f32":

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusekit.plan.operations import OPERATIONS
-from fusekit.reference import Measurement, expected, make_inputs, measure, sample_rows, sample_weights
+from fusekit.reference import Measurement, expected, make_inputs, measure, row_ends, sample_rows, sample_weights
 from fusekit.reference.meaning import meaning
 
 # Up to so many multiply-adds the reference is computed whole, in about a second; beyond it, rows are sampled.
@@ -70,8 +70,7 @@ def compare(
 
     problem: E, M, N, K. inputs, outputs: arrays by argument name, as the reference takes them.
     """
-    ends = inputs.get("offsets")
-    ends = np.array([problem["M"]]) if ends is None else ends.astype(np.int64)
+    ends = row_ends(spec, inputs, problem["M"])
     wgrad = OPERATIONS[spec["op"]].reduces_rows
     elements = problem["E"] * problem["N"] * problem["K"]
     if int(ends[-1]) * problem["N"] * problem["K"] <= WHOLE and not (wgrad and elements > WHOLE_ELEMENTS):

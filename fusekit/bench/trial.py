@@ -22,8 +22,10 @@ from fusekit.reference import (
     Measurement,
     coded_check,
     held,
+    order_check,
     output_shapes,
     poisoned,
+    row_ends,
 )
 from fusekit.reference.fp8 import coded, largest_shapes
 from fusekit.reference.meaning import meaning
@@ -78,8 +80,7 @@ class Trial:
         dims = self.problem
         spare = min(SPARE, dims["M"] // 2) if guarded and OPERATIONS[spec["op"]].ragged else 0
         self.inputs = inputs_of(spec, dims, seed, spare)
-        offsets = self.inputs.get("offsets")
-        ends = np.array([dims["M"]]) if offsets is None else offsets
+        ends = row_ends(spec, self.inputs, dims["M"])
         self.owned = int(ends[-1])
         busy = int(np.count_nonzero(np.diff(ends, prepend=0)))
         self.work: Work = gemm_work(spec, rows=self.owned, groups=dims["E"], busy=busy, n=dims["N"], k=dims["K"])
@@ -144,9 +145,10 @@ class Trial:
         assert isinstance(self.inputs, Inputs)
         means = meaning(self.kernel.spec)
         fp8 = {name for result in coded(means) for name in result.outputs} | largest_shapes(means, 1).keys()
-        outputs, around = self.fetch(fp8)
-        outputs |= {name: self._fetch(name, problems) for name in self.outputs.keys() - fp8}
-        problems += around
+        exact = fp8 | {name for name, (_, dtype) in self.outputs.items() if dtype == "i32"}
+        outputs, around = self.fetch(exact)
+        outputs |= {name: self._fetch(name, problems) for name in self.outputs.keys() - exact}
+        problems += around + order_check(self.kernel.spec, self.inputs, outputs)
         problems += coded_check(self.kernel.spec, self.inputs, outputs, BLOCKS) if fp8 else []
         return Verdict.of(compare(self.kernel.spec, self.problem, self.inputs, outputs), problems)
 

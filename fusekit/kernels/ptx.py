@@ -289,6 +289,15 @@ def load_below(pointer, index: Int32, end: Int32) -> Int32:
     return inline(Int32, text, pointer.toint(), index, end)
 
 
+def load_written_below(pointer, index: Int32, end: Int32) -> Int32:
+    """`load_below` of memory that this launch has written."""
+    text = (
+        "{ .reg .pred p; .reg .b64 a; setp.lt.s32 p, {$r1}, {$r2}; mad.wide.s32 a, {$r1}, 4, {$r0};"
+        " mov.b32 {$w0}, -1; @p ld.global.b32 {$w0}, [a]; }"
+    )
+    return inline(Int32, text, pointer.toint(), index, end)
+
+
 def units_where_below(number: Int32, end: Int32, units: Int32) -> Int32:
     """number * units where 0 <= number < end, else -1; the product is one of unsigned numbers."""
     text = (

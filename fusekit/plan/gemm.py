@@ -186,6 +186,16 @@ class GemmPlan(Product):
         return self.gather != "none"
 
     @property
+    def order_role(self) -> str:
+        """Role of the order of rows, offsets and index: an output where the launch makes it from choices."""
+        return "output" if self.has("choices") else "input"
+
+    @property
+    def indexed_rows(self) -> Expr:
+        """Elements of index."""
+        return ["mul", self.spec.operands["choices"], "T"] if self.has("choices") else "M"
+
+    @property
     def gathered_side(self) -> int:
         """Which side of a tile is gathered: 0 along M, 1 along N (x of a weight gradient)."""
         return int(self.wgrad and self.gather == "x")

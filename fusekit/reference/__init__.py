@@ -5,7 +5,7 @@ Runs anywhere NumPy does; a GPU's result is compared with it by ``check``. 16-bi
 
 from fusekit.reference.formats import POISON, decode, encode, held, poisoned
 from fusekit.reference.fp8_output import coded_outputs
-from fusekit.reference.gemm import check, coded_check, expected, gemm
+from fusekit.reference.gemm import check, coded_check, expected, gemm, order_check, row_ends
 from fusekit.reference.inputs import BY_GROUP, group_sizes, make_inputs, offsets_of, output_shapes
 from fusekit.reference.measure import Expected, Measurement, measure
 from fusekit.reference.permutation import permutation_check, permutation_inputs
@@ -32,6 +32,7 @@ __all__ = [
     "make_inputs",
     "measure",
     "offsets_of",
+    "order_check",
     "output_shapes",
     "permutation_check",
     "permutation_inputs",
@@ -43,6 +44,7 @@ __all__ = [
     "route",
     "router_check",
     "router_inputs",
+    "row_ends",
     "sample_rows",
     "sample_weights",
     "token_output_shapes",

@@ -24,7 +24,7 @@ from fusekit.reference.fp8_output import coded_faults, token_blocks, written
 from fusekit.reference.largest import largest
 from fusekit.reference.meaning import Meaning, group_ends, indices, meaning, need, row_groups
 from fusekit.reference.measure import Expected, Measurement, measure
-from fusekit.reference.operands import twins
+from fusekit.reference.operands import choices, twins
 from fusekit.reference.product import product, weights
 from fusekit.spec import Activation, KernelSpec
 
@@ -119,6 +119,27 @@ def coded_check(
         rows = np.concatenate([np.arange(block.begin, block.stop) for block in chosen])
         wanted = _results(spec, inputs, rows, None)
     return problems + coded_faults(means, outputs, chosen, wanted)
+
+
+def row_ends(spec: Mapping[str, Any], inputs: Mapping[str, Any], rows: int) -> NDArray[np.int64]:
+    """int64[E]: the end row of each group, given or made of choices; of a dense operation the end of its ``rows``."""
+    means = meaning(spec)
+    made = choices.made(means, inputs) if means.operands["choices"] else {}
+    ends = made.get("offsets", inputs.get("offsets"))
+    return np.array([rows]) if ends is None else ends.astype(np.int64)
+
+
+def order_check(
+    spec: KernelSpec | Mapping[str, Any], inputs: Mapping[str, Any], outputs: Mapping[str, Array]
+) -> list[str]:
+    """Errors in the order of rows that a launch with ``choices`` makes, one line each."""
+    means, problems = meaning(spec), []
+    for name, numbers in choices.made(means, inputs).items() if means.operands["choices"] else ():
+        wrong = np.argwhere(np.asarray(outputs[name]) != numbers)
+        if len(wrong):
+            place = tuple(map(int, wrong[0]))
+            problems.append(f"{name}: {outputs[name][place]} at {place}; it must be {numbers[place]}")
+    return problems
 
 
 def expected(

@@ -17,7 +17,7 @@ from fusekit.plan.quant import SIDE
 from fusekit.reference.formats import RMS, Array, bits
 from fusekit.reference.fp8 import coded_shapes, largest_shapes, padded_starts
 from fusekit.reference.meaning import Meaning, meaning
-from fusekit.reference.operands import twins
+from fusekit.reference.operands import choices, twins
 from fusekit.reference.operands.gather import tokens_of
 from fusekit.spec import KernelSpec
 
@@ -69,7 +69,7 @@ def make_inputs(
             (*groups, *((N, K) if means.b_major == "k" else (K, N))), means.factors[1], seed + 2, one_over_root_k
         ),
     }
-    if means.grouped:
+    if means.grouped and not means.operands["choices"]:
         inputs["offsets"] = offsets_of(sizes)
     dims = {"E": E, "M": M, "N": N, "K": K}
     inputs |= _of_operands(means, dims, rng, seed)
@@ -89,6 +89,8 @@ def _of_operands(means: Meaning, dims: Mapping[str, int], rng: np.random.Generat
 
 def _rows(means: Meaning, name: str, rows: int) -> int:
     """Rows of the factor ``name`` of a product that has ``rows``."""
+    if means.operands["choices"]:
+        return choices.tokens_of(means, rows)
     return tokens_of(rows) if means.operands["gather"] == name else rows
 
 
@@ -174,4 +176,7 @@ def output_shapes(
     shapes |= coded_shapes(means, "y", y, E) | largest_shapes(means, E)
     if means.operands["save_preactivation"]:
         shapes["preactivation"] = ((M, N), means.dtype)
+    if means.operands["choices"]:
+        chosen = choices.tokens_of(means, M), means.operands["choices"]
+        shapes |= {"offsets": (groups, "i32"), "index": ((chosen[0] * chosen[1],), "i32"), "inverse": (chosen, "i32")}
     return shapes

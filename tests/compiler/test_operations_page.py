@@ -34,6 +34,7 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
         GEMM + 'alpha = "scalar"\n' + COMING,
         CODED,
         GEMM + LARGEST,
+        'tile = [16, 128]\ngather = "x"\nchoices = 8\n',
     ],
     BACKWARD: [
         GEMM + DERIVATIVE + QUANT,

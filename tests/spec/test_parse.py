@@ -78,6 +78,7 @@ def test_every_key_arrives():
             "dprob": False,
             "dbias": False,
             "split": False,
+            "choices": 0,
             "gather": "none",
             "awaits": False,
         },

@@ -40,7 +40,7 @@ class Gather(Operand):
             yield "cluster", spec.cluster, f"{why}; say {list(other)} or [1, 1]"
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
-        return (vector("index", "input", "i32", "M"),)
+        return (vector("index", plan.order_role, "i32", plan.indexed_rows),)
 
     def regions(self, plan: GemmPlan, stages: int) -> tuple[Region, ...]:
         return (barriers("landed", *(plan.gather_threads,) * stages),) if plan.relays else ()

@@ -72,7 +72,7 @@ class Offsets(Operand):
         return plan.grouped
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
-        return (vector("offsets", "input", "i32", "E"),)
+        return (vector("offsets", plan.order_role, "i32", "E"),)
 
 
 OPERANDS = (X(), W(), Y(), Offsets())

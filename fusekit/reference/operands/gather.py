@@ -21,7 +21,9 @@ def tokens_of(rows: int) -> int:
 
 
 def inputs(means: Meaning, dims: Mapping[str, int], rng: np.random.Generator, seed: int) -> dict[str, Any]:
-    """One in 16 rows is of no token."""
+    """One in 16 rows is of no token. Nothing where the launch itself makes the index."""
+    if means.operands["choices"]:
+        return {}
     # Its own generator: the other inputs are the same with and without a gather.
     index_rng, rows = np.random.default_rng(seed), dims["M"]
     index = index_rng.integers(0, tokens_of(rows), rows)

@@ -1,6 +1,7 @@
 """What the drivers of a GEMM kernel call in the device half of an operand, and the structs that travel between them.
 
     host                  groups, precede | parameter | launch | then
+    all threads           opening
     scheduler             source
     consumer warps        begin, scalars
       each tile           prepare, ahead | main loop | start
@@ -140,6 +141,9 @@ class DeviceOperand:
     def view(self, parameter):
         """What consumer warps have of the parameter."""
         return parameter
+
+    def opening(self, operands, shared, extents: Extents) -> None:
+        """Runs before all else on the device; all threads of a CTA."""
 
     def begin(self, shared, warpgroup: Int32) -> Any:
         """Runs once per consumer warp; the result is the `warp_state` of the hooks of a tile."""

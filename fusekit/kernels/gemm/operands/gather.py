@@ -143,7 +143,8 @@ class Gather(DeviceOperand):
     def numbers(self, gathered, first, end, warp, lane) -> tuple:
         """Numbers of the warp's rows of a stage, -1 from `end` on; a lane has every 32nd."""
         row = first + warp * self.share + (lane & (min(self.share, WARP) - 1))
-        return tuple(ptx.load_below(gathered.index, row + start, end) for start in range(0, self.share, WARP))
+        load = ptx.load_below if self.plan.order_role == "input" else ptx.load_written_below
+        return tuple(load(gathered.index, row + start, end) for start in range(0, self.share, WARP))
 
     def first_numbers(self, gathered, row, end, warp, lane) -> tuple:
         """Row numbers of a tile, or of its first stages."""

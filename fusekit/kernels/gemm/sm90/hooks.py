@@ -35,6 +35,10 @@ class Operands:
     def scalars(self, operands) -> tuple:
         return tuple(value for half in self for value in half.scalars(operands))
 
+    def opening(self, operands, shared, extents) -> None:
+        for half in self:
+            half.opening(operands, shared, extents)
+
     def begin(self, shared, warpgroup: Int32):
         return self.gather_states(lambda name, half: half.begin(shared, warpgroup))
 

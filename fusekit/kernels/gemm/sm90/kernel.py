@@ -123,6 +123,7 @@ class Gemm:
 
         half_n = ptx.divide(n, 2)
         extents = Extents(groups if cutlass.const_expr(groups is not None) else Int32(1), rows, n, half_n, k)
+        self.epilogue.operands.opening(operands, shared, extents)
         if warp < 4:
             cute.arch.setmaxregister_decrease(plan.registers[0])
             if warp == 0:
