@@ -124,8 +124,8 @@ def coded_check(
 def row_ends(spec: Mapping[str, Any], inputs: Mapping[str, Any], rows: int) -> NDArray[np.int64]:
     """int64[E]: the end row of each group, given or made of choices; of a dense operation the end of its ``rows``."""
     means = meaning(spec)
-    made = choices.made(means, inputs) if means.operands["choices"] else {}
-    ends = made.get("offsets", inputs.get("offsets"))
+    order = choices.row_order(means, inputs) if means.operands["choices"] else {}
+    ends = order.get("offsets", inputs.get("offsets"))
     return np.array([rows]) if ends is None else ends.astype(np.int64)
 
 
@@ -134,7 +134,7 @@ def order_check(
 ) -> list[str]:
     """Errors in the order of rows that a launch with ``choices`` makes, one line each."""
     means, problems = meaning(spec), []
-    for name, numbers in choices.made(means, inputs).items() if means.operands["choices"] else ():
+    for name, numbers in choices.row_order(means, inputs).items() if means.operands["choices"] else ():
         wrong = np.argwhere(np.asarray(outputs[name]) != numbers)
         if len(wrong):
             place = tuple(map(int, wrong[0]))

@@ -90,12 +90,21 @@ def replayed(network, ids, new: int):
     import torch
     from transformers import StaticCache
 
-    cache = StaticCache(config=network.config, max_cache_len=ids.shape[1] + new + 2)  # with the runs before a capture
+    length = ids.shape[1]
+    cache = StaticCache(config=network.config, max_cache_len=length + new + 2)  # with the runs before a capture
     token, place = ids[:, :1].clone(), torch.zeros(1, dtype=torch.long, device=ids.device)
     tokens = torch.zeros(new, len(ids), dtype=ids.dtype, device=ids.device)
 
+    columns, rows = torch.arange(length + new + 2, device=ids.device), torch.arange(length, device=ids.device)
+    least = torch.full((), torch.finfo(network.dtype).min, dtype=network.dtype, device=ids.device)
+
     def step(given) -> None:
-        logits = network(given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        # A mask of its own: the models' code for one copies from the host, which a capture refuses.
+        last = rows[: given.shape[1]] + (place + (length - 1) if given is token else 0)
+        mask = torch.where(columns <= last[:, None], torch.zeros_like(least), least)[None, None]
+        logits = network(
+            given, attention_mask=mask, position_ids=last[None], past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits[:, -1]
         token.copy_(logits.argmax(-1, keepdim=True))
         tokens.index_copy_(0, place, token.T)
         place.add_(1)

@@ -55,8 +55,8 @@ def test_order_and_bits(kernels, name):
 
         want, found, order = outputs(spare=0), outputs(), torch.empty(rows, dtype=torch.int32, device="cuda")
         stream = torch.cuda.current_stream().cuda_stream
-        made = {key: want[key] for key in ("offsets", "token", "inverse")}
-        kernels[index](indices=indices, order=order, stream=stream, **made)
+        ordered = {key: want[key] for key in ("offsets", "token", "inverse")}
+        kernels[index](indices=indices, order=order, stream=stream, **ordered)
         read = {"offsets": want["offsets"], "index": want["token"]}
         kernels[given](x=x, w=w, bias=bias, y=want["y"], stream=stream, **read)
         written = {"offsets": found["offsets"], "index": found["token"], "inverse": found["inverse"]}

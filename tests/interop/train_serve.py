@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """moes: a layer for each block, a `MoE` or what takes its place."""
+    """moes: a layer for each block."""
 
     def __init__(self, moes, hidden, seed=0):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A GEMM that puts choices into the order of rows itself gives what one gives that is told the order."""
+"""A GEMM that puts choices into the order of rows itself gives what one gives that is given the order."""
 
 import numpy as np
 
@@ -17,9 +17,9 @@ def test_it_is_the_product_in_the_order_of_moe_index():
     assert inputs["indices"].shape == (5, 4) and len(inputs["x"]) == 5
     assert not inputs.keys() & {"offsets", "index"}
     order = index(inputs["indices"], DIMS["E"])
-    told = {name: array for name, array in inputs.items() if name != "indices"}
-    told |= {"offsets": order["offsets"], "index": order["token"]}
-    assert np.array_equal(gemm(MADE, inputs)["y"], gemm(GIVEN, told)["y"], equal_nan=True)
+    named = {name: array for name, array in inputs.items() if name != "indices"}
+    named |= {"offsets": order["offsets"], "index": order["token"]}
+    assert np.array_equal(gemm(MADE, inputs)["y"], gemm(GIVEN, named)["y"], equal_nan=True)
 
 
 def test_the_order_is_compared_exactly():

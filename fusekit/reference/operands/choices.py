@@ -29,7 +29,7 @@ def inputs(means: Meaning, dims: Mapping[str, int], rng: np.random.Generator, se
     return {"indices": np.where(index_rng.random(chosen.shape) < 1 / 16, -1, chosen).astype(np.int32)}
 
 
-def made(means: Meaning, inputs: Mapping[str, Any]) -> dict[str, Array]:
+def row_order(means: Meaning, inputs: Mapping[str, Any]) -> dict[str, Array]:
     """The outputs that are not results of products, exactly."""
     order = index(need(inputs, "indices", 2), len(inputs["w"]))
     return {"offsets": order["offsets"], "index": order["token"], "inverse": order["inverse"]}
@@ -37,4 +37,4 @@ def made(means: Meaning, inputs: Mapping[str, Any]) -> dict[str, Array]:
 
 def factors(means: Meaning, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """``inputs`` with the order of rows."""
-    return {**inputs, **made(means, inputs)}
+    return {**inputs, **row_order(means, inputs)}

@@ -42,13 +42,13 @@ class Choices(DeviceOperand):
             lanes.shared_store_u32(memory + thread * 4, cutlass.select_(outside, Uint32(0xFFFFFFFF), found))
         cute.arch.sync_threads()
         if thread < count:
-            mine = lanes.shared_load_u32(memory + thread * 4)
+            expert = lanes.shared_load_u32(memory + thread * 4)
             row = Int32(0)
             for place in cutlass.range(0, MOST, 4, unroll=1):
                 for part, word in enumerate(ptx.load_shared_v4(memory + place * 4)):
                     other = Uint32(word)
-                    row += Int32(other < mine) + Int32((other == mine) & (place + part < thread))
-            there = (mine < Uint32(groups)) & (row < rows)
+                    row += Int32(other < expert) + Int32((other == expert) & (place + part < thread))
+            there = (expert < Uint32(groups)) & (row < rows)
             token = ptx.divide(thread, topk)
             lanes.store(given.token.toint() + Int64(row) * 4, [Uint32(token)], 4, there)
             number = cutlass.select_(there, row, Int32(-1))
