@@ -13,7 +13,7 @@ from fusekit_cli.options import Session
 
 if TYPE_CHECKING:
     from fusekit.abi.layer_pass import LayerBuffer, LayerStep
-    from fusekit.abi.layer_record import LayerRecord
+    from fusekit.abi.layer_record import Ladder, LayerRecord
     from fusekit.layers import LayerOptions
 
 QUANTISE = "quantise"
@@ -46,10 +46,8 @@ def describe(store: Store, name: str, records: Sequence[NameRecord], root: str) 
         "memory": _memory(record, options),
         "promises": dict(record.promises),
         "tuning": dict(record.tuning),
-        "ladders": {
-            part: [{"tokens": most, "kernel": record.kernels[key].name} for most, key in ladder]
-            for part, ladder in record.parts.items()
-        },
+        "ladders": _ladders(record, record.parts),
+        "devices": {device: _ladders(record, parts) for device, parts in record.devices.items()},
         "kernels": [
             {"name": record.kernels[key].name, "arch": record.arch, "op": ops[_part(name, record.kernels[key].name)],
              "key": key, "bytes": None if each is None else each.summary.get("bytes"),
@@ -177,10 +175,25 @@ def text(session: Session, document: Mapping[str, Any]) -> None:
     click.echo(f"\nladders from {_source(document['tuning'])}")
     for part, rungs in document["ladders"].items():
         if len(rungs) > 1:
-            steps = (f"{'more' if rung['tokens'] is None else rung['tokens']}: {_variant(rung)}" for rung in rungs)
-            click.echo(f"  {part}  up to {', '.join(steps)}")
+            _show_ladder(part, rungs)
+    for device, parts in document["devices"].items():
+        click.echo(f"on {device}, as it was measured there:")
+        for part, rungs in parts.items():
+            _show_ladder(part, rungs)
     if document["missing"]:
         click.echo(f"not built: {', '.join(document['missing'])}")
+
+
+def _ladders(record: LayerRecord, parts: Mapping[str, Ladder]) -> dict[str, list[dict[str, Any]]]:
+    return {
+        part: [{"tokens": most, "kernel": record.kernels[key].name} for most, key in ladder]
+        for part, ladder in parts.items()
+    }
+
+
+def _show_ladder(part: str, rungs: Sequence[Mapping[str, Any]]) -> None:
+    steps = (f"{'more' if rung['tokens'] is None else rung['tokens']}: {_variant(rung)}" for rung in rungs)
+    click.echo(f"  {part}  up to {', '.join(steps)}")
 
 
 def _source(tuning: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import Any
@@ -86,8 +86,8 @@ class LayerRecord:
 
     kernels: by key. windows: of a layer over ranks, the bytes of each. limits: there, "capacity" for as many tokens of
     a rank as the variable "tokens" says; and over "capacity" the "rows" that any routing can give a rank, and "waiting"
-    blocks of a launch. options, summary, promises, tuning (where the ladders come from): for people; launching reads
-    none of them.
+    blocks of a launch. devices: by the driver's name of a device that was measured, the ladders that are others there.
+    options, summary, promises, tuning (where the ladders come from): for people; launching reads none of them.
     """
 
     name: str
@@ -104,6 +104,7 @@ class LayerRecord:
     windows: Mapping[str, Expr] = field(default_factory=dict)
     limits: Mapping[str, Expr] = field(default_factory=dict)
     tuning: Mapping[str, Any] = field(default_factory=dict)
+    devices: Mapping[str, Mapping[str, Ladder]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """JSON types only; `from_json` gives an equal record back."""
@@ -115,13 +116,11 @@ class LayerRecord:
             "range_of": self.range_of,
             "buffers": [{"name": name, **buffer.to_json()} for name, buffer in self.buffers.items()],
             "passes": {name: each.to_json() for name, each in self.passes.items()},
-            "parts": {
-                name: [{"key": key, **({} if most is None else {"tokens": most})} for most, key in ladder]
-                for name, ladder in self.parts.items()
-            },
+            "parts": _rungs(self.parts),
             "kernels": {key: kernel.to_json() for key, kernel in self.kernels.items()},
             "windows": [{"name": name, "bytes": thaw(size)} for name, size in self.windows.items()],
             "limits": {name: thaw(limit) for name, limit in self.limits.items()}, "tuning": dict(self.tuning),
+            **({"devices": {name: _rungs(parts) for name, parts in self.devices.items()}} if self.devices else {}),
         }  # fmt: skip
 
     @classmethod
@@ -147,6 +146,7 @@ class LayerRecord:
             reader.mapping("kernels", LayerKernel.from_json), dict(reader.array("windows", _window)),
             reader.mapping("limits", expression),
             reader.mapping("tuning", _any) if "tuning" in reader else {},
+            reader.mapping("devices", _parts) if "devices" in reader else {},
         )  # fmt: skip
         record.check()
         return record
@@ -165,6 +165,8 @@ class LayerRecord:
             _known(set().union(*map(variables, (*buffer.shape, buffer.offset))), known, f"buffers.{name}")
         for name, size in self.windows.items():
             _known(variables(size), known, f"windows.{name}")
+        for name, parts in self.devices.items():
+            _known(parts, self.parts, f"devices.{name}")
         names = {*self.buffers, SCRATCH}
         for which, each in self.passes.items():
             for index, step in enumerate(each.steps):
@@ -233,6 +235,10 @@ class LayerRecord:
                 places[name] = end
                 end += padded(buffer.bytes(env))
         return places, end
+
+    def for_device(self, name: str) -> LayerRecord:
+        """The record with the ladders for the device that the driver calls so."""
+        return replace(self, parts={**self.parts, **self.devices.get(name, {})}, devices={})
 
     def kernel(self, part: str, tokens: int) -> str:
         """The key of a part's kernel for so many tokens."""
@@ -365,6 +371,17 @@ def _number(value: Any, where: str) -> float:
 
 def _buffer(value: Any, where: str) -> tuple[str, LayerBuffer]:
     return RecordReader(value, where).string("name"), LayerBuffer.from_json(value, where)
+
+
+def _rungs(parts: Mapping[str, Ladder]) -> dict[str, Any]:
+    return {
+        name: [{"key": key, **({} if most is None else {"tokens": most})} for most, key in ladder]
+        for name, ladder in parts.items()
+    }
+
+
+def _parts(value: Any, where: str) -> Mapping[str, Ladder]:
+    return RecordReader({"parts": value}, where).mapping("parts", _ladder)
 
 
 def _ladder(value: Any, where: str) -> Ladder:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import fusekit
-from fusekit.abi.layer_record import LayerKernel, LayerRecord
+from fusekit.abi.layer_record import Ladder, LayerKernel, LayerRecord
 from fusekit.choice import tuning
+from fusekit.choice.gpus import gpu_of
 from fusekit.choice.tuning import Tuning
 from fusekit.choice.variants import check_alike, check_name, fastest
 from fusekit.compiler.digests import digest
 from fusekit.compiler.naming import record_of
 from fusekit.errors import FusekitError
 from fusekit.plan.layer import Options, program
-from fusekit.plan.layer.record import prove, unproved
+from fusekit.plan.layer.record import ladder_of, prove, unproved
 from fusekit.plan.operations import OPERATIONS
 from fusekit.store import Entry, NameRecord, Store, key_of
 from fusekit.store.entries import KIND, LAYER
@@ -113,7 +114,7 @@ def _record(
         check_alike(variants)
 
     @cache
-    def choose(part: str, tokens: int) -> str:
+    def choose(part: str, tokens: int, device: str | None = None) -> str:
         variants, keys = parts[part], plan.parts[part]
         problem = {"T": tokens}
         if (operation := OPERATIONS[keys["op"]]).gemm:
@@ -121,15 +122,17 @@ def _record(
             problem = {**keys["problem"], "M": dims["M"] if operation.ragged else tokens}
         record, why = variants[0], ""
         if len(variants) > 1:
-            record, why = fastest(variants, problem, merged)
+            record, why = fastest(variants, problem, merged, device, gpu_of(device or ""))
         if why == "the fastest that was measured":
-            label = next(label for label, table in tables if table.best(record.spec, problem))
+            label = next(label for label, table in tables if table.best(record.spec, problem, device))
             measured.setdefault(label, set()).add(part)
         chosen.setdefault(record.key, record)
         return record.key
 
     draft = unproved(options, layer.arch, choose, layer.summary, plan)
-    used = sorted({key for ladder in draft.parts.values() for _, key in ladder})
+    devices = {} if draft.windows else _by_device(draft, {row.device for row in merged.rows}, choose)
+    ladders = [*draft.parts.values(), *(ladder for parts in devices.values() for ladder in parts.values())]
+    used = sorted({key for ladder in ladders for _, key in ladder})
     entries = [entry for key in used if (entry := store.find_entry(key)) is not None]
     kernels = {
         entry.key: LayerKernel(chosen[entry.key].name, entry.launch_sha256, chosen[entry.key].defaults)
@@ -140,9 +143,24 @@ def _record(
         for label, table in tables
         if label in measured
     }
-    record = replace(draft, kernels=kernels, tuning=spoke)
+    record = replace(draft, kernels=kernels, tuning=spoke, devices=devices)
     prove(record, plan, options)
     return record, entries
+
+
+def _by_device(draft: LayerRecord, devices: Iterable[str], choose: Callable[..., str]) -> dict[str, dict[str, Ladder]]:
+    """The ladders that are others on a device that was measured; of no part whose variant decides bits."""
+    others: dict[str, dict[str, Ladder]] = {}
+    for device in sorted(devices):
+        parts = {
+            part: own
+            for part, ladder in draft.parts.items()
+            if part not in draft.promises["pinned"]
+            and (own := ladder_of(part, partial(choose, device=device))) != ladder
+        }
+        if parts:
+            others[device] = parts
+    return others
 
 
 def layers_of(records: Iterable[tuple[Spec, str]]) -> list[Layer]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from fusekit.abi.layer_record import LayerRecord
@@ -39,6 +40,10 @@ def open_layer(library: Library, name: str, arch: str | None, device: int | None
         from fusekit.layers.ranked import RankedLayer
 
         return RankedLayer(library, record, device, **over)
+    if record.devices:
+        with suppress(DriverError):  # without a device: as for any
+            target = library.devices.get(library.devices.current() if device is None else device)
+            record = record.for_device(target.name)
     for key, value in over.items():
         if value is not None:
             raise ArgumentError(

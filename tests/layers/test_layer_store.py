@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from fusekit.abi.layer_record import LayerRecord
 from fusekit.choice.tuning import Row, Tuning, features
 from fusekit.compiler.layers import Layer, publish_layer
 from fusekit.errors import IntegrityError
+from fusekit.layers import record_of
 from fusekit.plan.layer import program
 from fusekit.runtime.wellformed import WELLFORMED, check_entry
 from fusekit.share.bundle import export_bundle
@@ -63,6 +65,26 @@ def test_a_table_that_is_measured_later_makes_a_new_record_of_the_same_kernels(t
         assert not publish_layer(store, layer), "the table is the same"
         entries.append(published.key)
         assert {path.stem for path in (store.root / "entries").glob("*/*")} == {*entries}, "no kernel is new"
+
+
+def test_a_device_that_was_measured_has_ladders_of_its_own(tmp_path):
+    opened, _ = library(tmp_path / "store", options(**CASES["plain"]), variants=2)
+    store, layer = opened.store, Layer(options(**CASES["plain"]), "sm_90a", ())
+    specs = {each.record.name.partition("@")[2]: each.record for each in store.names("layers/moe.fc2")}
+    here, (one, other) = opened.devices.get(0).name, specs
+    problem = program(layer.options).parts["fc2"]["problem"]
+    rows = [
+        Row(device, features(specs[best].spec), problem, ((best, None),))
+        for device, best in (("Another GPU", one), (here, other))
+    ]
+    store.publish_tuning("sm_90a", Tuning("sm_90a", tuple(rows)).to_bytes())
+    assert publish_layer(store, layer)
+    record, tokens = record_of(store, "layers/moe"), layer.options.tokens
+    assert LayerRecord.from_json(record.to_json()) == record
+    assert record.kernels[record.kernel("fc2", tokens)].name == specs[one].name
+    assert opened.layer("layers/moe").kernel_name("fc2", tokens) == specs[other].name
+    assert {specs[one].key, specs[other].key} <= record.kernels.keys(), "what moves a layer moves both"
+    assert record.devices.keys() == {here} and record.for_device("A third GPU").parts == record.parts
 
 
 def test_a_layer_that_lacks_a_kernel_has_no_record(store):

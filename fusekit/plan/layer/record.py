@@ -70,7 +70,7 @@ def unproved(
         {name: LayerBuffer(each.dtype, each.shape, each.place, offsets.get(name, 0), words(name, each.place))
          for name, each in plan.buffers.items()},
         {which: _pass(plan, which) for which in plan.steps},
-        {part: ((None, choose(part, options.tokens)),) if part in one else _ladder(part, choose)
+        {part: ((None, choose(part, options.tokens)),) if part in one else ladder_of(part, choose)
          for part in plan.parts},
         "S" if plan.room_for else "T", summary, options.canonical(),
         {"deterministic": True, "batch_invariant": True, "pinned": one}, windows=windows,
@@ -148,7 +148,7 @@ def _dims(options: Options, plan: Program) -> dict[str, Expr]:
     return dims
 
 
-def _ladder(part: str, choose: Choose) -> Ladder:
+def ladder_of(part: str, choose: Choose) -> Ladder:
     """The kernels of a part, each with the most tokens that it is for."""
     counts = [1 << power for power in range(MOST.bit_length())]
     keys = [choose(part, count) for count in counts]
