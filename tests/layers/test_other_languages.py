@@ -43,7 +43,7 @@ def shown(record, launch):
 @pytest.mark.skipif(NODE is None, reason="needs node")
 @pytest.mark.parametrize("name", ["gpt-oss", "deepseek", "fp8-choices"])
 def test_a_launcher_from_the_pages_launches_the_same(layers, name):  # noqa: F811
-    (layer, fake), rng, calls, want = layers[name], random.Random(name), [], []
+    (layer, fake), rng, calls, want = layers(name), random.Random(name), [], []
     for which in (FORWARD, INFERENCE, BACKWARD) * 8:
         tokens = rng.choice([1, SMALL, SMALL + 1, int(2 ** rng.uniform(0, 13))])
         outputs = [each for each in layer.outputs(which) if rng.random() < 0.7] or [*layer.outputs(which)]
