@@ -30,6 +30,7 @@ from fusekit.compiler.leaves import (
     BIT,
     FLOAT,
     INTEGER,
+    NARROW,
     POINTER,
     STREAM,
     TENSOR,
@@ -193,8 +194,11 @@ class _Reading:
             return HostInteger(self._read(table["value"], f"arguments.{leaf.name}.value"), leaf.dtype), None
         if leaf.kind == INTEGER and id(leaf.fake) in self._symbols:
             return HostInteger(self._symbols[id(leaf.fake)][0], leaf.dtype), None
-        bounds: dict[str, int] = {"minimum": 0, "maximum": 1} if leaf.dtype == BIT else {}
-        bounds |= {key: table[key] for key in ("minimum", "maximum", "divisor") if key in table}
+        bounds: dict[str, int] = {key: table[key] for key in ("minimum", "maximum", "divisor") if key in table}
+        if leaf.dtype in NARROW:
+            least, most = NARROW[leaf.dtype]
+            bounds["minimum"] = max(least, bounds.get("minimum", least))
+            bounds["maximum"] = min(most, bounds.get("maximum", most))
         dtype = "f32" if leaf.kind == FLOAT else "i32"
         value = getattr(leaf.fake, "value", leaf.fake)
         # An integer of a hand-written source may be any; a captured call has those of a launch.

@@ -26,6 +26,13 @@ RECORDED = {row.cutlass: row.name if row.argument else _BITS[row.bits] for row i
 RECORDED |= {DTYPES["tf32"].cutlass: "f32", "Int4": "u8"}  # float32 of which less is read; two values in a byte
 # Of a number by value.
 _INTEGERS = {row.cutlass: f"i{row.bits}" for row in ROWS if row.kind in (SIGNED, UNSIGNED) and row.bits in (32, 64)}
+NARROW = {
+    f"{sign}{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if sign == "i" else (0, 2**bits - 1)
+    for sign in "iu"
+    for bits in (8, 16)
+} | {BIT: (0, 1)}
+"""The least and the largest value of an integer of less than 32 bits, which callers pass as one of 32."""
+_INTEGERS |= {"Int8": "i8", "Int16": "i16", "Uint8": "u8", "Uint16": "u16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +175,7 @@ def flat(name: str, value: Any) -> Iterator[Leaf]:
         yield Leaf(name, POINTER, _dtype(name, value.dtype), value)
     elif not callable(value) or dsl.has_values(value):
         raise BuildError(
-            f"{name} is a {kind}, which launch records do not know; pass tensors, pointers, Int32, Int64, Float32 or a"
+            f"{name} is a {kind}, which launch records do not know; pass tensors, pointers, integers, Float32 or a"
             " stream, also in tuples and dataclasses; annotate a constant as cutlass.Constexpr"
         )
 

@@ -397,3 +397,22 @@ def mapped_by_sizes():
     """A tensor map over a pointer, as large as two numbers say."""
     x = make_ptr(cutlass.BFloat16, 0, cute.AddressSpace.gmem, assumed_align=128)
     return map_by_sizes, (x, cutlass.Int32(256), cutlass.Int32(256), CUstream(0))
+
+
+@cute.kernel
+def sum_kernel(y: cute.Tensor, a: cutlass.Int8, b: cutlass.Int16, c: cutlass.Uint8):
+    y[0] = cutlass.Float32(a) + cutlass.Float32(b) + cutlass.Float32(c)
+
+
+@cute.jit
+def of_small_numbers(
+    y: cute.Tensor, a: cutlass.Int8, b: cutlass.Int16, c: cutlass.Uint8, d: cutlass.Uint16, stream: CUstream
+):
+    sum_kernel(y, a, b, c).launch(grid=[cutlass.Int32(d), 1, 1], block=[32, 1, 1], stream=stream)
+
+
+def small_numbers():
+    """Integers of 8 and 16 bits."""
+    y = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=4)
+    numbers = cutlass.Int8(1), cutlass.Int16(2), cutlass.Uint8(3), cutlass.Uint16(4)
+    return of_small_numbers, (y, *numbers, CUstream(0))

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from fusekit.abi import RecordError, evaluate, flat
+from fusekit.abi import IntegerParameter, RecordError, evaluate, flat
 from fusekit.abi.arguments import OPTIONS
 from fusekit.errors import BuildError
 from fusekit.runtime.checked import CheckedKernel
@@ -92,6 +92,19 @@ def test_a_truth_value_is_a_number_of_0_or_1_and_the_default_stream_is_the_launc
     flag = record.arguments[1]
     assert (flag.name, flag.dtype, flag.minimum, flag.maximum) == ("wide", "i32", 0, 1)
     assert [evaluate(record.grid[0], {"wide": wide, "N": 300}) for wide in (0, 1)] == [1, 3]
+    assert kernel.proof["launches"] >= 64
+
+
+def test_integers_of_8_and_16_bits_keep_to_their_bounds(tmp_path):
+    said = FLAGGED + "arguments.b = { minimum = -5, maximum = 99999 }"
+    record, kernel = compiled(tmp_path, "small_numbers", said)
+    bounds = {each.name: (each.dtype, each.minimum, each.maximum) for each in record.arguments[1:]}
+    assert bounds == {
+        "a": ("i32", -128, 127), "b": ("i32", -5, 32767), "c": ("i32", 0, 255), "d": ("i32", 0, 65535),
+    }  # fmt: skip
+    taken = [(each.name, each.dtype) for each in record.parameters if isinstance(each, IntegerParameter)]
+    assert taken == [("a", "i8"), ("b", "i16"), ("c", "u8")]
+    assert record.grid == ("d", 1, 1)
     assert kernel.proof["launches"] >= 64
 
 
