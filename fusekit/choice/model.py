@@ -23,6 +23,12 @@ tile, which costs what its operands take to come, the time is at least
 
     sqrt(read^2 + taken in^2) + what one tile takes in
 
+where a dense product, of up to twice as many rows, has instead
+
+    sqrt(read^2 + max(one tile after the other on an SM, all operands at SM_GBS)^2)
+
+and a tile takes ELEMENT_NS and its operands at TILE_GBS, for it waits for each step of its main loop.
+
 `read` is the weights of the groups that have rows, from memory; `taken in` what each SM has of the operands of its
 other tiles, at SM_GBS and with TILE_ENDS. Rows that choose their groups at random leave E (1 - 1/E)^M of E groups
 empty.
@@ -62,6 +68,7 @@ DEPTH = 4096  # the reduction of a problem that does not give it
 PADDING = 0.25  # what a padded column costs, of one that is not
 STATIC = 1.05
 SM_GBS = 60.0  # GB/s that one multiprocessor takes in while all do
+ELEMENT_NS, TILE_GBS = 2.4, 250.0  # of a tile that has its SM for itself, for each element of the reduction; GB/s
 TILE_ENDS = 8.0  # rows of operands that come in the time between two tiles
 
 
@@ -71,7 +78,11 @@ def with_rows(rows: int, groups: int) -> float:
 
 
 def few_rows(rows: int, groups: int, ragged: bool, arch: Architecture) -> bool:
-    """Whether no group has more rows than a swapped tile. ragged: they are of any sizes."""
+    """Whether no group has more rows than a swapped tile, and a dense product no more than two. ragged: they are of any
+    sizes.
+    """
+    if groups == 1 and not ragged:
+        return rows <= 2 * max(arch.tile_rows[SWAPPED])
     return rows * (1.5 if ragged else 1.0) <= with_rows(rows, groups) * max(arch.tile_rows[SWAPPED])
 
 
@@ -142,8 +153,16 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None, gpu: Gpu | 
     element = gpu.sm_rate * 500 * (1 if "in=" in str(spec.get("quant")) else 2)  # bytes, times products a nanosecond
     read = busy * problem[across] * element / gpu.gbs
     swapped = spec.get("mainloop") == SWAPPED
-    if not swapped and not few_rows(problem[down], groups, bool(operation.ragged), arch):
+    few = few_rows(problem[down], groups, bool(operation.ragged), arch)
+    if not swapped and not few:
         return products
+    if few and not operation.ragged:
+        size = element / (500 * gpu.sm_rate)  # bytes of an element
+        fetched = size * (tile_m + tile_n)
+        in_turn = (ELEMENT_NS + fetched / TILE_GBS) * max(1.0, padded / sms)
+        at_once = fetched * padded / (SM_GBS * sms)
+        bound = 500 * gpu.sm_rate * math.hypot(size * problem[across] / gpu.gbs, max(in_turn, at_once))
+        return bound if swapped else max(products, bound)
     taken_in = (tile_m + tile_n + TILE_ENDS) * element / SM_GBS
     bound = math.hypot(read, taken_in * max(0.0, padded / sms - 1)) + taken_in
     return bound if swapped else max(products, bound)

@@ -215,6 +215,28 @@ def test_few_rows_take_what_was_measured_as_fast(shape: tuple[Any, ...]) -> None
     assert chosen == (128, 192)
 
 
+# The same of dense products, each launch alone, with cluster (1, 2) above 32 rows of a tile: (N, K) -> rows -> by tile.
+DENSE_TILES = ((16, 64), (16, 128), (32, 128), (64, 128), (128, 128))
+DENSE_ROWS = {
+    (4096, 4096): {
+        1: (18.9, 20.3, 22.2, 23.7, 26.8), 16: (18.8, 20.2, 22.2, 23.7, 26.8), 32: (21.3, 22.7, 22.3, 24.0, 27.1),
+        64: (26.1, 27.4, 24.2, 24.1, 27.2),
+    },
+    (4096, 14336): {
+        1: (43.1, 46.4, 52.0, 55.7, 67.3), 16: (43.4, 46.5, 52.2, 56.2, 67.8), 32: (48.6, 50.5, 52.5, 56.3, 67.9),
+        64: (69.7, 68.3, 54.2, 56.5, 67.9),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", DENSE_ROWS, ids=str)
+def test_dense_products_of_few_rows_take_what_was_measured_as_fast(shape: tuple[int, int]) -> None:
+    candidates = [variant(tile, (1, 2) if tile[0] > 32 else (1, 1), "dynamic", op="dense-gemm") for tile in DENSE_TILES]
+    for rows, times in DENSE_ROWS[shape].items():
+        chosen, _ = taken(choose(candidates, {"E": 1, "M": rows, "N": shape[0], "K": shape[1]}))
+        assert times[DENSE_TILES.index(chosen)] <= 1.02 * min(times), (rows, chosen)
+
+
 @given(st.floats(0, 1e6))
 def test_waves(tiles: float) -> None:
     assert max(1, tiles / SMS) <= waves(tiles, SMS) <= tiles / SMS + 1
@@ -234,8 +256,11 @@ def test_a_cost_by_hand() -> None:
     # 70 rows: two blocks of a tile; one wave, in which the schedule makes no difference.
     few = {"E": 1, "M": 70, "N": 1024, "K": 64}
     assert cost(dense, few) == cost(dense | {"schedule": "static"}, few) == pytest.approx(18624)
-    # 60 rows: one block of the two; what is fetched stays.
-    assert cost(dense, few | {"M": 60}) == pytest.approx(18624 - 64 * 128)
+    # 130 rows: in the second tile along M, one block of the two; what is fetched stays.
+    assert cost(dense, few | {"M": 130}) == pytest.approx(18624 - 64 * 128 / 2)
+    # 60 rows: one block, and its bytes take longer, 2.4 ns and 512 bytes at 250 GB/s, next to reading w.
+    products, read = 500 * 989 / 132, 2 * 1024 / 4800
+    assert cost(dense, few | {"M": 60}) == pytest.approx(products * ((2.4 + 512 / 250) ** 2 + read**2) ** 0.5)
     # 1000 columns: of the 8 tiles 7.8125 are full, and the rest is zeros.
     assert cost(dense, problem | {"N": 1000}) == pytest.approx(18624 * (32 * (7.8125 + 0.1875 / 4) / 132 + 0.5))
     # Without a problem, or with half of one: full tiles without end.
