@@ -22,6 +22,7 @@ from typing import Any
 
 from fusekit.abi.codec import RecordReader, expression, string
 from fusekit.abi.expr import Expr, RecordError, evaluate, thaw, variables
+from fusekit.abi.layer_enough import enough_scratch
 from fusekit.abi.layer_memory import ALIGNMENT, Layout, needs, padded
 from fusekit.abi.layer_pass import ARGUMENT, KEPT, SCRATCH, LayerBuffer, LayerPass, joins_of
 
@@ -278,15 +279,10 @@ class LayerRecord:
         """The bytes of scratch memory that are enough for passes of at most so many tokens. asked: their outputs, all
         contiguous; None: any. limits: as for `environment`.
         """
-        layouts = self.layouts(which, asked, in_place)
-        # Up to the end of a layout's range, more tokens need more memory.
-        ends = {int(each.until) for each in layouts if each.until < tokens and self.range_of == "T"}
-        every = [self.environment(count, **(limits or {})) for count in {tokens, *ends}]
-        if asked is not None:
-            return max(self.scratch(which, asked, env, asked, in_place=in_place)[1] for env in every)
-        return max(self._any_scratch(layouts, env) for env in every)
+        return enough_scratch(self, which, tokens, asked, in_place, limits or {})
 
-    def _any_scratch(self, layouts: Iterable[Layout], env: Mapping[str, int]) -> int:
+    def any_scratch(self, layouts: Iterable[Layout], env: Mapping[str, int]) -> int:
+        """What is enough for these dims, for any outputs, contiguous or not."""
         sizes = {name: buffer.bytes(env) for name, buffer in self.buffers.items()}
         most, sure = 0, list[Layout]()
         for layout in layouts:

@@ -7,6 +7,7 @@ import pytest
 
 from fusekit.plan.layer import program
 from fusekit.plan.layer.program import BACKWARD
+from fusekit.plan.layer.record import unproved
 from tests.soak import sample
 
 from .layer_memory import TABLE, TOKENS, apart_in_memory, packaged, sizes
@@ -31,6 +32,7 @@ def test_a_layer_takes_hardly_more_than_a_search_for_its_tokens(name):
 @pytest.mark.parametrize("name", sample(SEARCHED))
 def test_any_tokens_and_outputs_have_places_and_fit_into_what_sizes_gives(name):
     plan, rng = program(packaged()[name]), random.Random(name)
+    record = unproved(packaged()[name], "sm_90a", lambda part, tokens: part, plan=plan)
     every = sorted(plan.arguments(BACKWARD)[1])
     for tokens in (0, 1, 17, 4097, rng.randrange(1 << 16), (1 << 31) // 8):
         for in_place in (False, True):
@@ -38,7 +40,7 @@ def test_any_tokens_and_outputs_have_places_and_fit_into_what_sizes_gives(name):
             lent = rng.choice([None, (), set(rng.sample(sorted(given), len(given) // 2))])
             dims = plan.dims(tokens)
             apart_in_memory(plan, BACKWARD, given, dims, lent, in_place=in_place)
-            most = plan.most_scratch(BACKWARD, tokens, in_place=in_place)
+            most = record.most_scratch(BACKWARD, tokens, in_place=in_place)
             assert plan.scratch(BACKWARD, given, dims, lent, in_place=in_place)[1] <= most
 
 
@@ -46,10 +48,11 @@ def test_any_tokens_and_outputs_have_places_and_fit_into_what_sizes_gives(name):
 def test_fewer_tokens_fit_into_what_sizes_gives_for_the_most(name):
     """Also for numbers that are not round, whose buffers fill no output to the last byte."""
     plan, rng = program(packaged()[name]), random.Random(name)
+    record = unproved(packaged()[name], "sm_90a", lambda part, tokens: part, plan=plan)
     every = {*plan.arguments(BACKWARD)[1]}
     for tokens in (4096, 24576, 65536):
         for in_place in (False, True):
-            most = plan.most_scratch(BACKWARD, tokens, every, in_place=in_place)
+            most = record.most_scratch(BACKWARD, tokens, every, in_place=in_place)
             for count in (1411, 4073, 3785, *(rng.randrange(tokens) for _ in range(10))):
                 dims = plan.dims(min(count, tokens))
                 assert plan.scratch(BACKWARD, every, dims, in_place=in_place)[1] <= most, (tokens, count)

@@ -237,32 +237,6 @@ class Program:
         }
         return places, padded(int(least))
 
-    def most_scratch(
-        self, which: str, tokens: int, given: Collection[str] | None = None, *, in_place: bool = False
-    ) -> int:
-        """The bytes of scratch memory that are enough for passes of at most so many tokens. given: their outputs, all
-        contiguous; None: any.
-        """
-        layouts = [*self.layouts(which, in_place and which == BACKWARD, given)]
-        # Up to the end of a layout's range, more tokens need more memory.
-        ends = {int(each.until) for each in layouts if each.until < tokens and not self.room_for}
-        every = [self.dims(count) for count in {tokens, *ends}]
-        if given is not None:
-            return max(self.scratch(which, given, dims, in_place=in_place)[1] for dims in every)
-        return max(self._any_scratch(layouts, dims) for dims in every)
-
-    def _any_scratch(self, layouts: Iterable[Layout], dims: Mapping[str, int]) -> int:
-        sizes = {name: buffer.bytes(dims) for name, buffer in self.buffers.items()}
-        most, sure = 0, list[Layout]()
-        for layout in layouts:
-            after = any(layout.outputs == other.outputs and other.lends <= layout.lends for other in sure)
-            if self._ranges_over(layout, dims) and not after:
-                needed = needs(layout.places, sizes)[1]
-                most = max(most, padded(needed.pop(SCRATCH, 0)))
-                if all(end <= self._room(home, dims) for home, end in needed.items()):
-                    sure.append(layout)  # no call comes to those after it
-        return most
-
     def _ranges_over(self, layout: Layout, dims: Mapping[str, int]) -> bool:
         return layout.since <= dims["S" if self.room_for else "T"] <= layout.until
 
