@@ -10,9 +10,9 @@ static int64_t fk_span(const fk_layer *layer, const fk_layer_plan *plan, const f
     for (axis = (int)buffer->rank - 1; axis >= 0; --axis) {
         int64_t extent = plan->shape[index][axis], stride = call->strides[index][axis];
         if (stride == 0) stride = step;
-        *compact &= stride == step;
         empty |= extent == 0;
-        if (extent <= 1) continue;
+        if (extent <= 1) continue; /* its stride has no meaning */
+        *compact &= stride == step;
         if (stride < 0 || stride > ((int64_t)1 << 57) / extent) return (int64_t)1 << 57; /* its kernels refuse it */
         last += stride * (extent - 1);
         step *= extent;

@@ -10,7 +10,7 @@ from fusekit.layers.memory import check_aligned
 from fusekit.layers.options import LayerOptions
 from fusekit.layers.passes import BACKWARD, QUANTISE
 from fusekit.runtime.driver import Driver
-from fusekit.runtime.tensors import View, describe, read, strides_of
+from fusekit.runtime.tensors import View, describe, read
 
 if TYPE_CHECKING:
     from fusekit.layers.launching import Launching
@@ -107,7 +107,7 @@ def check_tensors(
             argument=missing[0],
         )
     refuse_overlaps(layer.name, {name: (tensors[name][0], view) for name, view in views.items()}, outputs.keys())
-    compact = {name for name, view in views.items() if view.strides == strides_of(view.shape)}
+    compact = {name for name, view in views.items() if view.contiguous}
     return tokens, views[lead].device, {name: tensors[name][0] for name in compact}
 
 

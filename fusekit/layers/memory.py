@@ -8,7 +8,7 @@ from typing import Any
 from fusekit.dtypes import DTYPES
 from fusekit.errors import ArgumentError
 from fusekit.runtime.driver import Driver
-from fusekit.runtime.tensors import Slice, View, compact_strides, describe, read
+from fusekit.runtime.tensors import Slice, View, describe, read
 
 __all__ = ["ALIGNMENT", "Slice", "required", "whole"]
 
@@ -31,7 +31,7 @@ def whole(
     address, meta = read(tensor, name, driver)
     view = describe(meta, name)
     size = DTYPES[view.dtype].bytes * prod(view.shape)
-    if view.strides != compact_strides(view.shape) or size < needed or view.device != device:
+    if not view.contiguous or size < needed or view.device != device:
         raise _refused(name, address, view, needed, device, alignment)
     check_aligned(name, address, view, needed, alignment)
     return address

@@ -57,6 +57,14 @@ class View:
         last = sum((extent - 1) * abs(stride) for extent, stride in zip(self.shape, self.strides, strict=True))
         return (last + 1) * DTYPES[self.dtype].bytes
 
+    @property
+    def contiguous(self) -> bool:
+        """Whether the strides are the row-major ones, as far as they mean something: of extents above 1."""
+        if self.strides == strides_of(self.shape) or 0 in self.shape:
+            return True
+        each = zip(self.shape, self.strides, strides_of(self.shape), strict=True)
+        return all(extent == 1 or stride == row for extent, stride, row in each)
+
 
 class Slice:
     """A tensor in memory that another object owns; row-major, or with `strides`."""

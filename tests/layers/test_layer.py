@@ -449,3 +449,16 @@ def test_all_layers_and_one_are_of_the_same_table(tmp_path):
     opened_library, _ = library(tmp_path / "store", options(**CASES["llama4"] | changed))
     assert opened_library.layers()["layers/moe"] == opened_library.layer("layers/moe").options
     assert opened_library.layer("layers/moe").options.keep == "none"
+
+
+def test_the_stride_of_one_token_says_nothing(tmp_path):
+    """An output of one row is contiguous, whatever its row stride, and lends its memory."""
+    layer, fake = opened(tmp_path, "plain")
+    given, sizes = tensors(layer, BACKWARD, 1), layer.sizes(1, gradients=[*layer.outputs(BACKWARD)])
+    more = memory(layer, 1) | {"scratch": Torchlike((sizes.backward,), "torch.uint8", SCRATCH)}
+    launches = []
+    for dx in (given["dx"], replace(given["dx"], strides=(given["dx"].shape[1] + 64, 1))):
+        fake.launches.clear()
+        layer.bind_backward(**{**given, "dx": dx}, **more)(0)
+        launches.append([launch.parameters for launch in fake.launches])
+    assert launches[0] == launches[1]
