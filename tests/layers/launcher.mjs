@@ -9,6 +9,7 @@ const max = (items) => items.reduce((a, b) => (a > b ? a : b));
 const min = (items) => items.reduce((a, b) => (a < b ? a : b));
 const product = (items) => items.reduce((a, b) => a * b, 1n);
 const floordiv = (a, b) => { if (b <= 0n) throw Error("divisor"); return a >= 0n ? a / b : -((-a + b - 1n) / b); };
+const rowMajor = (shape) => shape.map((_, index) => product(shape.slice(index + 1).map((extent) => extent || 1n)));
 const padded = (size) => ((size + 255n) / 256n) * 256n;
 const OPERATORS = {
   add: (v) => v.reduce((a, b) => a + b), mul: product, sub: ([a, b]) => a - b, floordiv: ([a, b]) => floordiv(a, b),
@@ -43,11 +44,13 @@ function chosen(pass, steps, call, env, kept) {
   const asked = new Set(call.outputs), spared = pass.steps.map((step) => step.unless).filter(Boolean);
   const used = new Set(steps.flatMap((step) => Object.values(step.arguments)));
   const range = env[layer.range_of];
+  const contiguous = (name) => rowMajor(extents(name, env)).every((stride, index) =>
+    extents(name, env)[index] <= 1n || BigInt(call.strides[name][index]) === stride);
   let best = null;
   for (const layout of pass.layouts) {
     if (layout.in_place !== call.in_place || ![...asked].every((name) => layout.outputs.includes(name))) continue;
     if (layout.outputs.some((name) => !asked.has(name) && spared.includes(name))) continue;
-    if (!layout.lends.every((name) => asked.has(name) && call.contiguous.includes(name))) continue;
+    if (!layout.lends.every((name) => asked.has(name) && contiguous(name))) continue;
     if (range < BigInt(layout.since) || ("until" in layout && range > BigInt(layout.until))) continue;
     const ends = {}, homes = {}, places = {};
     for (const { buffer, home, above } of layout.places) {
@@ -91,7 +94,7 @@ function launches(record, defaults, tensors, call, key) {
   const env = { sm_count: BigInt(call.sm_count), cluster_margin: BigInt(call.cluster_margin ?? defaults.cluster_margin ?? 0) };
   for (const argument of record.arguments.filter((each) => each.kind === "tensor")) {
     const tensor = tensors[argument.name], { shape } = tensor;
-    const compact = shape.map((_, index) => product(shape.slice(index + 1).map((extent) => extent || 1n)));
+    const compact = rowMajor(shape);
     const given = shape.includes(0n) || !tensor.strides ? compact : tensor.strides;
     shape.forEach((extent, index) => {
       env[`${argument.name}.stride${index}`] = extent === 1n ? compact[index] : given[index];

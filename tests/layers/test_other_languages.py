@@ -55,9 +55,8 @@ def test_a_launcher_from_the_pages_launches_the_same(layers, name):  # noqa: F81
         want.append(launched(fake, lambda bind=bind, given=given, more=more: bind(**given, **more)(77)))
         assert isinstance(want[-1], list), want[-1]
         strides = {each: list(given[each].stride()) for each in given}
-        compact = [each for each in outputs if given[each].strides is None]
         calls.append({
-            "pass": which, "tokens": tokens, "outputs": outputs, "contiguous": compact, "in_place": in_place,
+            "pass": which, "tokens": tokens, "outputs": outputs, "in_place": in_place,
             "sm_count": 132, "stream": 77, "strides": strides,
             "addresses": {each: tensor.data_ptr() for each, tensor in given.items()},
         })  # fmt: skip
