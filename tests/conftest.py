@@ -1,10 +1,14 @@
 """Options of the whole suite."""
 
+import contextlib
+import gc
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -39,6 +43,35 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.loadscopereorder = False  # files with few tests take longest
     if config.getoption("numprocesses", None):
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of a worker
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """One worker goes ahead: byte code that it writes of tests is read by the others. Each text of a spec, which many
+    modules look at, is parsed once.
+    """
+    from fusekit.spec import parse
+
+    parsed: dict[str, Any] = {}
+    parse_text = parse.parse_text
+
+    def once(*arguments: Any, **named: Any) -> Any:
+        return parsed.get(key := repr((arguments, named))) or parsed.setdefault(key, parse_text(*arguments, **named))
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as ahead:
+        patch.setattr(parse, "parse_text", once)
+        if hasattr(session.config, "workerinput") and not sys.dont_write_bytecode:
+            done = session.config._tmp_path_factory.getbasetemp().parent / "collected"  # type: ignore[attr-defined]
+            ahead.enter_context(FileLock(f"{done}.lock"))
+            if done.exists():
+                ahead.close()
+            ahead.callback(done.touch)
+        gc.disable()
+        try:
+            return (yield)
+        finally:
+            gc.freeze()  # what is there now stays, and is not looked at again and again
+            gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -87,7 +120,7 @@ def shared_records(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fix
 @pytest.fixture(scope="session", autouse=True)
 def compile_servers(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Path]:
     """Builds of all workers and of their commands import the compiler once. The folder of `servers.start_compiler`."""
-    from fusekit.compiler import pool
+    from fusekit.compiler import new_extern, pool
     from fusekit.compiler.digests import private
     from fusekit.compiler.options import environment
     from fusekit.config import compiler_cache
@@ -104,7 +137,18 @@ def compile_servers(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fi
                 servers.start_compiler(folder, environment(folder, arch), fresh, private(compiler_cache()), owner)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "subprocess", servers.subprocess_of(folder))
+        patch.setattr(new_extern, "subprocess", SimpleNamespace(run=servers.run_of(folder)))
         yield folder
+
+
+@pytest.fixture(scope="session")
+def commands(compile_servers: Path, request: pytest.FixtureRequest) -> Any:
+    """The `servers.Commands` that commands of all workers are forked from."""
+    from tests import servers
+
+    owner = os.getppid() if hasattr(request.config, "workerinput") else os.getpid()
+    with FileLock(f"{compile_servers}.lock"):
+        return servers.Commands(compile_servers, servers.SETTINGS, owner)
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,8 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 _MESSAGE = 1 << 20
+SETTINGS = {"PATH": "/usr/bin:/bin"}
+"""All that commands have of variables, before a test adds its own."""
 ANEW = "COMPILED_ANEW"
 """The variable with which a command compiles kernels that were compiled before."""
 _LOAD = f"""
@@ -135,6 +137,11 @@ def serve_compiler(prepare: Callable[[], tuple[int, str]]) -> None:
         def become(self, request: dict[str, Any], connection: socket.socket, control: int, log: int) -> NoReturn:
             _fork(connection, control, log)
             os.setsid()
+            if "program" in request:
+                _enter(request, control, log)
+                sys.argv[:] = ["-c", *request["arguments"]]
+                exec(request["program"], {"__name__": "__main__"})
+                _end(0)
             _enter(request, os.dup(log), log)
             if request["kept"]:
                 _keep(Path(request["kept"]))
@@ -174,7 +181,7 @@ def serve_commands() -> None:
     """Import the commands, when the first is asked for; then fork `python -m fusekit`."""
     listener, folder, owner = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], os.pidfd_open(int(sys.argv[3]))
     _wait(listener, owner)
-    from fusekit.compiler import pool
+    from fusekit.compiler import new_extern, pool
     from fusekit_cli.main import COMMANDS, cli
 
     for name in COMMANDS:
@@ -187,6 +194,7 @@ def serve_commands() -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     pool.subprocess = subprocess_of(Path(folder), keep=True)  # type: ignore[attr-defined]
+    new_extern.subprocess = SimpleNamespace(run=run_of(Path(folder)))  # type: ignore[attr-defined]
     os.fsync = lambda descriptor: None  # as in conftest.py
 
     def become(request: dict[str, Any], connection: socket.socket, *descriptors: int) -> NoReturn:
@@ -272,6 +280,32 @@ def subprocess_of(folder: Path, *, keep: bool = False) -> Any:
         return _Forked(connection)
 
     return SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+
+
+def run_of(folder: Path) -> Callable[..., Any]:
+    """What `fusekit.compiler.new_extern` has as `subprocess.run`: its program runs in a fork of a fork server."""
+    from fusekit.compiler import pool
+    from fusekit.compiler.digests import private
+    from fusekit.config import compiler_cache
+
+    def run(command: list[str], **options: Any) -> Any:
+        program, arguments = command[3], command[4:]
+        fresh = Path(pool.__file__).with_name("fresh.py")
+        path = folder / _kind(str(fresh), str(private(compiler_cache()) or ""), options["env"])
+        if not path.exists() or not _same_packages(arguments[1:], json.loads((folder / "paths").read_text())):
+            return subprocess.run(command, **options)
+        request = {"environment": options["env"], "folder": str(options["cwd"]), "paths": arguments[1:]}
+        with contextlib.ExitStack() as stack:
+            out, err = (stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) for _ in range(2))
+            connection = stack.enter_context(_connect(path))
+            message = json.dumps(request | {"program": program, "arguments": arguments}).encode()
+            socket.send_fds(connection, [message], [out.fileno(), err.fileno()])
+            code = _Forked(connection).wait()
+            out.seek(0)
+            err.seek(0)
+            return subprocess.CompletedProcess(command, code, out.read(), err.read())
+
+    return run
 
 
 class _Forked:

@@ -14,6 +14,7 @@ from tests.layers.samples import library
 from tests.layers.test_layer import KEPT, SCRATCH, TYPES
 from tests.plan.test_layer_program import CASES, options
 from tests.runtime.samples import Torchlike
+from tests.soak import sample
 
 from .launcher import INVALID_ARGUMENT, LANGUAGES, OK, build
 from .layers import CLayer, exported, with_ladders
@@ -48,7 +49,7 @@ def layers(tmp_path_factory):
     return {name: Both(root, name) for name in NAMES}
 
 
-@pytest.fixture(scope="module", params=sorted(LANGUAGES))
+@pytest.fixture(scope="module", params=sample(sorted(LANGUAGES), "c11"))
 def opened(request, layers, tmp_path_factory):
     """The layers of one export, loaded."""
     kernels = [kernel for both in layers.values() for kernel in both.kernels]

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from fusekit.store import NameRecord, Store
 from tests.cli import standin
 from tests.runtime.fake import FakeDriver
-from tests.servers import Commands
+from tests.servers import SETTINGS, Commands
 from tests.store.samples import build_entry
 
 NAMES = ("quickstart/linear@128x128-c2x1", "quickstart/moe-fc1@128x128-c2x1", "quickstart/moe-fc1@128x192-c2x1")
-SETTINGS = {"PATH": "/usr/bin:/bin"}
 SPEC = {
     "op": "grouped-gemm",
     "tile": [128, 128],
@@ -51,14 +49,6 @@ class Fusekit:
         result = Result(*self._commands.run(arguments, self.environment | environment, self.root.parent, stdin, 120))
         assert code is None or result.code == code, result
         return result
-
-
-@pytest.fixture(scope="session")
-def commands(compile_servers: Path, request: pytest.FixtureRequest) -> Commands:
-    """What commands of all workers are forked from."""
-    owner = os.getppid() if hasattr(request.config, "workerinput") else os.getpid()
-    with FileLock(f"{compile_servers}.lock"):
-        return Commands(compile_servers, SETTINGS, owner)
 
 
 @pytest.fixture

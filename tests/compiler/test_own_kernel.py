@@ -22,6 +22,7 @@ from fusekit.store import Store
 from tests.cabi.launcher import OK, Launcher, compile_shared
 from tests.runtime.fake import FakeDriver
 from tests.runtime.samples import Torchlike
+from tests.servers import SETTINGS
 from tests.soak import sample
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
@@ -40,18 +41,32 @@ def block(language: str, holds: str) -> str:
     return result
 
 
-def run(command, place, **changes):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("FUSEKIT_", "CUTE_DSL_"))}
-    environment |= {"FUSEKIT_STORE": str(place / "store"), "COLUMNS": "200", **changes}
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
-    return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False, timeout=300)
+@pytest.fixture(scope="module")
+def run(commands):
+    """Runs a command in a folder; `fusekit` as a fork (see `tests/servers.py`)."""
+
+    def run(command, place, **changes):
+        own = {"FUSEKIT_STORE": str(place / "store"), "COLUMNS": "200", **changes}
+        if command[0] == "fusekit":
+            own |= {name: os.environ[name] for name in ("XDG_CACHE_HOME",) if name in os.environ}
+            ended = commands.run(command[1:], SETTINGS | {"HOME": str(place)} | own, place, "", 300)
+            return subprocess.CompletedProcess(command, *ended)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("FUSEKIT_", "CUTE_DSL_"))}
+        return subprocess.run(
+            command, cwd=place, env=kept | own, capture_output=True, text=True, check=False, timeout=300
+        )
+
+    return run
 
 
-def run_block(holds, place):
-    for line in block("sh", holds).splitlines():
-        done = run(shlex.split(line), place)
-        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-    return done
+@pytest.fixture(scope="module")
+def run_block(run):
+    def run_block(holds, place):
+        for line in block("sh", holds).splitlines():
+            done = run(shlex.split(line), place)
+            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+    return run_block
 
 
 def test_the_page_says_what_a_workspace_is():
@@ -61,7 +76,7 @@ def test_the_page_says_what_a_workspace_is():
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(tmp_path_factory, run_block):
     """A newcomer's folder, with the kernels built as the page says."""
     place = tmp_path_factory.mktemp("own")
     for path in FILES.iterdir():
@@ -102,7 +117,7 @@ def test_the_kernel_on_the_page_is_the_one_in_the_file():
     assert block("python", "@cute.jit") in SOURCES["fusion.py"]
 
 
-def test_the_commands_build_and_prove_the_kernels(place):
+def test_the_commands_build_and_prove_the_kernels(run, place):
     listed = json.loads(run(["fusekit", "ls", "kernels/*", "--json"], place).stdout)
     assert sorted(item["name"] for item in listed) == [f"kernels/{name}" for name in KERNELS]
     assert all(item["spill_bytes"] == 0 for item in listed)
@@ -131,7 +146,7 @@ def test_the_records_say_what_the_kernels_do(place):
         ("total:arguments", {"x": "input", "y": "output", "sums": "inout"}),  # two launches
     ],
 )
-def test_new_finds_the_roles_of_the_page(place, source, roles):
+def test_new_finds_the_roles_of_the_page(run, place, source, roles):
     begun = json.loads(run(["fusekit", "new", "--from", source, "--json"], place).stdout)
     assert begun["roles"] == roles
     (kernel,) = (item for item in tomllib.loads(SOURCES["kernels.toml"])["kernel"] if item["source"] == source)
@@ -140,7 +155,7 @@ def test_new_finds_the_roles_of_the_page(place, source, roles):
     assert all(given[name] == role or (given[name], role) == ("workspace", "inout") for name, role in roles.items())
 
 
-def test_where_nothing_compiles_names_give_the_roles(place):
+def test_where_nothing_compiles_names_give_the_roles(run, place):
     (place / "odd.py").write_text(SOURCES["fusion.py"].replace("grid=(blocks, 1, 1)", "grid=(blocks, missing, 1)"))
     done = run(["fusekit", "new", "--from", "odd:arguments", "--json"], place)
     assert json.loads(done.stdout)["roles"] == {"x": "input", "residual": "input", "y": "output"}
@@ -149,12 +164,12 @@ def test_where_nothing_compiles_names_give_the_roles(place):
     assert "y: output, its role is guessed from its name" in done.stderr
 
 
-def test_building_again_does_nothing(place):
+def test_building_again_does_nothing(run, place):
     done = run(["fusekit", "build", "kernels.toml", "--allow-extern", "--json"], place)
     assert len(json.loads(done.stdout)["cached"]) == len(KERNELS)
 
 
-def test_without_leave_nothing_is_run(place):
+def test_without_leave_nothing_is_run(run, place):
     done = run(["fusekit", "build", "kernels.toml"], place)
     assert done.returncode == 2
     assert "--allow-extern" in done.stderr
@@ -171,7 +186,7 @@ def test_a_launch_from_python(place):
     assert first.parameters[0][:8] == (0x1000_0000).to_bytes(8, "little")
 
 
-def test_a_launch_from_c(place, tmp_path):
+def test_a_launch_from_c(run, place, tmp_path):
     if shutil.which("gcc") is None:
         pytest.skip("gcc is not installed")
     done = run(shlex.split(block("sh", "gcc").splitlines()[0]), place)
@@ -224,7 +239,7 @@ print(json.dumps([repr(found), found.problems]))
 """
 
 
-def test_what_a_program_compiles_is_written_down_and_built(place):
+def test_what_a_program_compiles_is_written_down_and_built(run, run_block, place):
     code = CAPTURING.format(block=block("python", "fusekit.capture()"))
     done = run([sys.executable, "-c", code], place, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
@@ -265,7 +280,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("text", sample(CHANGES, most=2))
-def test_a_spec_that_is_wrong_is_refused_in_words(place, tmp_path, text):
+def test_a_spec_that_is_wrong_is_refused_in_words(run, place, tmp_path, text):
     for path in FILES.glob("*.py"):
         shutil.copy(path, tmp_path)
     new, kernel, says = CHANGES[text]
@@ -276,7 +291,7 @@ def test_a_spec_that_is_wrong_is_refused_in_words(place, tmp_path, text):
     assert "Traceback" not in done.stderr
 
 
-def test_a_changed_file_is_a_miss(place, tmp_path):
+def test_a_changed_file_is_a_miss(run, place, tmp_path):
     for name in ("fusion.py", "kernels.toml"):
         shutil.copy(place / name, tmp_path)
     wanted = ["fusekit", "build", "kernels.toml/silu-add", "--allow-extern", "--dry-run", "--json"]
