@@ -53,9 +53,12 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
     from fusekit.spec import parse
 
     parsed: dict[str, Any] = {}
+    ended: list[bool] = []
     parse_text = parse.parse_text
 
     def once(*arguments: Any, **named: Any) -> Any:
+        if ended:  # a module that was imported meanwhile has this function ever after
+            return parse_text(*arguments, **named)
         return parsed.get(key := repr((arguments, named))) or parsed.setdefault(key, parse_text(*arguments, **named))
 
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as ahead:
@@ -70,6 +73,8 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
         try:
             return (yield)
         finally:
+            ended.append(True)
+            parsed.clear()
             gc.freeze()  # what is there now stays, and is not looked at again and again
             gc.enable()
 

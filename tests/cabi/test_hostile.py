@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from fusekit.cabi import Exported, flat, generate_loader
 from fusekit.cabi.layout import LAYER_TABLES, LOADER_TABLES, MAGIC, TABLES, VERSION, WORD, Field
@@ -24,6 +25,7 @@ from fusekit.share.selection import select
 from fusekit.store import Store
 from tests.abi.test_schema_2 import SECOND
 from tests.cubins import cubin_of
+from tests.records import FOLDERS
 from tests.runtime.samples import record
 
 from .bundles import bundle_of
@@ -31,18 +33,24 @@ from .launcher import BAD_BUNDLE, CUBIN, INVALID_ARGUMENT, LANGUAGES, MISMATCH, 
 from .samples import hand_written, samples
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-MUTATIONS = 1000
+MUTATIONS = 1000  # with --soak; without, a third
 SOURCE = Path(__file__).parent / "hostile.c"
 Rows = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def hostile(tmp_path_factory):
-    """The program; without the sanitizers where the compiler has none."""
-    folder = tmp_path_factory.mktemp("hostile")
+    """The program, compiled once a test run; without the sanitizers where the compiler has none."""
+    folder = (FOLDERS[0] if FOLDERS else tmp_path_factory.getbasetemp()) / "hostile"
+    if shutil.which(LANGUAGES["c11"][0]) is None:
+        pytest.skip(f"{LANGUAGES['c11'][0]} is not installed")
+    with FileLock(f"{folder}.lock"):
+        return folder / "hostile" if (folder / "hostile").exists() else compiled(folder)
+
+
+def compiled(folder: Path) -> Path:
     compiler, *standard = LANGUAGES["c11"]
-    if shutil.which(compiler) is None:
-        pytest.skip(f"{compiler} is not installed")
+    folder.mkdir(exist_ok=True)
     for name, text in generate_loader("demo").items():
         (folder / name).write_text(text)
     command = [compiler, *standard, "-g", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{folder}", SOURCE, "-ldl", "-o"]
@@ -157,12 +165,12 @@ def mutated(words: list[int], source: random.Random) -> list[int]:
     return changed
 
 
-def test_launch_records_that_are_forged(hostile, tmp_path):
-    source = random.Random(5)
+def test_launch_records_that_are_forged(hostile, tmp_path, soak):
+    source, rounds = random.Random(5), MUTATIONS if soak else MUTATIONS // 3
     kernels = of_every_form()
     records = {kernel.name: flat.encode("", "record", [row_of(kernel)]) for kernel in kernels}
     forged = []
-    for number in range(MUTATIONS):
+    for number in range(rounds):
         kernel = kernels[number % len(kernels)]
         words = list(struct.unpack(f"<{len(records[kernel.name]) // 8}q", records[kernel.name]))
         forged.append(packed(kernel, struct.pack(f"<{len(changed)}q", *changed))
@@ -170,8 +178,8 @@ def test_launch_records_that_are_forged(hostile, tmp_path):
     result = attempts(hostile, tmp_path, forged)
     assert {opened for opened, _, _, _ in result} == {OK, BAD_BUNDLE}
     assert all(loaded == BAD_BUNDLE for opened, loaded, _, _ in result if opened == BAD_BUNDLE)
-    assert sum(loaded == OK for _, loaded, _, _ in result) > 50
-    assert sum(count for _, _, count, _ in result) > 100
+    assert sum(loaded == OK for _, loaded, _, _ in result) > rounds // 20
+    assert sum(count for _, _, count, _ in result) > rounds // 10
 
 
 def holders(table: str, row: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -414,12 +422,12 @@ def test_statuses_are_those_of_the_header():
     assert (OK, INVALID_ARGUMENT, BAD_BUNDLE) == (0, 1, 8)
 
 
-def test_lists_of_parameters_that_are_forged(hostile, tmp_path):
+def test_lists_of_parameters_that_are_forged(hostile, tmp_path, soak):
     """Whatever is in the tables and the list of a cubin, it is read without harm."""
-    source, cubins = random.Random(3), []
+    source, cubins, rounds = random.Random(3), [], 1500 if soak else 500
     symbols = [step.symbol for step in KERNEL.record.launches]
     right = cubin_of(*symbols, parameters={KERNEL.record.symbol: len(KERNEL.record.parameters)})
-    for _ in range(1500):
+    for _ in range(rounds):
         cubin = bytearray(right)
         for _ in range(source.choice([1, 1, 2])):
             at = source.choice([source.randrange(len(cubin)), source.randrange(len(cubin) - 256, len(cubin))])
@@ -428,5 +436,5 @@ def test_lists_of_parameters_that_are_forged(hostile, tmp_path):
     result = attempts(hostile, tmp_path, [packed(KERNEL, cubin=cubin) for cubin in (right, *cubins)])
     assert result[0][:2] == (OK, OK)
     loaded = [status for _, status, _, _ in result]
-    assert 100 < loaded.count(OK) < 1400
+    assert rounds // 15 < loaded.count(OK) < rounds * 14 // 15
     assert MISMATCH in loaded

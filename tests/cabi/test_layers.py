@@ -54,7 +54,7 @@ def opened(request, layers, tmp_path_factory):
     """The layers of one export, loaded."""
     kernels = [kernel for both in layers.values() for kernel in both.kernels]
     texts = generate(kernels, "demo", [both.exported for both in layers.values()])
-    shared = build(tmp_path_factory.mktemp("c"), texts, "demo", request.param)
+    shared = build(tmp_path_factory.mktemp("c"), texts, "demo", request.param, ("-O0",))
     names = [*(kernel.name for kernel in kernels), *(both.exported.record.name for both in layers.values())]
     result = {}
     for name, both in layers.items():
