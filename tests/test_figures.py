@@ -35,6 +35,11 @@ def test_the_cold_start_is_the_one_that_was_measured():
     assert [cell.partition(" ")[0] for cell in cells] == [bar["seconds"] for bar in RESULTS["cold"]["bars"]]
 
 
+def test_steps_are_those_that_were_measured():
+    for bar in (bar for group in RESULTS["steps"]["groups"] for bar in group["bars"]):
+        assert measured(RESULTS["steps"]["section"], bar["row"])[-3] == bar["ms"], bar["row"]
+
+
 def test_the_drawings_are_what_the_script_draws():
     assert {path.name for path in HERE.glob("*.svg")} == set(FILES)
     for name, text in FILES.items():

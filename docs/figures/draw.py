@@ -251,9 +251,31 @@ def losses(theme: str) -> Drawing:
     return drawing
 
 
+def steps(theme: str) -> Drawing:
+    """The passes of a training step by model, backend and flags."""
+    data = json.loads((HERE / "results.json").read_text())["steps"]
+    bars = sum(len(group["bars"]) for group in data["groups"])
+    drawing = Drawing(760, 48 + 40 * len(data["groups"]) + 20 * bars, data["title"], theme)
+    drawing.text(0, 16, data["title"], font_size=15, font_weight=600)
+    drawing.text(0, 36, data["conditions"], "muted", font_size=12)
+    y = 48
+    for group in data["groups"]:
+        drawing.text(0, y + 20, group["label"], font_weight=600)
+        y += 30
+        longest = max(float(bar["ms"]) for bar in group["bars"])
+        for bar in group["bars"]:
+            width = 490 * float(bar["ms"]) / longest
+            drawing.text(0, y + 11, bar["label"])
+            drawing.bar(180, y, width, 13, "accent" if bar["label"].startswith("fusekit") else "peer")
+            drawing.text(186 + width, y + 11, f"{bar['ms']} ms", "muted", font_size=12)
+            y += 20
+        y += 10
+    return drawing
+
+
 FIGURES: dict[str, Callable[[str], Drawing]] = {
     "results": results, "pipeline": pipeline, "layer": layer, "experts": experts,
-    "losses": losses,
+    "losses": losses, "steps": steps,
 }  # fmt: skip
 
 
