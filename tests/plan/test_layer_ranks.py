@@ -171,10 +171,16 @@ def test_any_routing_is_that_of_one_gpu(seed):
 
 
 CODED = [name for name in CASES if name.startswith("fp8") and "mlp" not in name]
+FEW, MANY = (7, 4), (70, 0, 130)  # tokens of each rank: fewer than a block of 128 rows, and more
 
 
-@pytest.mark.parametrize("tokens", [(7, 4), (70, 0, 130)])
-@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    sample(
+        [(name, tokens) for name in CODED for tokens in (FEW, MANY)],
+        *((name, FEW) for name in CODED), *((name, MANY) for name in (CODED[0], CODED[-1])),
+    ),
+)  # fmt: skip
 def test_a_layer_that_reads_fp8_values_is_that_of_one_gpu(name, tokens):
     """The same rows in the same order have the same FP8 values, of rows and along the tokens, whichever rank makes
     them.
