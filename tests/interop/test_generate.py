@@ -61,3 +61,12 @@ def test_a_wrong_token_is_seen():
     other[1, 2] = logits[1, 2].argmin()
     found = generate.differences(other, wanted, logits)
     assert found["differ"] == 1 and found["gap"] > generate.WITHIN
+
+
+def test_a_gap_is_compared_with_those_of_the_first_backend():
+    rows = [{"model": "m", "backend": backend, "gap": gap} for backend, gap in
+            (("grouped_mm", 0.0), ("grouped_mm", 0.3), ("fusekit", 0.25), ("fusekit", 0.4), ("blocks", 1.0))]  # fmt: skip
+    rows += [{"model": "n", "backend": "grouped_mm", "gap": 0.0}, {"model": "n", "backend": "skip"}]
+    assert generate.unexplained(rows) == [rows[3]]
+    small = {"model": "n", "backend": "fusekit", "gap": generate.WITHIN}
+    assert generate.unexplained([*rows[5:], small]) == []
