@@ -8,7 +8,8 @@ rest takes. Each generates greedily, by `generate` (eager), and by a step with a
 Where the tokens of a sequence first differ from those of grouped_mm in eager mode, `gap` is how far the logit of the
 other token is below the best one there, in standard deviations of the logits. Where two scores of a router are close,
 a rounding sends a token to another expert, so grouped_mm in a graph differs from itself, too. A gap above 0.1 and above
-the largest of those of the model makes the exit status 1; not of blocks, whose router does not round its logits. Prints a line of JSON each, and a table.
+the largest of those of the model makes the exit status 1; not of blocks, whose router does not round its logits.
+Prints a line of JSON each, and a table.
 """
 
 import argparse

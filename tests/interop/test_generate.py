@@ -64,8 +64,8 @@ def test_a_wrong_token_is_seen():
 
 
 def test_a_gap_is_compared_with_those_of_the_first_backend():
-    rows = [{"model": "m", "backend": backend, "gap": gap} for backend, gap in
-            (("grouped_mm", 0.0), ("grouped_mm", 0.3), ("fusekit", 0.25), ("fusekit", 0.4), ("blocks", 1.0))]  # fmt: skip
+    gaps = ("grouped_mm", 0.0), ("grouped_mm", 0.3), ("fusekit", 0.25), ("fusekit", 0.4), ("blocks", 1.0)
+    rows = [{"model": "m", "backend": backend, "gap": gap} for backend, gap in gaps]
     rows += [{"model": "n", "backend": "grouped_mm", "gap": 0.0}, {"model": "n", "backend": "skip"}]
     assert generate.unexplained(rows) == [rows[3]]
     small = {"model": "n", "backend": "fusekit", "gap": generate.WITHIN}
