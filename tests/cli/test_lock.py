@@ -140,12 +140,14 @@ def committed():
 
 def test_the_committed_lock_lists_what_is_packaged():
     from fusekit.spec import find
+    from fusekit.spec.schemas import layer_name, layer_of
 
     path, identity = committed(), Identity()
     lock = read_lock(path)
     assert [*lock.toolchains.values()] == [identity.toolchain]
-    names = {(spec.full_name, spec.arch) for spec in find([]) if spec.arch == ARCH and spec.op != "extern"}
-    assert set(lock.kernels) == names, "`fusekit lock --write` renews it"
+    specs = [spec for spec in find([]) if spec.arch == ARCH and spec.op != "extern"]
+    records = {(layer_record(layer_name(spec)), ARCH) for spec in specs if layer_of(spec)}
+    assert set(lock.kernels) == {(spec.full_name, ARCH) for spec in specs} | records, "`fusekit lock --write` renews it"
 
 
 def test_a_sample_of_the_committed_lock_is_built_again():
