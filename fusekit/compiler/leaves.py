@@ -24,15 +24,16 @@ BIT = "i1"  # the type of a truth value, which is an integer of one bit
 _BITS = {DTYPES[name].bits: name for name in ARGUMENTS if DTYPES[name].kind == UNSIGNED}
 RECORDED = {row.cutlass: row.name if row.argument else _BITS[row.bits] for row in ROWS if row.framework}
 RECORDED |= {DTYPES["tf32"].cutlass: "f32", "Int4": "u8"}  # float32 of which less is read; two values in a byte
-# Of a number by value.
-_INTEGERS = {row.cutlass: f"i{row.bits}" for row in ROWS if row.kind in (SIGNED, UNSIGNED) and row.bits in (32, 64)}
+# Of a number by value; from 32 bits on a sign says nothing.
+_INTEGERS = {
+    row.cutlass: f"i{row.bits}" if row.bits >= 32 else row.name for row in ROWS if row.kind in (SIGNED, UNSIGNED)
+}
 NARROW = {
     f"{sign}{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if sign == "i" else (0, 2**bits - 1)
     for sign in "iu"
     for bits in (8, 16)
 } | {BIT: (0, 1)}
 """The least and the largest value of an integer of less than 32 bits, which callers pass as one of 32."""
-_INTEGERS |= {"Int8": "i8", "Int16": "i16", "Uint8": "u8", "Uint16": "u16"}
 
 
 @dataclass(frozen=True, slots=True)

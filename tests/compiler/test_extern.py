@@ -223,7 +223,7 @@ def test_a_number_of_python_is_as_wide_as_its_parameter(tmp_path):
 def test_a_type_that_no_record_knows_is_named(kind):
     message = refused("anything", FLAGGED + f'params.kind = "{kind}"')
     name = {"event": "cudaEvent_t"}.get(kind, kind)
-    assert message.startswith(f"what is a {name}, which launch records do not know; pass tensors, pointers, Int32, ")
+    assert message.startswith(f"what is a {name}, which launch records do not know; pass tensors, pointers, integers, ")
 
 
 @pytest.mark.parametrize("kind", ["None", "function"])

@@ -248,7 +248,7 @@ def test_what_a_program_compiles_is_written_down_and_built(run, run_block, place
     assert stored(place, "found/silu_add@base")[2] == stored(place)[2]
 
 
-def test_one_line_for_a_cache_and_what_becomes_of_it(place, monkeypatch):
+def test_one_line_for_a_cache_and_what_becomes_of_it(run_block, place, monkeypatch):
     import fusekit
     from fusekit.compiler import dsl
 

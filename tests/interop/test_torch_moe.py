@@ -287,11 +287,11 @@ def test_fully_sharded(one_rank, compiled):
         close(shard.grad.full_tensor(), other.grad, 0.02)
 
 
-def test_kept_memory_is_bounded_by_a_line():
+def test_kept_memory_is_bounded_by_a_line(soak):
     for said in CASES.values():
         layer = host(**said)
         slope, rest = layer.record.kept_line(layer.dims(1))
-        for tokens in [*range(40), 127, 128, 129, 1000, 24576]:
+        for tokens in [*(range(40) if soak else (0, 1, 2, 31)), 127, 128, 129, 1000, 24576]:
             size = layer.record.kept(layer.dims(tokens))[1]
             assert size <= slope * tokens + rest
             assert slope * tokens + rest - size <= 2 * rest
