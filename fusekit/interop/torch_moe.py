@@ -287,8 +287,12 @@ def default_names(layer: Layer) -> dict[str, str]:
     known |= {"expert_bias": "gate.e_score_correction_bias"}
     known |= {"shared_w1": f"shared_experts.{first}.weight", "shared_w2": "shared_experts.down_proj.weight"}
     known |= {"shared_gate": "shared_expert_gate.weight"}
-    known |= {f"{name}_s": f"{known[name]}_scale_inv" for name in ("w1", "w2", "shared_w1", "shared_w2")}
-    there = {*operator.parameters, *(({"expert_bias"} | {f"{name}_s" for name in known}) & set(operator.inputs))}
+    buffers = {"expert_bias"}
+    if layer.options.weights != "none":  # a recipe's scales are made, no checkpoint has them
+        scales = {f"{name}_s": f"{known[name]}_scale_inv" for name in ("w1", "w2", "shared_w1", "shared_w2")}
+        known |= scales
+        buffers |= scales.keys()
+    there = {*operator.parameters, *(buffers & set(operator.inputs))}
     return {name: path for name, path in known.items() if name in there}
 
 
