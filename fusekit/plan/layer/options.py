@@ -298,13 +298,7 @@ def _broken_weights(options: Options) -> Iterator[tuple[str, Any, str]]:
         yield "dtype", options.dtype, 'bf16 is made of FP8 weights; say dtype = "bf16", or leave weights out'
     if options.b_major != "k":
         yield "b_major", options.b_major, 'FP8 checkpoints have w1 [X, N, H] and w2 [X, H, I]; say b_major = "k"'
-    for field in ("hidden", "intermediate", "shared"):
-        size = getattr(options, field)
-        if size % FP8_ROW:
-            yield field, size, f"a row of FP8 values must be a multiple of {FP8_ROW} bytes; say a multiple of {FP8_ROW}"
-        elif field != "hidden" and options.glu_layout == "concat" and size % SIDE:
-            rule = f"a scale of w1 is of {SIDE} columns of gates alone, or of ups"
-            yield field, size, f"{rule}; say a multiple of {SIDE}, or another layout"
+    yield from _broken_rows(options, SIDE, f"a scale of w1 is of {SIDE} columns of gates alone, or of ups")
 
 
 def _broken_recipe(options: Options) -> Iterator[tuple[str, Any, str]]:
@@ -314,10 +308,14 @@ def _broken_recipe(options: Options) -> Iterator[tuple[str, Any, str]]:
     if options.kind == MLP and options.bias:
         rule = "b2's gradient is the sum of dy, which a weight gradient with FP8 operands does not read"
         yield "bias", True, f"{rule}; leave bias or recipe out"
+    yield from _broken_rows(options, SEGMENT, f"{SEGMENT} columns of gate or up have one scale of w1")
+
+
+def _broken_rows(options: Options, side: int, rule: str) -> Iterator[tuple[str, Any, str]]:
+    """Rules of sizes in rows of FP8 values, and of gates and ups that each begin a scale of `side` columns: `rule`."""
     for field in ("hidden", "intermediate", "shared"):
         size = getattr(options, field)
         if size % FP8_ROW:
             yield field, size, f"a row of FP8 values must be a multiple of {FP8_ROW} bytes; say a multiple of {FP8_ROW}"
-        elif field != "hidden" and options.glu_layout == "concat" and size % SEGMENT:
-            rule = f"{SEGMENT} columns of gate or up have one scale of w1"
-            yield field, size, f"{rule}; say a multiple of {SEGMENT}, or another layout"
+        elif field != "hidden" and options.glu_layout == "concat" and size % side:
+            yield field, size, f"{rule}; say a multiple of {side}, or another layout"
