@@ -3,8 +3,8 @@
     python tests/mutants/run.py [-j N] [TEXT ...]
 
 TEXT: only faults whose file or name contains one of them. Prints who survives; exits with 1 when more than five do, or
-when tests fail without any fault. Needs what the tests need: `pip install '.[test]'`. Faults whose tests want PyTorch are
-planted only where it is installed.
+when tests fail without any fault. Needs what the tests need: `pip install '.[test]'`. Faults whose tests want PyTorch
+are planted only where it is installed.
 """
 
 from __future__ import annotations
