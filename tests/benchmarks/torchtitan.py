@@ -268,18 +268,12 @@ def port() -> str:
 def apart(part: str, model: str, variant: str, steps: int, seconds: float) -> dict:
     """What a process measures."""
     command = [sys.executable, *sys.argv[0].split(), "--one", part, model, variant, "--steps", str(steps)]
-    environment = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29517",
-    }
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port()}
     row = {"model": model, "variant": variant}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=os.environ | environment)
-    except subprocess.TimeoutExpired:
-        return row | {"error": f"not done after {seconds:.0f} s"}
+    except subprocess.TimeoutExpired as late:
+        return row | {"error": f"not done after {seconds:.0f} s; last: {(late.stderr or b'').decode()[-600:]}"}
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return json.loads(results[0].partition(" ")[2]) if results else row | {"error": done.stderr.strip()[-1200:]}
 
