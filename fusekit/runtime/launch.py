@@ -17,6 +17,7 @@ from fusekit.runtime.streams import LEGACY, PER_THREAD, Current, current_stream,
 from fusekit.runtime.tensors import Meta
 
 if TYPE_CHECKING:
+    from fusekit.runtime.devices import Device
     from fusekit.runtime.kernel import Kernel
 
 
@@ -200,14 +201,25 @@ class Launches(Launch):
 def queue(launches: Sequence[Callable[[int], None]], handle: int) -> None:
     """Calls each with the stream. What a launch does most of the time is written out: a call costs more than that."""
     own = handle > PER_THREAD
+    current = None if own else _current_device(launches)
     for each in launches:
-        if own and type(each) is Launch and (block := each._block) is not None and block.stream == handle:
+        if type(each) is Launch and (block := each._block) is not None and block.stream == handle:
             plan = each._plan
-            status = each._driver.api.cuLaunchKernelEx(block.config, plan.loaded.function, block.parameters, 0)[0]
-            if status:
-                _relaunch(plan, block, status, handle)
-        else:
-            each(handle)
+            if own or plan.loaded.device is current:
+                status = each._driver.api.cuLaunchKernelEx(block.config, plan.loaded.function, block.parameters, 0)[0]
+                if status:
+                    _relaunch(plan, block, status, handle)
+                continue
+        each(handle)
+
+
+def _current_device(launches: Sequence[Callable[[int], None]]) -> Device | None:
+    """The device of the first launch if its context is current: default streams are those of the current context."""
+    for each in launches:
+        if type(each) is Launch and each._block is not None:
+            device = each._plan.loaded.device
+            return device if each._driver.is_inside(device.context) else None
+    return None
 
 
 def launch_parts(parts: Sequence[tuple[LaunchPlan, Block]], handle: int) -> None:

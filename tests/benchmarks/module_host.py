@@ -4,11 +4,11 @@
     FUSEKIT_STORE=STORE python tests/benchmarks/run.py module_host [--tokens 1 16 128] [--stand-in]
 
 Prints JSON, microseconds, medians: `bound` and `module` for an inference (`inference`) and for a forward and a backward
-pass together (`training`); `driver`, the driver's calls of the bound passes alone; `bare`, the bound passes of a
-training in a torch.autograd.Function that does nothing else but allocate the same tensors: what PyTorch itself costs;
-and `first`: seconds from an imported PyTorch with one matmul
-done to the end of a first forward and backward pass. `--stand-in` takes a driver that launches nothing and tensors of
-the CPU, to compare two versions on a machine without a GPU.
+pass together (`training`); `driver`, the driver's launches and events of the bound passes alone; `bare`, the bound
+passes of a training in a torch.autograd.Function that does nothing else but allocate the same tensors: what PyTorch
+itself costs; and `first`: seconds from an imported PyTorch with one matmul done to the end of a first forward and
+backward pass. `--stand-in` takes a driver that launches nothing and tensors of the CPU, to compare two versions on
+a machine without a GPU.
 """
 
 import argparse
@@ -127,16 +127,29 @@ def bound(moe, x):
 
 
 def driver_calls(stream, *passes):
-    """The driver's calls of bound passes, with ready configurations, functions and parameters."""
+    """The driver's launches and events of bound passes alone, with what the passes give them."""
     for each in passes:
         each(stream)
-    parts = [part for each in passes for launch in each.launches for part in launch.parts]
-    ready = [(block.config, plan.loaded.function, block.parameters) for plan, block in parts]
-    call = parts[0][0].driver.api.cuLaunchKernelEx
+    driver = next(iter(passes[0].launches[0].parts))[0].driver
+    api, calls = driver.api, []
+
+    class Recorder:
+        def __getattr__(self, name):
+            call = getattr(api, name)
+            if not name.startswith(("cuLaunch", "cuEventRecord", "cuStreamWait")):
+                return call
+            return lambda *given: calls.append((call, given)) or call(*given)
+
+    driver.api = Recorder()
+    try:
+        for each in passes:
+            each(stream)
+    finally:
+        driver.api = api
 
     def queue():
-        for config, function, parameters in ready:
-            call(config, function, parameters, 0)
+        for call, given in calls:
+            call(*given)
 
     return queue
 
