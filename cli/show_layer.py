@@ -63,7 +63,7 @@ def _part(layer: str, kernel: str) -> str:
 
 
 def _op(record: LayerRecord, part: str, by_name: Mapping[str, NameRecord]) -> str:
-    named = (by_name.get(record.kernels[key].name) for _, key in record.parts[part])
+    named = (by_name.get(record.kernels[key].name) for _, key in record.parts[part] if key is not None)
     return next((str(each.spec.get("op", "")) for each in named if each is not None), "")
 
 
@@ -186,7 +186,7 @@ def text(session: Session, document: Mapping[str, Any]) -> None:
 
 def _ladders(record: LayerRecord, parts: Mapping[str, Ladder]) -> dict[str, list[dict[str, Any]]]:
     return {
-        part: [{"tokens": most, "kernel": record.kernels[key].name} for most, key in ladder]
+        part: [{"tokens": most, "kernel": None if key is None else record.kernels[key].name} for most, key in ladder]
         for part, ladder in parts.items()
     }
 
@@ -206,7 +206,7 @@ def _source(tuning: Mapping[str, Any]) -> str:
 
 
 def _variant(rung: Mapping[str, Any]) -> str:
-    return str(rung["kernel"]).partition("@")[2]
+    return "not launched" if rung["kernel"] is None else str(rung["kernel"]).partition("@")[2]
 
 
 def _shape(shape: Sequence[int | str]) -> str:

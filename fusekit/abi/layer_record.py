@@ -4,7 +4,8 @@ A launcher needs no more than it and the launch records that it names by key. Fo
 
 1. `dims` are evaluated in their order, with "T" (and, over ranks, "capacity" and "rows") known.
 2. Of a pass, those `steps` are queued that are for an output which is asked for, and whose conditions hold.
-3. The kernel of a step is the first on its part's ladder whose tokens are enough.
+3. The kernel of a step is the first on its part's ladder whose tokens are enough; where that has none, the step is left
+   out. It counts for layouts all the same.
 4. Of the layouts that serve the call, the first that takes least scratch memory gives the place of each buffer; `kept`
    ones lie one after the other.
 """
@@ -24,12 +25,13 @@ from fusekit.abi.codec import RecordReader, expression, string
 from fusekit.abi.expr import Expr, RecordError, evaluate, thaw, variables
 from fusekit.abi.layer_enough import enough_scratch
 from fusekit.abi.layer_memory import ALIGNMENT, Layout, needs, padded
-from fusekit.abi.layer_pass import ARGUMENT, KEPT, SCRATCH, LayerBuffer, LayerPass, joins_of
+from fusekit.abi.layer_pass import ARGUMENT, KEPT, SCRATCH, LayerBuffer, LayerPass, LayerStep, joins_of
 
 SCHEMA = 1
-UNDERSTOOD = frozenset({"dims", "buffers", "passes", "parts", "joins", "windows"})
+GAPS = "gaps"  # rungs without a kernel
+UNDERSTOOD = frozenset({"dims", "buffers", "passes", "parts", "joins", "windows", GAPS})
 """What a record may require of its reader by the member `must`."""
-Ladder = tuple[tuple[int | None, str], ...]
+Ladder = tuple[tuple[int | None, str | None], ...]
 
 
 def _unbounded(expr: Expr, env: Mapping[str, int]) -> int:
@@ -83,7 +85,8 @@ class LayerKernel:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """A layer for one architecture. parts: the ladder of each: (most tokens, key of a kernel), the last for any number.
+    """A layer for one architecture. parts: the ladder of each: (most tokens, key of a kernel or None), the last
+    for any number.
 
     kernels: by key. windows: of a layer over ranks, the bytes of each. limits: there, "capacity" for as many tokens of
     a rank as the variable "tokens" says; and over "capacity" the "rows" that any routing can give a rank, and "waiting"
@@ -110,7 +113,7 @@ class LayerRecord:
     def to_json(self) -> dict[str, Any]:
         """JSON types only; `from_json` gives an equal record back."""
         return {
-            "schema": SCHEMA, "kind": "layer", "must": ["windows"] if self.windows else [],
+            "schema": SCHEMA, "kind": "layer", "must": [*["windows"] * bool(self.windows), *[GAPS] * self.has_gaps],
             "name": self.name, "arch": self.arch,
             "summary": self.summary, "options": dict(self.options), "promises": dict(self.promises),
             "dims": [{"name": name, "value": thaw(expr)} for name, expr in self.dims.items()],
@@ -195,6 +198,16 @@ class LayerRecord:
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     @cached_property
+    def has_gaps(self) -> bool:
+        """Whether a ladder has a rung without a kernel."""
+        return any(key is None for ladder in self.ladders for _, key in ladder)
+
+    @property
+    def ladders(self) -> tuple[Ladder, ...]:
+        """Those of all parts, of any device."""
+        return tuple(ladder for parts in (self.parts, *self.devices.values()) for ladder in parts.values())
+
+    @cached_property
     def arguments(self) -> Mapping[str, tuple[Mapping[str, LayerBuffer], Mapping[str, LayerBuffer]]]:
         """By pass, (inputs, outputs) by name."""
         return {
@@ -241,9 +254,14 @@ class LayerRecord:
         """The record with the ladders for the device that the driver calls so."""
         return replace(self, parts={**self.parts, **self.devices.get(name, {})}, devices={})
 
-    def kernel(self, part: str, tokens: int) -> str:
-        """The key of a part's kernel for so many tokens."""
+    def kernel(self, part: str, tokens: int) -> str | None:
+        """The key of a part's kernel for so many tokens; None: it is not launched."""
         return next(key for most, key in self.parts[part] if most is None or tokens <= most)
+
+    def launched(self, which: str, asked: Collection[str], tokens: int) -> tuple[LayerStep, ...]:
+        """The steps of a pass that have a kernel for so many tokens."""
+        queued = self.passes[which].queued(asked)
+        return tuple(step for step in queued if self.kernel(step.part, tokens) is not None)
 
     def scratch(
         self, which: str, asked: Collection[str], env: Mapping[str, int], lent: Collection[str], *,
@@ -317,9 +335,11 @@ class LayerRecord:
     ) -> list[LayerLaunch]:  # fmt: skip
         """The launches of a pass. lent: outputs in contiguous memory; None: all."""
         each = self.passes[which]
+        tokens = env.get("capacity", env["T"])
         steps = each.queued(asked, in_place=in_place)
         scratch = self.scratch(which, asked, env, asked if lent is None else lent, in_place=in_place)[0]
         kept = self.kept(env)[0]
+        kernels = [(step, key) for step in steps if (key := self.kernel(step.part, tokens)) is not None]
 
         def place(name: str) -> tuple[str, int]:
             buffer = self.buffers[name]
@@ -331,14 +351,13 @@ class LayerRecord:
                 raise RecordError(f"passes.{which}: no layout has a place for {name}; the record is damaged")
             return scratch[name] if name in scratch else (KEPT, kept[name])
 
-        tokens = env.get("capacity", env["T"])
         return [
             LayerLaunch(
-                step.part, self.kernel(step.part, tokens),
+                step.part, key,
                 {argument: place(name) for argument, name in step.arguments.items()},
                 {argument: self.buffers[name].extents(env) for argument, name in step.arguments.items()}, joins,
             )
-            for step, joins in zip(steps, joins_of(steps), strict=True)
+            for (step, key), joins in zip(kernels, joins_of(step for step, _ in kernels), strict=True)
         ]  # fmt: skip
 
 
@@ -371,7 +390,10 @@ def _buffer(value: Any, where: str) -> tuple[str, LayerBuffer]:
 
 def _rungs(parts: Mapping[str, Ladder]) -> dict[str, Any]:
     return {
-        name: [{"key": key, **({} if most is None else {"tokens": most})} for most, key in ladder]
+        name: [
+            {**({} if key is None else {"key": key}), **({} if most is None else {"tokens": most})}
+            for most, key in ladder
+        ]
         for name, ladder in parts.items()
     }
 
@@ -386,7 +408,8 @@ def _ladder(value: Any, where: str) -> Ladder:
     rungs = []
     for index, rung in enumerate(value):
         reader = RecordReader(rung, f"{where}[{index}]")
-        rungs.append((reader.integer("tokens") if "tokens" in reader else None, reader.string("key")))
+        rungs.append((reader.integer("tokens") if "tokens" in reader else None,
+                      reader.string("key") if "key" in reader else None))  # fmt: skip
     counts = [most for most, _ in rungs if most is not None]
     if rungs[-1][0] is not None or len(counts) + 1 < len(rungs) or counts != sorted({*counts}):
         raise RecordError(f"{where}: the tokens of its kernels must ascend, and the last must be for any number")

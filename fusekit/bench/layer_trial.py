@@ -81,7 +81,7 @@ def gemms(layer: Layer, which: str, tokens: int) -> list[tuple[int, int, int]]:
     """(M, N, K) of each GEMM that a pass launches, as of one dense product."""
     parts = parts_of(layer)
     dims, shapes = layer.dims(tokens), []
-    for step in layer.record.passes[which].queued(layer.outputs(which)):
+    for step in layer.record.launched(which, layer.outputs(which), tokens):
         keys = parts[step.part]
         operation = OPERATIONS[keys["op"]]
         if operation.gemm:
@@ -95,7 +95,7 @@ def weight_bytes(layer: Layer, tokens: int) -> int:
     """Bytes of the weights that an inference pass reads, of as many experts as `tokens` choose at random."""
     o, parts, total = layer.options, parts_of(layer), 0.0
     chosen = o.experts * (1 - (1 - o.topk / o.experts) ** tokens) if o.experts else 1.0
-    for step in layer.record.passes[INFERENCE].queued(layer.outputs(INFERENCE)):
+    for step in layer.record.launched(INFERENCE, layer.outputs(INFERENCE), tokens):
         keys = parts[step.part]
         if OPERATIONS[keys["op"]].gemm:
             matrices = chosen if OPERATIONS[keys["op"]].ragged else 1.0
@@ -211,7 +211,7 @@ class LayerTrial:
         """The passes that launch one of the parts; that of inference only where no other does."""
 
         def launches(which: str) -> bool:
-            steps = self.layer.record.passes[which].queued(self.layer.outputs(which))
+            steps = self.layer.record.launched(which, self.layer.outputs(which), self.tokens)
             return any(step.part in parts for step in steps)
 
         return [which for which in self.passes if launches(which)] or [INFERENCE]

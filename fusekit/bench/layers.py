@@ -131,7 +131,8 @@ class LayerBench(Bench):
         """
         by_row: dict[str, tuple[Row, list[str], list[str]]] = {}
         for part, keys in parts_of(layer).items():
-            records = alike(self.library, f"{layer.name}.{part}", self.arch) if OPERATIONS[keys["op"]].gemm else []
+            swept = OPERATIONS[keys["op"]].gemm and layer.kernel_name(part, tokens)
+            records = alike(self.library, f"{layer.name}.{part}", self.arch) if swept else []
             if len(records) > 1:
                 problem = Shape(T=tokens).problem(records[0].spec, gated=True)
                 row = Row(self.device.name, features(records[0].spec), problem, ())

@@ -188,7 +188,8 @@ def layer(record: LayerRecord, keys: Sequence[str]) -> bytes:
         ],
         "parts": [
             {"name": name, "rungs": [
-                {"tokens": WORD if most is None else most, "kernel": numbers[key]} for most, key in ladder
+                {"tokens": WORD if most is None else most, "kernel": -1 if key is None else numbers[key]}
+                for most, key in ladder
             ]}
             for name, ladder in record.parts.items()
         ],

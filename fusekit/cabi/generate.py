@@ -240,7 +240,7 @@ def _source_of(number: int, kernel: Exported, cubin: str) -> str:
 
 def _layer_source(number: int, layer: ExportedLayer, numbers: Mapping[str, int]) -> str:
     """A layer record, and what leads to it and its kernels."""
-    keys = list(dict.fromkeys(key for ladder in layer.record.parts.values() for _, key in ladder))
+    keys = list(dict.fromkeys(key for ladder in layer.record.parts.values() for _, key in ladder if key))
     kernels = [numbers[layer.kernels[key]] for key in keys]
     record = flat.layer(layer.record, keys)
     return (

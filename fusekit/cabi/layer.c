@@ -187,6 +187,7 @@ static fusekit_status fk_pack_pass(const fk_loaded_layer *loaded, int64_t which,
         const fk_kernel *kernel;
         if (!fk_is_queued(step, plan->asked)) continue;
         for (rung = 0; call->tokens > part->rungs[rung].tokens; ++rung) continue;
+        if (part->rungs[rung].kernel < 0) continue;
         kernel = loaded->kernels[part->rungs[rung].kernel];
         if (memory != NULL) {
             fusekit_launch *launch = fk_place_launch(kernel, memory + *bytes);

@@ -110,7 +110,7 @@ static int fk_check_layer(const fk_reader *reader, const fk_layer *layer) {
             if (part->rungs[index].kernel >= layer->kernel_count)
                 return fk_refuse(reader, &at, "kernel", "is none of the layer's");
         if (part->rungs[part->rung_count - 1].tokens != INT64_MAX)
-            return fk_refuse(reader, &at, "rungs", "has no kernel for any number of tokens");
+            return fk_refuse(reader, &at, "rungs", "has no last rung, for any number of tokens");
     }
     at.name = "passes";
     for (at.row = 0; at.row < FK_PASSES; ++at.row)
@@ -179,11 +179,14 @@ static fusekit_status fk_match_passes(fk_loaded_layer *loaded, fusekit_error *er
             const fk_layer_step *step = &layer->passes[which].steps[index];
             size_t most = 0;
             for (rung = 0; rung < layer->parts[step->part].rung_count && status == FUSEKIT_OK; ++rung) {
-                const fk_kernel *kernel = loaded->kernels[layer->parts[step->part].rungs[rung].kernel];
-                size_t size = fk_launch_bytes(kernel->record);
+                int64_t number = layer->parts[step->part].rungs[rung].kernel;
+                const fk_kernel *kernel = number < 0 ? NULL : loaded->kernels[number];
+                size_t size = kernel == NULL ? 0 : fk_launch_bytes(kernel->record);
                 if (size > most) most = size;
-                status = fk_match_operands(layer, step, kernel->record,
-                                           loaded->operands + (size_t)rows++ * FK_MOST_TENSORS, error);
+                if (kernel != NULL)
+                    status = fk_match_operands(layer, step, kernel->record,
+                                               loaded->operands + (size_t)rows * FK_MOST_TENSORS, error);
+                ++rows;
             }
             if (status != FUSEKIT_OK) return status;
             bytes += most;

@@ -161,7 +161,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _text("name"), Field("dtype", high=len(DTYPES) - 1), Field("itemsize", low=1, high=8), Field("rank", high=RANK),
         Field("place", high=len(PLACES) - 1), _expression("shape", "variable_count", RANK),
     ),
-    "layer_rung": (Field("tokens"), _index("kernel")),
+    "layer_rung": (Field("tokens"), _index("kernel", -1)),  # -1: none is launched
     "layer_part": (_text("name"), _rows("rungs", "layer_rung", 256, 1)),
     "layer_operand": (_text("name"), _index("buffer"), _flag("written")),
     "layer_step": (  # outputs: those for which it is queued, 0: always

@@ -19,7 +19,8 @@ from fusekit.compiler.digests import digest
 from fusekit.compiler.naming import record_of
 from fusekit.errors import FusekitError
 from fusekit.plan.layer import Options, program
-from fusekit.plan.layer.record import ladder_of, prove, unproved
+from fusekit.plan.layer.program import Program
+from fusekit.plan.layer.record import ladder_of, prove, unproved, within
 from fusekit.plan.operations import OPERATIONS
 from fusekit.store import Entry, NameRecord, Store, key_of
 from fusekit.store.entries import KIND, LAYER
@@ -130,9 +131,9 @@ def _record(
         return record.key
 
     draft = unproved(options, layer.arch, choose, layer.summary, plan)
-    devices = {} if draft.windows else _by_device(draft, {row.device for row in merged.rows}, choose)
-    ladders = [*draft.parts.values(), *(ladder for parts in devices.values() for ladder in parts.values())]
-    used = sorted({key for ladder in ladders for _, key in ladder})
+    devices = {} if draft.windows else _by_device(plan, draft, {row.device for row in merged.rows}, choose)
+    draft = replace(draft, devices=devices)
+    used = sorted({key for ladder in draft.ladders for _, key in ladder if key is not None})
     entries = [entry for key in used if (entry := store.find_entry(key)) is not None]
     kernels = {
         entry.key: LayerKernel(chosen[entry.key].name, entry.launch_sha256, chosen[entry.key].defaults)
@@ -143,12 +144,14 @@ def _record(
         for label, table in tables
         if label in measured
     }
-    record = replace(draft, kernels=kernels, tuning=spoke, devices=devices)
+    record = replace(draft, kernels=kernels, tuning=spoke)
     prove(record, plan, options)
     return record, entries
 
 
-def _by_device(draft: LayerRecord, devices: Iterable[str], choose: Callable[..., str]) -> dict[str, dict[str, Ladder]]:
+def _by_device(
+    plan: Program, draft: LayerRecord, devices: Iterable[str], choose: Callable[..., str]
+) -> dict[str, dict[str, Ladder]]:
     """The ladders that are others on a device that was measured; of no part whose variant decides bits."""
     others: dict[str, dict[str, Ladder]] = {}
     for device in sorted(devices):
@@ -156,7 +159,7 @@ def _by_device(draft: LayerRecord, devices: Iterable[str], choose: Callable[...,
             part: own
             for part, ladder in draft.parts.items()
             if part not in draft.promises["pinned"]
-            and (own := ladder_of(part, partial(choose, device=device))) != ladder
+            and (own := ladder_of(part, within(plan, partial(choose, device=device)))) != ladder
         }
         if parts:
             others[device] = parts

@@ -40,23 +40,28 @@ class LayerKernels:
         return changed
 
     def name(self, part: str, tokens: int) -> str:
-        """The full name of the kernel of a part for so many tokens."""
+        """The full name of the kernel of a part for so many tokens; "": it is not launched."""
+        key = self._record.kernel(part, tokens)
+        if key is None:
+            return ""
         if part in self._variants:
             return f"{self._record.name}.{part}@{self._variants[part]}"
-        return self._record.kernels[self._record.kernel(part, tokens)].name
+        return self._record.kernels[key].name
 
     def loaded(self, part: str, tokens: int) -> Kernel | None:
         """The kernel of a part, if it is loaded."""
         return self._loaded.get(self.name(part, tokens))
 
-    def load(self, part: str, tokens: int) -> Kernel:
-        """The kernel of a part for so many tokens. Raises what loading a kernel raises."""
-        name = self.name(part, tokens)
+    def load(self, part: str, tokens: int) -> Kernel | None:
+        """The kernel of a part for so many tokens; None: it is not launched. Raises what loading a kernel raises."""
+        name, key = self.name(part, tokens), self._record.kernel(part, tokens)
+        if key is None:
+            return None
         if name not in self._loaded:
             if part in self._variants:
                 self._loaded[name] = self._library.load(name, self._record.arch, self._device)
             else:
-                self._loaded[name] = self._load(self._record.kernel(part, tokens))
+                self._loaded[name] = self._load(key)
         return self._loaded[name]
 
     def _load(self, key: str) -> Kernel:

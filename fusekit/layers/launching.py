@@ -145,9 +145,9 @@ class Launching:
         asked = outputs_among(self, which, given)
         tokens, device, _ = self._check(which, given)
         for step in self.record.passes[which].queued(asked):
+            name = self._kernels.name(step.part, self._chosen_for(tokens))
             kernel = self._kernels.loaded(step.part, self._chosen_for(tokens))
-            if kernel is None or not kernel.is_ready(device):
-                name = self._kernels.name(step.part, self._chosen_for(tokens))
+            if name and (kernel is None or not kernel.is_ready(device)):
                 raise ArgumentError(
                     f"{self.name}: the stream is captured, and {name} is not loaded on device {device} yet, which a"
                     f" capture cannot do; call layer.load({tokens}, devices=[{device}]), or the pass once, before the"
@@ -295,7 +295,7 @@ class Launching:
                 log.debug("new plan: %s %s of %d tokens", self.name, which, tokens)
         return plan
 
-    def _kernel(self, part: str, dims: Mapping[str, int]) -> Kernel:
+    def _kernel(self, part: str, dims: Mapping[str, int]) -> Kernel | None:
         return self._kernels.load(part, self._chosen_for(dims["T"]))
 
 

@@ -251,7 +251,7 @@ class Layer(Launching):
         self._idle.clear()
 
     def kernel_name(self, part: str, tokens: int) -> str:
-        """The full name of a part's kernel for so many tokens. Raises ArgumentError."""
+        """The full name of a part's kernel for so many tokens; "" where it is not launched. Raises ArgumentError."""
         if part not in self.record.parts:
             raise ArgumentError(f"{self.name} has no part {part!r}; its parts are {', '.join(self.record.parts)}")
         return self._kernels.name(part, self._chosen_for(token_count(self.options, tokens)))

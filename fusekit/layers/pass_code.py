@@ -159,7 +159,8 @@ class _Memory:
         self.dims: dict[str, Value] = {"T": "T"}
         for name, expr in record.dims.items():
             self.dims[name] = writer.define(expr, self.dims)
-        self.used = {name for step, _ in call.steps for name in step.arguments.values()}
+        queued = record.passes[call.which].queued(call.outputs, in_place=call.in_place)
+        self.used = {name for step in queued for name in step.arguments.values()}
         self._sizes: dict[str, Value] = {}
         self.kept: dict[str, Value] = {}
         self.kept_bytes: Value = 0

@@ -44,16 +44,18 @@ class PassPlan:
 
 def pass_plan(
     record: LayerRecord, which: str, dims: Mapping[str, int], outputs: set[str], compact: set[str], in_place: bool,
-    kernel: Callable[[str, Mapping[str, int]], Kernel],
+    kernel: Callable[[str, Mapping[str, int]], Kernel | None],
 ) -> PassPlan:  # fmt: skip
-    """compact: of `outputs`, those that are contiguous. kernel: loads that of a part for dims."""
-    queued = record.passes[which].queued(outputs, in_place=in_place)
+    """compact: of `outputs`, those that are contiguous. kernel: loads that of a part for dims; None: it has none."""
+    loaded = [(step, kernel(step.part, dims)) for step in record.passes[which].queued(outputs, in_place=in_place)]
+    launched = tuple((step, each) for step, each in loaded if each is not None)
+    queued = [step for step, _ in launched]
     written: dict[str, int] = {}
     for count, step in enumerate(queued, start=1):
         written |= dict.fromkeys(outputs.intersection(step.writes), count)
     scratch, scratch_bytes = record.scratch(which, outputs, dims, compact, in_place=in_place)
     kept, kept_bytes = record.kept(dims)
     return PassPlan(
-        frozenset(outputs), tuple((step, kernel(step.part, dims)) for step in queued), joins_of(queued), written, kept,
+        frozenset(outputs), launched, joins_of(queued), written, kept,
         kept_bytes, scratch, scratch_bytes, dims,
     )  # fmt: skip

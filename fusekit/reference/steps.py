@@ -105,7 +105,12 @@ def compute(keys: Keys, arrays: Mapping[str, Array], dtypes: Mapping[str, str], 
 
 def gemm(keys: Keys, given: Given, dims: Dims) -> Results:
     """All of its results, and their FP8 values where it stores any."""
-    results = product(keys, given)
+    order: Results = {}
+    if keys.get("choices"):
+        order = index({"experts": len(given["w"])}, given, dims)
+        order["index"] = order["token"]
+        given = {**given, **order}
+    results = product(keys, given) | order
     asked = keys.get("quant", "none")
     if asked != "none" and "out" in asked:
         for name in results.keys() & {"y", "dz"}:

@@ -35,8 +35,7 @@ def layer_record(entry: Entry, document: bytes) -> LayerRecord:
     """The record of a layer in `document`, the blob of `entry`; IntegrityError for one that no launcher could use."""
     try:
         record = LayerRecord.from_json(parse(document))
-        ladders = [ladder for parts in (record.parts, *record.devices.values()) for ladder in parts.values()]
-        keys = {key for ladder in ladders for _, key in ladder}
+        keys = {key for ladder in record.ladders for _, key in ladder if key is not None}
         if record.arch != entry.arch or not keys == record.kernels.keys() == {*entry.launch["kernels"]}:
             raise ValueError("it names other kernels than its entry, or is for another architecture")
     except (RecordError, ValueError) as error:

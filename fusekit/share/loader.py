@@ -101,7 +101,7 @@ def _layer(named: NameRecord, document: bytes, places: Mapping[str, int]) -> tup
     """The row of each kernel of a layer, and the flat record; or no bytes and the problem."""
     try:
         record = LayerRecord.from_json(parse(document))
-        keys = sorted({key for ladder in record.parts.values() for _, key in ladder})
+        keys = sorted({key for ladder in record.parts.values() for _, key in ladder if key is not None})
         if missing := [record.kernels[key].name for key in keys if key not in places]:
             raise UsageError(f"{missing[0]} is not in the bundle as C loads it")
         data = flat.layer(record, keys)

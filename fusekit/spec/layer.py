@@ -14,7 +14,7 @@ from fusekit.plan.operations import Schema
 from fusekit.spec.fields import ACTIVATION_FIELDS, KERNEL_ONLY
 from fusekit.spec.model import DTYPES
 from fusekit.spec.schemas import schema_of
-from fusekit.spec.sweep import Expansion, expand, indexed
+from fusekit.spec.sweep import ALONE, FEW, Expansion, expand, indexed
 from fusekit.spec.values import one_of
 
 NAMED = 3  # kernels that a message lists
@@ -69,7 +69,11 @@ def _table(
     table |= {"name": f"{options.name}.{part}", "summary": values["summary"], "arch": values["arch"]}
     for name, value in fields.items():
         table[name] = (value,) if known[name].sweep else value
-    return table | {name: values[name] for name in SWEPT if name in known}
+    swept = {name: values[name] for name in SWEPT if name in known}
+    if fields.get("choices"):  # tiles of few rows alone can; a layer of others has the model's
+        low = tuple(tile for tile in swept["tile"] if tile in FEW)
+        swept |= {"tile": low or (None,), "cluster": (ALONE,) if low else (None,)}
+    return table | swept
 
 
 _FORWARD = tuple(

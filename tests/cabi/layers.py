@@ -49,7 +49,7 @@ def with_ladders(library: Library, layer: Any, choose: Callable[[str, int], str]
     names = {listed.record.name: listed.record for listed in library.store.names(layer.name)}
     table = Options(**layer.options.canonical())
     record = unproved(table, "sm_90a", lambda part, tokens: names[choose(part, tokens)].key)
-    used = {key for ladder in record.parts.values() for _, key in ladder}
+    used = {key for ladder in record.ladders for _, key in ladder if key is not None}
     launches = {key: library.store.find_entry(key).launch_sha256 for key in used}
     kernels = {
         each.key: LayerKernel(name, launches[each.key], each.defaults)

@@ -12,23 +12,24 @@ from fusekit.cabi import generate
 from fusekit.errors import ArgumentError
 from tests.layers.samples import library
 from tests.layers.test_layer import KEPT, SCRATCH, TYPES
-from tests.plan.test_layer_program import CASES, options
+from tests.plan.test_layer_program import CASES, FEW, SERVED, options
 from tests.runtime.samples import Torchlike
 from tests.soak import sample
 
 from .launcher import INVALID_ARGUMENT, LANGUAGES, OK, build
 from .layers import CLayer, exported, with_ladders
 
-NAMES = ("gpt-oss", "deepseek", "fp8-choices", "mlp-as-stored")
+NAMES = ("gpt-oss", "deepseek", "fp8-choices", "mlp-as-stored", "served")
 CALLS = 40
 SMALL = 99
+COUNTS = (FEW, FEW + 1, SMALL, SMALL + 1)
 
 
 class Both:
     """One layer in Python and its export."""
 
     def __init__(self, root: Any, name: str) -> None:
-        table = replace(options(**CASES[name]), name=name)
+        table = replace(options(**CASES.get(name, SERVED)), name=name)
         opened, self.fake = library(root / name, table, variants=2)
         self.layer = opened.layer(f"layers/{name}")
         by_part: dict[str, list[str]] = {}
@@ -122,7 +123,7 @@ def test_the_c_passes_launch_what_python_launches(layers, opened, name):
     counts = dict.fromkeys(layer.types, 0)
     for trial in range(CALLS):
         which = [*layer.types][trial % len(layer.types)]
-        tokens = 0 if which == "quantise" else rng.choice([0, 1, SMALL, SMALL + 1, int(2 ** rng.uniform(0, 14))])
+        tokens = 0 if which == "quantise" else rng.choice([0, 1, *COUNTS, int(2 ** rng.uniform(0, 14))])
         given, kept, scratch = call(both.layer, which, tokens, rng)
         margin, in_place = rng.choice([None, 0, 5]), which == "backward" and rng.random() < 0.5
         margin = None if which == "quantise" else margin

@@ -82,6 +82,7 @@ function passOf(call) {
   };
   return steps.flatMap((step) => {
     const { key } = layer.parts[step.part].find((rung) => !("tokens" in rung) || call.tokens <= rung.tokens);
+    if (key === undefined) return []; // nothing is launched for so many tokens
     const tensors = Object.entries(step.arguments).map(([argument, name]) => [argument,
       { address: address(name), shape: extents(name, env), strides: call.strides[name]?.map(BigInt) }]);
     return launches(records[key], layer.kernels[key].defaults, Object.fromEntries(tensors), call, key);

@@ -15,11 +15,12 @@ from fusekit.spec import find
 from tests.cabi.layers import with_ladders
 from tests.layers import samples
 from tests.layers.test_layer import TYPES
-from tests.plan.test_layer_program import CASES, options
+from tests.plan.test_layer_program import CASES, FEW, SERVED, options
 from tests.records import read_plan
 from tests.runtime.samples import Torchlike
 
 SMALL, CALLS = 99, 60
+COUNTS = (FEW, FEW + 1, SMALL, SMALL + 1)
 STREAMS = (0, 77, 78)
 
 
@@ -60,8 +61,11 @@ def layers(tmp_path_factory):
 
     def layer_of(name):
         with pytest.MonkeyPatch.context() as patch:
-            table = replace(options(**CASES[name]), name=name) if name in CASES else built()[0]
-            rich_records = {part: rich(each) for part, each in simple(table).items()} if name in CASES else built()[1]
+            if name == "built":
+                table, rich_records = built()
+            else:
+                table = replace(options(**CASES.get(name, SERVED)), name=name)
+                rich_records = {part: rich(each) for part, each in simple(table).items()}
             patch.setattr(samples, "records", lambda table: rich_records)
             library, fake = samples.library(tmp_path_factory.mktemp(name), table, variants=2)
         by_part = {}
@@ -118,20 +122,24 @@ def call(layer, which, rng, tokens, outputs, wide):
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt-oss", "deepseek", "fp8-choices", pytest.param("built", marks=pytest.mark.soak("reads 20 kernels"))]
+    "name",
+    ["gpt-oss", "deepseek", "fp8-choices", "served", pytest.param("built", marks=pytest.mark.soak("reads 20 kernels"))],
 )
 def test_any_tokens_at_any_addresses_launch_what_is_bound(layers, monkeypatch, name):
     (layer, fake), rng = layers(name), random.Random(name)
     bound = []
     bind_moving = type(layer)._bind_moving
     monkeypatch.setattr(type(layer), "_bind_moving", lambda *args: bound.append(1) or bind_moving(*args))
-    for which in (FORWARD, INFERENCE, BACKWARD):
+    for which in (FORWARD, INFERENCE, *([BACKWARD] if layer.outputs(BACKWARD) else ())):
         names = [*layer.outputs(which)]
         classes = [(set(names), set()), ({rng.choice(names)}, set()), (set(names), {names[0]})]
         bound.clear()
         for _ in range(CALLS):
             outputs, wide = rng.choice(classes)
-            tokens, stream = rng.choice([0, 1, SMALL, SMALL + 1, int(2 ** rng.uniform(0, 13))]), rng.choice(STREAMS)
+            tokens, stream = (
+                rng.choice([0, 1, *COUNTS, int(2 ** rng.uniform(0, 13))]),
+                rng.choice(STREAMS),
+            )
             given = call(layer, which, rng, tokens, outputs, wide)
             more = {"in_place": rng.random() < 0.5} if which == BACKWARD else {}
             bind, now = ((layer.bind_backward, layer.backward) if which == BACKWARD

@@ -10,6 +10,7 @@ import pytest
 
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE
 from tests.layers.test_compiled_passes import SMALL, call, launched, layers  # noqa: F401  (a fixture)
+from tests.plan.test_layer_program import FEW
 
 LAUNCHER = Path(__file__).with_name("launcher.mjs")
 NODE = shutil.which("node")
@@ -41,11 +42,11 @@ def shown(record, launch):
 
 
 @pytest.mark.skipif(NODE is None, reason="needs node")
-@pytest.mark.parametrize("name", ["gpt-oss", "deepseek", "fp8-choices"])
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek", "fp8-choices", "served"])
 def test_a_launcher_from_the_pages_launches_the_same(layers, name):  # noqa: F811
     (layer, fake), rng, calls, want = layers(name), random.Random(name), [], []
-    for which in (FORWARD, INFERENCE, BACKWARD) * 8:
-        tokens = rng.choice([1, SMALL, SMALL + 1, int(2 ** rng.uniform(0, 13))])
+    for which in (FORWARD, INFERENCE, BACKWARD if layer.outputs(BACKWARD) else INFERENCE) * 8:
+        tokens = rng.choice([1, FEW, FEW + 1, SMALL, SMALL + 1, int(2 ** rng.uniform(0, 13))])
         outputs = [each for each in layer.outputs(which) if rng.random() < 0.7] or [*layer.outputs(which)]
         wide = {each for each in outputs if rng.random() < 0.2}
         given = call(layer, which, rng, tokens, outputs, wide)

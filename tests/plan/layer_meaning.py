@@ -21,6 +21,8 @@ def run(program, which, given, tokens, wanted=None):
     known, dims = dict(given), program.dims(tokens)
     outputs = program.arguments(which)[1]
     for step in program.needed(which, outputs if wanted is None else wanted):
+        if not program.launches(step.part, tokens):
+            continue
         keys = program.parts[step.part]
         reads = {name: known[buffer] for name, buffer in step.reads.items()}
         results = OPERATIONS[keys["op"]](keys, reads, dims)

@@ -1,5 +1,7 @@
 """A layer's program, run formula by formula, against the definition; its memory; what a call leaves out."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -57,6 +59,8 @@ CASES = {
     "fp8-mlp-as-stored": {"recipe": "fp8-block", **WIDE, "kind": "mlp", "b_major": "n", "keep": "x",
                           "activation": {"kind": "gelu"}},
 }  # fmt: skip
+SERVED = {"keep": "none", "bias": True, "shared": J, "router": {"input": "choices"}}
+FEW = 64 // K  # tokens whose choices fc1 of a layer for inference puts in order itself
 PLAIN = [name for name, said in CASES.items() if "recipe" not in said]  # whose results are those of plain formulas
 
 
@@ -228,14 +232,24 @@ def test_a_layer_for_inference_has_the_kernels_of_a_forward_pass_alone(name):
     plan, whole = program(o), program(options(**CASES[name]))
     assert plan.steps[BACKWARD] == () and plan.steps[FORWARD] == plan.steps[INFERENCE]
     steps = (*whole.steps[INFERENCE], *whole.steps.get(QUANTISE, ()))
-    assert plan.parts.keys() == {step.part for step in steps}
+    assert plan.parts.keys() - {"fc1-few"} == {step.part for step in steps}
     assert plan.kept(plan.dims(100)) == ({}, 0)
     fp8 = plan.arguments(QUANTISE)[1].keys() - plan.arguments(INFERENCE)[0].keys()
     assert fp8 <= {"w1_q", "w1_s", "w2_q", "w2_s"} and (o.b_major == "n" or not fp8)
     assert plan.arguments(INFERENCE) == whole.arguments(INFERENCE)
     _, given, want, _ = forward(name, INFERENCE)
-    actual = layer_meaning.run(plan, INFERENCE, given, o.tokens)
-    assert all(np.array_equal(actual[argument], want[argument]) for argument in plan.arguments(INFERENCE)[1])
+    for each in (plan, replace(plan, few={"fc1-few": 0}, many={})):  # choices in order in fc1, and before it
+        actual = layer_meaning.run(each, INFERENCE, given, o.tokens)
+        assert all(np.array_equal(actual[argument], want[argument]) for argument in plan.arguments(INFERENCE)[1])
+    launched = [step.part for step in plan.steps[INFERENCE] if plan.launches(step.part, o.tokens)]
+    assert ("index" in launched) != ("fc1-few" in launched) or o.kind == "mlp"
+
+
+@pytest.mark.parametrize("tokens", [0, 1, FEW, FEW + 1, 8192])
+def test_a_block_of_few_tokens_is_three_launches(tokens):
+    plan = program(options(**SERVED | {"shared": 0}))
+    launched = [step.part for step in plan.steps[INFERENCE] if plan.launches(step.part, tokens)]
+    assert launched == [*(["fc1-few"] if tokens <= FEW else ["index", "fc1-infer"]), "fc2", "unpermute"]
 
 
 def test_float32_weights_of_a_router_have_float32_gradients():

@@ -10,11 +10,11 @@ from fusekit.abi.expr import RecordError
 from fusekit.abi.layer_record import LayerRecord
 from fusekit.errors import FusekitError
 from fusekit.plan.layer import program
-from fusekit.plan.layer.program import BACKWARD, FORWARD
+from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE
 from fusekit.plan.layer.record import MOST, layer_record, prove, words
 
 from .layer_memory import packaged
-from .test_layer_program import CASES, options
+from .test_layer_program import CASES, FEW, SERVED, options
 from .test_layer_ranks import LAYERS, over
 
 PACKAGED = packaged()
@@ -53,6 +53,21 @@ def test_a_part_has_the_kernel_that_was_chosen_for_as_many_tokens():
     assert [most for most, _ in read.parts["fc2"]] == [99, 5000, None]
     for tokens in (1, 99, 100, 5000, 5001, MOST, 1 << 30):
         assert read.kernel("fc2", tokens) == choose("fc2", tokens)
+
+
+def test_a_rung_without_a_kernel_launches_nothing_and_is_named_to_older_readers():
+    table = options(**SERVED)
+    whole = layer_record(table, "sm_90a", choose)
+    document = whole.to_json()
+    assert document["must"] == ["gaps"] and record()["must"] == [] and LayerRecord.from_json(document) == whole
+    assert document["parts"]["index"][0] == {"tokens": FEW} and document["parts"]["fc1-few"][1] == {}
+    for tokens in (1, FEW, FEW + 1):
+        launches = [each.part for each in whole.launches(INFERENCE, whole.environment(tokens), {"y"})]
+        assert ("index" in launches, "fc1-few" in launches) == (tokens > FEW, tokens <= FEW)
+        assert launches == [step.part for step in whole.launched(INFERENCE, {"y"}, tokens)]
+    full = {part: tuple((most, key or "k") for most, key in ladder) for part, ladder in whole.parts.items()}
+    with pytest.raises(FusekitError, match="the record gives"):
+        prove(replace(whole, parts=full), program(table), table)
 
 
 def test_equal_layers_have_one_key_and_another_kernel_gives_another():

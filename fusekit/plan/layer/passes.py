@@ -30,7 +30,9 @@ from fusekit.plan.layer.program import (
     Program,
     Step,
 )
+from fusekit.plan.operands.choices import MOST
 from fusekit.plan.operands.split import parts
+from fusekit.plan.quant import NONE
 
 ROUTER = ("score_function", "pre_softmax", "scaling_factor")
 CHOICE = (*ROUTER, "expert_bias", "num_groups", "group_topk")
@@ -70,7 +72,7 @@ def _program(table: _Table) -> Program:
         steps = {QUANTISE: tuple(passes.steps[QUANTISE])} | steps
     return Program(
         passes.parts, passes.buffers, steps, options.topk, options.local, tokens=options.tokens,
-        room_for=partial(room, options) if options.ranks > 1 else None,
+        room_for=partial(room, options) if options.ranks > 1 else None, few=passes.few, many=passes.many,
     )  # fmt: skip
 
 
@@ -83,6 +85,8 @@ class Passes:
         self.buffers: dict[str, Buffer] = {}
         self.steps: dict[str, list[Step]] = {which: [] for which in (QUANTISE, *BOTH, RECOMPUTE, DGRAD, WGRAD)}
         self.factors = factors(self)
+        self.few: dict[str, int] = {}  # by part, the most tokens that it is launched for
+        self.many: dict[str, int] = {}  # the most that it is not launched for
         self.firsts = BOTH if options.keep == "z" else (*BOTH, RECOMPUTE)  # passes that launch the first projection
 
     def buffer(self, name: str, *shape: int | str, dtype: str = "", place: str = SCRATCH) -> str:
@@ -314,11 +318,33 @@ class Experts:
         reads = {**given.reads, "offsets": "offsets", **({"bias": "b1"} if o.bias else {})}
         keys = {**p.gemm("grouped-gemm", self.n, o.hidden, bias=o.bias), **given.keys}
         p.first("fc1", keys, reads, self.rows_a, "z")
+        if not o.trained and self.orders:
+            self.few_choices()
         given = self.factors.product(BOTH, self.rows_a, "w2", o.b_major)
         reads = {**given.reads, "offsets": "offsets", **({"bias": "b2"} if o.bias else {})}
         keys = {**p.gemm("grouped-gemm", o.hidden, o.intermediate, bias=o.bias), **given.keys}
         p.step(BOTH, "fc2", keys, reads, {"y": "o"})
         self.unpermute(BOTH, "unpermute", "o", "y", ["shared_y"] if o.shared else [], not self.by_input)
+
+    @property
+    def orders(self) -> bool:
+        """Whether the first projection can put few choices in order itself: it gathers, and no other launch before it
+        reads or makes more than the order.
+        """
+        o = self.o
+        return o.ranks == 1 and o.recipe == NONE and o.topk <= MOST and not (self.by_input or self.router["aux_loss"])
+
+    def few_choices(self) -> None:
+        """For few tokens, the first projection with the choices put in order, in place of both launches."""
+        p, o = self.passes, self.o
+        most = MOST // o.topk
+        (plain,) = (step for step in p.steps[INFERENCE] if step.part == "fc1-infer")
+        order = {"offsets": "offsets", "index": "token", "inverse": "inverse"}
+        keys = {**p.parts[plain.part], "choices": o.topk}
+        keys["problem"] = {**keys["problem"], "M": min(o.tokens, most) * o.topk}
+        reads = {name: buffer for name, buffer in plain.reads.items() if name not in order} | {"indices": "indices"}
+        p.step(INFERENCE, "fc1-few", keys, reads, {**plain.writes, **order})
+        p.few["fc1-few"] = p.many["index"] = p.many[plain.part] = most
 
     def unpermute(
         self, which: str | tuple[str, ...], part: str, x: str, y: str, more: Sequence[str], weighted: bool

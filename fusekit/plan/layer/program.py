@@ -82,7 +82,8 @@ class Program:
     groups of rows, those of a rank.
 
     room: dims that are the same for any number of tokens, of a layer over ranks. tokens: what a pass usually
-    has. room_for: `room` for so many tokens of each rank.
+    has. room_for: `room` for so many tokens of each rank. few: by part, the most tokens that it is launched for; many:
+    the most that it is not launched for.
     """
 
     parts: Mapping[str, Mapping[str, Any]]
@@ -93,6 +94,8 @@ class Program:
     room: Mapping[str, int] = field(default_factory=dict)
     tokens: int = 1
     room_for: Callable[[int], Mapping[str, int]] | None = field(default=None, repr=False, compare=False)
+    few: Mapping[str, int] = field(default_factory=dict)
+    many: Mapping[str, int] = field(default_factory=dict)
     _layouts: dict[tuple[str, frozenset[str], bool], tuple[Layout, ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -117,6 +120,10 @@ class Program:
     def within(self, room: Mapping[str, int]) -> Program:
         """The same with the dims `room` fixed."""
         return replace(self, room=dict(room))
+
+    def launches(self, part: str, tokens: int) -> bool:
+        """Whether a pass of so many tokens launches a part."""
+        return self.many.get(part, -1) < tokens <= self.few.get(part, tokens)
 
     def arguments(self, which: str) -> Arguments:
         """What the caller gives to a pass: (inputs, outputs)."""

@@ -70,7 +70,7 @@ def unproved(
         {name: LayerBuffer(each.dtype, each.shape, each.place, offsets.get(name, 0), words(name, each.place))
          for name, each in plan.buffers.items()},
         {which: _pass(plan, which) for which in plan.steps},
-        {part: ((None, choose(part, options.tokens)),) if part in one else ladder_of(part, choose)
+        {part: ((None, choose(part, options.tokens)),) if part in one else ladder_of(part, within(plan, choose))
          for part in plan.parts},
         "S" if plan.room_for else "T", summary, options.canonical(),
         {"deterministic": True, "batch_invariant": True, "pinned": one}, windows=windows,
@@ -148,11 +148,16 @@ def _dims(options: Options, plan: Program) -> dict[str, Expr]:
     return dims
 
 
-def ladder_of(part: str, choose: Choose) -> Ladder:
-    """The kernels of a part, each with the most tokens that it is for."""
+def within(plan: Program, choose: Choose) -> Callable[[str, int], str | None]:
+    """`choose`, where the program launches a part for so many tokens; else None."""
+    return lambda part, tokens: choose(part, tokens) if plan.launches(part, tokens) else None
+
+
+def ladder_of(part: str, choose: Callable[[str, int], str | None]) -> Ladder:
+    """The kernels of a part, each with the most tokens that it is for; None: it is not launched."""
     counts = [1 << power for power in range(MOST.bit_length())]
     keys = [choose(part, count) for count in counts]
-    rungs: list[tuple[int | None, str]] = []
+    rungs: list[tuple[int | None, str | None]] = []
     for index in range(len(counts) - 1):
         low, high = counts[index], counts[index + 1]
         if keys[index] != keys[index + 1]:
@@ -250,7 +255,8 @@ def _launches(
     lent: set[str], in_place: bool,
 ) -> Iterator[LayerLaunch]:  # fmt: skip
     """The program's own launches."""
-    steps = plan.needed(which, asked, in_place=in_place)
+    tokens = env.get("capacity", env["T"])
+    steps = [step for step in plan.needed(which, asked, in_place=in_place) if plan.launches(step.part, tokens)]
     scratch, kept = plan.scratch(which, asked, dims, lent, in_place=in_place)[0], plan.kept(dims)[0]
 
     def place(name: str) -> tuple[str, int]:
@@ -262,7 +268,7 @@ def _launches(
 
     for step, joins in zip(steps, plan.joins(steps), strict=True):
         yield LayerLaunch(
-            step.part, record.kernel(step.part, env.get("capacity", env["T"])),
+            step.part, record.kernel(step.part, tokens) or "",
             {argument: place(name) for argument, name in step.arguments.items()},
             {argument: plan.buffers[name].extents(dims) for argument, name in step.arguments.items()}, joins,
         )  # fmt: skip
