@@ -11,18 +11,16 @@ from weakref import WeakValueDictionary
 
 from fusekit.config import Config
 from fusekit.errors import (
-    ArchMismatchError,
     ArgumentError,
     DriverError,
     IntegrityError,
     NotBuiltError,
     UsageError,
-    how_to_build,
-    some,
 )
 from fusekit.runtime.allocators import Allocator, check_allocator
-from fusekit.runtime.devices import Device, Devices, archs_of, ordinal_of
-from fusekit.runtime.driver import Driver, version_text
+from fusekit.runtime.devices import Devices, ordinal_of
+from fusekit.runtime.driver import Driver
+from fusekit.runtime.finding import candidates, choose, named, readable
 from fusekit.runtime.log import debug_log
 from fusekit.runtime.usage import Held
 from fusekit.runtime.wake import Waking
@@ -160,7 +158,7 @@ class Library:
         """Load the kernel of `found`, a result of `find`, even if its name points to a new build since; device and
         errors as for `load`.
         """
-        (found,) = self._readable([found])
+        (found,) = readable(self.store, self.devices.driver, [found])
         record, cubin = self._read(found)
         ordinal = self.devices.current() if device is None else ordinal_of(device)
         return self._open(found, record, cubin, ordinal)
@@ -175,7 +173,7 @@ class Library:
         if self._checked or self.devices.driver.version < CUDA13:  # who looks at its spec, and at other builds of it
             named = quietly(self.store.find_name, kernel.name, arch)
             found = named if named is not None and named.key == key else found
-            (found,) = self._readable([found])
+            (found,) = readable(self.store, self.devices.driver, [found])
         record, cubin = self._read(found)
         entry = self.store.find_entry(key) if found.key == key else None
         if entry is not None and entry.launch_sha256 != kernel.launch:
@@ -314,7 +312,7 @@ class Library:
         if arch is None and len(archs) == 1:
             (arch,) = archs
         variants = [] if arch is None else self.variants(name, arch)
-        return self._choose(variants, problem, None) if variants else None
+        return choose(self.store, self._tuning, variants, problem, None) if variants else None
 
     def _read(self, found: NameRecord) -> tuple[LaunchRecord, bytes]:
         """Launch record and cubin of `found`, checked."""
@@ -358,96 +356,15 @@ class Library:
     def _find(
         self, name: str, arch: str | None, device: int | None, problem: Mapping[str, int] | None
     ) -> tuple[NameRecord, int]:
-        variants, ordinal, target = self._candidates(name, arch, device)
-        return self._choose(variants, problem, target), ordinal
-
-    def _candidates(self, name: str, arch: str | None, device: int | None) -> tuple[list[NameRecord], int, Device]:
-        """The variants of a kernel that the device can run, its ordinal, and the device."""
-        # A missing kernel is an error before the driver starts.
-        known = [listing.record for listing in self.store.names(name)]
-        elsewhere = sorted({record.arch for record in known})
-        if known and known[0].name.startswith(f"{name}."):
-            kernels = sorted({record.name.partition("@")[0] for record in known})
-            raise UsageError(
-                f"'{name}' is a layer of {len(kernels)} kernels; library.layer('{name}') binds and launches it; to load"
-                f" one of its kernels, name that: '{kernels[0]}'"
-            )
-        if not elsewhere:
-            # The error of a damaged record comes before that of a missing one.
-            listing = self.store.listing(name)
-            if listing.problems:
-                raise IntegrityError(listing.problems[0])
-            raise self.store.not_built(name, arch)
-        if arch is not None and arch not in elsewhere:
-            raise self.store.not_built(name, arch, f"only for {', '.join(elsewhere)}")
-        devices = self.devices
-        ordinal = devices.current() if device is None else device
-        target = devices.get(ordinal)
-        wanted = (arch,) if arch is not None else archs_of(target.capability)
-        for candidate in wanted:
-            variants = self.variants(name, candidate)
-            if variants:
-                return self._readable(variants), ordinal, target
-        stored = ", ".join(elsewhere)
-        _, remedy = how_to_build(name, wanted[0])
-        raise ArchMismatchError(
-            f"'{name}' is in the store for {stored}; expected a device of {stored}, found {target}; {remedy}",
-            expected=stored,
-            found=target.arch,
-        )
-
-    def _readable(self, variants: list[NameRecord]) -> list[NameRecord]:
-        """Those of `variants` that the driver reads, each with the key of its last build that it reads. Raises
-        DriverError if it reads none.
-        """
-        driver = self.devices.driver
-        builds = (self.store.readable(variant, driver.version) for variant in variants)
-        if readable := [build for build in builds if build is not None]:
-            return readable
-        first = variants[0]
-        kernel, lowest = first.name.partition("@")[0], self.store.lowest_driver(first)
-        stored = self.store.variants(kernel, first.arch)
-        others = [other.name for other in stored if self.store.readable(other, driver.version) is not None]
-        toolchain = first.summary.get("toolchain") or "an unknown toolchain"
-        major = driver.version // 1000
-        _, remedy = how_to_build(first.name, first.arch)
-        raise DriverError(
-            f"the NVIDIA driver supports CUDA {version_text(driver.version)}; {first.name} ({first.arch}) was built by"
-            f" {toolchain} for CUDA {version_text(lowest)} or newer, and no build of it is for an older one;"
-            + (f" load {some(others)}, which this driver reads, or" if others else "")
-            + f" update the driver, or where the DSL's library of CUDA {major} is installed (nvidia-cutlass-dsl-libs-cu"
-            f"{major}), {remedy}",
-            name="CUDA_ERROR_INSUFFICIENT_DRIVER",
-        )
-
-    def _choose(
-        self, variants: list[NameRecord], problem: Mapping[str, int] | None, device: Device | None
-    ) -> NameRecord:  # fmt: skip
-        from fusekit.choice import tuning
-        from fusekit.choice.gpus import part_of
-        from fusekit.choice.variants import explained
-
-        arch = variants[0].arch
-        if len(variants) > 1 and arch not in self._tuning:
-            self._tuning[arch] = tuning.load(self.store, arch)
-        name, gpu = (None, None) if device is None else (device.name, part_of(device.name, device.sm_count))
-        chosen, why = explained(variants, problem, self._tuning.get(arch), name, gpu)
-        # Without a device this is a guess.
-        if device is not None and (log := debug_log()) is not None:
-            log.debug(
-                "%s (%s): %s among %d, for %s", chosen.name, arch, why, len(variants), problem or "the spec's problem"
-            )
-        return chosen
+        variants, ordinal, target = candidates(self.store, lambda: self.devices, name, arch, device)
+        return choose(self.store, self._tuning, variants, problem, target), ordinal
 
     def variants(self, name: str, arch: str) -> list[NameRecord]:
         """The name records of `name` for `arch`: all variants of a kernel, or one for a full name; empty if there are
         none.
         """
         _check_name(name)
-        if "@" in name:
-            record = self.store.find_name(name, arch)
-            return [] if record is None else [record]
-        return self.store.variants(name, arch)
+        return named(self.store, name, arch)
 
     def close(self) -> None:
         """Release the primary contexts. Kernels of this library must not be used afterwards."""
