@@ -54,7 +54,7 @@ REACH = 1.0
 # Keys of a canonical spec for a kernel's name, where it runs and how it computes, but not what it computes.
 _APART = frozenset(
     {"file", "kernel", "summary", "problem", "arch", "tile", "cluster", "mainloop", "schedule", "cluster_margin",
-     "warps", "scaling_factor", "coefficient", "layer"}
+     "warps", "scaling_factor", "coefficient", "layer", "pdl"}
 )  # fmt: skip
 _OFF = (None, False, "none")
 _NEAR = frozenset({"E", "M", "T"})  # dims of which a neighbour will do

@@ -81,6 +81,11 @@ class GemmPlan(Product):
         """Dotted name of the module of what the architecture has for the device halves of operands."""
         return f"fusekit.kernels.gemm.{self.arch.kernels}.kit"
 
+    @property
+    def begins_early(self) -> bool:
+        """Whether the launch begins before the one before it in the stream has ended."""
+        return any(operand.begins_early for operand in self.operands)
+
     # -- warps --------------------------------------------------------------------------------------------------------
 
     @property

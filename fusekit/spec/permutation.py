@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fusekit.dtypes import DTYPES
+from fusekit.plan.operands.pdl import PDL
 from fusekit.plan.operations import Schema
 from fusekit.spec.fields import Bounded, Broken, Field
 from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, ROUTER_DTYPES, SWEEP_FIELDS
@@ -51,7 +52,7 @@ _INDEX = (
     Field("bounded", "bool", "Rows end at M: order, token and row_scale have M elements, and a choice whose row would "
         "lie beyond has none.", default=False),
     Field("warps", "int", f"Warps of a thread block: {INDEX_WARPS}.", minimum=1, default=INDEX_WARPS, sweep=True),
-    PROBLEM,
+    PDL, PROBLEM,
 )  # fmt: skip
 _ADDEND = Field("addend", "bool", "Adds addend[t, indices[t, k]], the gradient by another way.", default=False)
 _NORM_ADDEND = replace(_ADDEND, doc="Adds addend[T, H]: the gradient that reaches x by another way.")
@@ -66,7 +67,7 @@ _ONE_WARP = Field("warps", "int", "Warps of a thread block: 1.", minimum=1, defa
 PERMUTATION_FIELDS = {
     INDEX: _INDEX,
     PERMUTE: (*(CODED_DTYPE if field is DTYPE else field for field in _ROWS), _WEIGHTED, _SCALED),
-    UNPERMUTE: (*_ROWS, _WEIGHTED, ADDENDS),
+    UNPERMUTE: (*_ROWS, _WEIGHTED, ADDENDS, PDL),
     **dict.fromkeys(BACKWARDS, _ROWS),
     WEIGHTS_BACKWARD: (*_HEAD, TOPK, _EXPERTS, _ADDEND, _WARPS, PROBLEM),
     BIAS_BACKWARD: (*_HEAD, TOPK, _EXPERTS, DTYPE, _WARPS, _MOVED),
@@ -111,9 +112,15 @@ class PermutationSpec(TokenSpec):
     residual: bool = False
     rounded: bool = False
     eps: float = 1e-6
+    pdl: bool = False
     layer: Any = None
 
     APART = (*TokenSpec.APART, "eps")
+
+    def device_spec(self) -> dict[str, Any]:
+        """As of any such kernel; without `pdl` where it is not asked for, so that a symbol stays as it was before."""
+        device_fields = TokenSpec.device_spec(self)
+        return device_fields if self.pdl else {name: value for name, value in device_fields.items() if name != "pdl"}
 
     def defaults(self) -> dict[str, float | int]:
         """eps, of a norm."""

@@ -79,6 +79,10 @@ def options(**message):
     return Options(**values | {"router": router})
 
 
+def test_launches_of_training_begin_in_their_turn():
+    assert not any("pdl" in keys for keys in program(options()).parts.values())
+
+
 def tensors_of(plan, rng):
     """Every parameter, as the layer's buffers have them."""
     names = {name[1:] for name in plan.arguments(BACKWARD)[1] if name not in ("dx", "dlogits", "dweights")}
@@ -249,6 +253,7 @@ def test_a_layer_for_inference_has_the_kernels_of_a_forward_pass_alone(name):
 def test_a_block_of_few_tokens_is_three_launches(tokens):
     plan = program(options(**SERVED | {"shared": 0}))
     launched = [step.part for step in plan.steps[INFERENCE] if plan.launches(step.part, tokens)]
+    assert all(plan.parts[part]["pdl"] for part in launched)
     assert launched == [*(["fc1-few"] if tokens <= FEW else ["index", "fc1-infer"]), "fc2", "unpermute"]
 
 

@@ -79,6 +79,7 @@ def test_every_key_arrives():
             "dbias": False,
             "split": False,
             "choices": 0,
+            "pdl": False,
             "gather": "none",
             "awaits": False,
         },

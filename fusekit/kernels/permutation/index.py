@@ -17,7 +17,7 @@ import cutlass.memory
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint32, cute
 
-from fusekit.kernels import lanes
+from fusekit.kernels import lanes, pdl
 from fusekit.kernels.lanes import WARP
 
 WARPS = 32  # of a block
@@ -42,11 +42,12 @@ class More(NamedTuple):
 class MoeIndex:
     """The kernel for a number of experts and choices a token; calling it traces host function and kernel.
 
-    tokens: whether it writes each row's token. bounded: whether rows end at a launch's bound.
+    tokens: whether it writes each row's token. bounded: whether rows end at a launch's bound. pdl: whether it begins
+    early, see fusekit.kernels.pdl.
     """
 
-    def __init__(self, experts: int, topk: int, tokens: bool = False, bounded: bool = False) -> None:
-        self.experts, self.topk, self.tokens, self.bounded = experts, topk, tokens, bounded
+    def __init__(self, experts: int, topk: int, tokens: bool = False, bounded: bool = False, pdl: bool = False) -> None:
+        self.experts, self.topk, self.tokens, self.bounded, self.pdl = experts, topk, tokens, bounded, pdl
         self.owned = -(-experts // MOST_CLUSTERS)  # experts of a cluster
         self.blocks = -(-experts // self.owned) * CLUSTER
         self.threads = WARPS * WARP
@@ -62,7 +63,7 @@ class MoeIndex:
     @classmethod
     def of(cls, spec) -> "MoeIndex":
         """The kernel of a spec."""
-        return cls(spec.experts, spec.topk, spec.tokens, spec.bounded)
+        return cls(spec.experts, spec.topk, spec.tokens, spec.bounded, getattr(spec, "pdl", False))
 
     @cute.jit
     def __call__(
@@ -75,8 +76,9 @@ class MoeIndex:
         given = (counts, token, weights, row_scale, wanted)
         more = More(*(None if tensor is None else tensor.iterator for tensor in given), bound)
         self.kernel(indices.iterator, offsets.iterator, order.iterator, inverse.iterator, choices, more).launch(
-            grid=[self.blocks, 1, 1], block=[self.threads, 1, 1], cluster=[CLUSTER, 1, 1], stream=stream
-        )
+            grid=[self.blocks, 1, 1], block=[self.threads, 1, 1], cluster=[CLUSTER, 1, 1], use_pdl=self.pdl,
+            stream=stream,
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -84,6 +86,8 @@ class MoeIndex:
         more: More,
     ):  # fmt: skip
         """See the module's docstring."""
+        if cutlass.const_expr(self.pdl):
+            pdl.begin()
         allocator = cutlass.memory.SmemAllocator()
         shared = allocator.allocate(self.shared_bytes, 16).toint()
         block, _, _ = cute.arch.block_idx()

@@ -22,7 +22,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from fusekit.dtypes import DTYPES
-from fusekit.kernels import lanes
+from fusekit.kernels import lanes, pdl
 from fusekit.kernels.floats import choose, fma
 from fusekit.kernels.lanes import WARP
 from fusekit.kernels.ptx import divide
@@ -33,21 +33,25 @@ SUMMED = 16  # elements that a lane of the backward of permute holds of each row
 
 
 class Permutation:
-    """What the kernels share. lines: accesses of a warp that make a piece; scaled: permute multiplies by weights."""
+    """What the kernels share. lines: accesses of a warp that make a piece; scaled: permute multiplies by weights;
+    pdl: unpermute begins early, see fusekit.kernels.pdl.
+    """
 
     LINES = 4  # what a lane holds of a piece is in registers, K times
 
     @classmethod
     def of(cls, spec):
         """The kernel of a spec."""
+        early = getattr(spec, "pdl", False)
         lines = SUMMED * DTYPES[spec.dtype].bytes // 16 if spec.op == "moe-permute-bwd" else cls.LINES
-        return cls(spec.topk, spec.dtype, spec.weighted, spec.scaled, spec.addends, spec.warps, lines)
+        return cls(spec.topk, spec.dtype, spec.weighted, spec.scaled, spec.addends, spec.warps, lines, early)
 
     def __init__(
-        self, topk: int, dtype: str, weighted: bool, scaled: bool, addends: int, warps: int, lines: int
-    ) -> None:
+        self, topk: int, dtype: str, weighted: bool, scaled: bool, addends: int, warps: int, lines: int,
+        pdl: bool = False,
+    ) -> None:  # fmt: skip
         self.topk, self.dtype, self.weighted, self.scaled, self.addends = topk, dtype, weighted, scaled, addends
-        self.size = DTYPES[dtype].bytes
+        self.size, self.pdl = DTYPES[dtype].bytes, pdl
         self.warps, self.threads = warps, warps * WARP
         self.lines, self.piece = lines, lines * LINE
         self.slots = -(-topk // WARP)
@@ -195,7 +199,7 @@ class MoeUnpermute(Permutation):
             y.shape[1] * self.size,
             Int64(x.stride[0]) * self.size,
             Int64(y.stride[0]) * self.size,
-        ).launch(grid=self.grid(y.shape[0], y.shape[1]), block=[self.threads, 1, 1], stream=stream)
+        ).launch(grid=self.grid(y.shape[0], y.shape[1]), block=[self.threads, 1, 1], use_pdl=self.pdl, stream=stream)
 
     @cute.kernel
     def kernel(
@@ -203,6 +207,8 @@ class MoeUnpermute(Permutation):
         x_stride: Int64, y_stride: Int64,
     ):  # fmt: skip
         """See the module's docstring. weights: None, theirs, or (either, the addends and their strides)."""
+        if cutlass.const_expr(self.pdl):
+            pdl.begin()
         weights, addends = weights if cutlass.const_expr(self.addends > 0) else (weights, ())
         token, lane, first = self.place(row_bytes)
         if token < tokens:

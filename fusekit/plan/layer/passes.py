@@ -85,6 +85,7 @@ class Passes:
         self.buffers: dict[str, Buffer] = {}
         self.steps: dict[str, list[Step]] = {which: [] for which in (QUANTISE, *BOTH, RECOMPUTE, DGRAD, WGRAD)}
         self.factors = factors(self)
+        self.early = {"pdl": True} if options.ranks == 1 and not options.trained and options.recipe == NONE else {}
         self.few: dict[str, int] = {}  # by part, the most tokens that it is launched for
         self.many: dict[str, int] = {}  # the most that it is not launched for
         self.firsts = BOTH if options.keep == "z" else (*BOTH, RECOMPUTE)  # passes that launch the first projection
@@ -112,7 +113,7 @@ class Passes:
         o = self.options
         dense = op.startswith("dense")
         problem = {"E": 1 if dense else o.local, "M": o.tokens * (1 if dense else o.topk), "N": n, "K": k}
-        return {"op": op, "dtype": o.dtype, **keys, "problem": problem}
+        return {"op": op, "dtype": o.dtype, **self.early, **keys, "problem": problem}
 
     def activation(self, before: str = "") -> dict[str, Any]:
         """The keys of the activation, or of its derivative."""
@@ -246,7 +247,7 @@ class Experts:
     def index(self) -> None:
         """The rows of the choices, sorted by expert."""
         p, o = self.passes, self.o
-        keys, reads = self.router_op("moe-index", tokens=True), {"indices": "indices"}
+        keys, reads = self.router_op("moe-index", tokens=True, **p.early), {"indices": "indices"}
         writes = {
             "offsets": p.buffer("offsets", o.experts, dtype="i32", place=KEPT),
             "order": p.buffer("order", "M", dtype="i32"),
@@ -350,7 +351,7 @@ class Experts:
         self, which: str | tuple[str, ...], part: str, x: str, y: str, more: Sequence[str], weighted: bool
     ) -> None:
         """The sum of each token's rows, and of `more`."""
-        keys = self.rows("moe-unpermute", weighted=weighted, addends=len(more))
+        keys = self.rows("moe-unpermute", weighted=weighted, addends=len(more), **self.passes.early)
         reads = {"x": x, "inverse": "inverse", **({"weights": "weights"} if weighted else {})}
         reads |= {f"addend{number}": name for number, name in enumerate(more)}
         self.passes.step(which, part, keys, reads, {"y": y})

@@ -46,6 +46,7 @@ class Operand:
     blocks_in_turn: ClassVar[bool] = False  # its code for a block of rows is long enough to be worth fetching once
     named_barriers: ClassVar[tuple[str, ...]] = ()  # the sets that it uses; see GemmPlan.named_barrier
     local_rows_first: ClassVar[bool] = False  # tiles whose rows are the rank's own come first
+    begins_early: ClassVar[bool] = False  # the launch begins before the one before it in the stream has ended
     in_parts: ClassVar[bool] = False  # the rows are summed in parts, which a second launch adds up
 
     # For people; none of it reaches a kernel or its key.

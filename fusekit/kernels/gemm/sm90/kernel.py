@@ -73,6 +73,7 @@ class Gemm:
             block=[plan.threads, 1, 1],
             cluster=[plan.cluster_size, 1, 1],
             min_blocks_per_mp=1,
+            use_pdl=plan.begins_early,
             stream=stream,
         )
         for half in self.halves.values():
