@@ -74,10 +74,11 @@ def command(
     """
     import time
 
-    from fusekit.compiler.build import check_toolchain, execute, look_up, of_arch, plan_build, tidy, trust
+    from fusekit.compiler.build import execute, plan_build, tidy
     from fusekit.compiler.estimate import estimate
     from fusekit.compiler.identity import Identity
     from fusekit.compiler.naming import left_behind
+    from fusekit.compiler.targets import check_toolchain, look_up, of_arch, trust
     from fusekit.spec.catalog import specs_of
     from fusekit.spec.extern import EXTERN
 

@@ -22,9 +22,9 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, names
     `schema`. Without the compiler the toolchain's fields, and so the key, are not known, and only the other fields are
     compared.
     """
-    from fusekit.compiler.build import select
     from fusekit.compiler.explain import explained
     from fusekit.compiler.identity import Identity
+    from fusekit.compiler.targets import select
 
     store = session.open_store()
     specs = select(patterns, arch, namespace, session.project)

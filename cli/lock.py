@@ -55,10 +55,10 @@ def command(
         raise UsageError(
             "--check and --expires are for the lock of a fusekit.toml with targets; `fusekit init` writes it"
         )
-    from fusekit.compiler.build import select, trust
     from fusekit.compiler.build_check import locked_in
     from fusekit.compiler.identity import Identity
     from fusekit.compiler.resolve import layer_builds
+    from fusekit.compiler.targets import select, trust
     from fusekit.share.lock_folder import alone, compared, write_lock
     from fusekit.spec.schemas import layer_name
     from fusekit.store.files import exists

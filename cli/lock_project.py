@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 def run(session: Session, project: Project, *, check: bool, expires: float | None, jobs: int | None) -> int:
     """Write the lock of `project`, or with `check` compare it; returns the exit code."""
-    from fusekit.compiler.build import select, trust
     from fusekit.compiler.resolve import changes, expiry, resolve
+    from fusekit.compiler.targets import select, trust
     from fusekit.share.lock_folder import write_lock
     from fusekit.store.lockfile import read_lock
 
@@ -73,8 +73,9 @@ def run(session: Session, project: Project, *, check: bool, expires: float | Non
 
 
 def _build(session: Session, store: Store, project: Project, specs: tuple[Spec, ...], jobs: int | None) -> None:
-    from fusekit.compiler.build import check_toolchain, execute, plan_build
+    from fusekit.compiler.build import execute, plan_build
     from fusekit.compiler.identity import Identity
+    from fusekit.compiler.targets import check_toolchain
 
     identity = Identity()
     check_toolchain(project, identity.toolchain)

@@ -101,7 +101,8 @@ def command(session: Session, frozen: bool, dry_run: bool, jobs: int | None) -> 
 
 def _planned(session: Session, store: Store) -> tuple[Task, ...]:
     """What the project's targets give with the toolchain here; nothing, with a note, if there is none."""
-    from fusekit.compiler.build import plan_build, select, trust
+    from fusekit.compiler.build import plan_build
+    from fusekit.compiler.targets import select, trust
     from fusekit.errors import ToolchainError
 
     if session.project is None:

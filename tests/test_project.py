@@ -7,7 +7,7 @@ import pytest
 
 import fusekit
 from fusekit.choice.tuning import features
-from fusekit.compiler.build import check_toolchain, look_up
+from fusekit.compiler.targets import check_toolchain, look_up
 from fusekit.config import Config
 from fusekit.errors import ArgumentError, SpecError, ToolchainError, UsageError
 from fusekit.project import Project, find_project, read_project

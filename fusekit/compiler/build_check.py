@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusekit.compiler.build import BuildReport, Progress, execute, plan_build, select, trust
+from fusekit.compiler.build import BuildReport, Progress, execute, plan_build
 from fusekit.compiler.explain import check_usable
 from fusekit.compiler.identity import Identity
 from fusekit.compiler.resolve import layer_builds
+from fusekit.compiler.targets import select, trust
 from fusekit.errors import IntegrityError, StoreError, ToolchainError
 from fusekit.share.lock_folder import Change, compared
 from fusekit.spec import find

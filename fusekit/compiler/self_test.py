@@ -5,8 +5,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from fusekit.compiler.build import execute, plan_build, select
+from fusekit.compiler.build import execute, plan_build
 from fusekit.compiler.identity import Identity
+from fusekit.compiler.targets import select
 from fusekit.errors import BuildError
 from fusekit.store import Store
 

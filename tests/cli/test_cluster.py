@@ -10,8 +10,8 @@ import shutil
 import pytest
 
 from fusekit.abi import LaunchRecord
-from fusekit.compiler.build import select
 from fusekit.compiler.identity import Identity
+from fusekit.compiler.targets import select
 from fusekit.errors import IntegrityError
 from fusekit.library import Library, open_library
 from fusekit.project import read_project

@@ -7,10 +7,11 @@ import pytest
 
 from fusekit.abi import LaunchRecord, elf
 from fusekit.compiler import build as building
-from fusekit.compiler.build import Progress, execute, plan_build, select
+from fusekit.compiler.build import Progress, execute, plan_build
 from fusekit.compiler.explain import explain
 from fusekit.compiler.hostfunction import Lifted
 from fusekit.compiler.identity import Identity
+from fusekit.compiler.targets import select
 from fusekit.config import Config
 from fusekit.errors import ArgumentError, StoreError, ToolchainError, UsageError
 from fusekit.spec import find
