@@ -56,6 +56,7 @@ from fusekit.choice.gpus import REFERENCE, Gpu
 from fusekit.plan.activations import is_backward
 from fusekit.plan.arch import ARCHITECTURES, DEFAULT, Architecture
 from fusekit.plan.operations import OPERATIONS, Operation
+from fusekit.plan.quant import FP8_W
 from fusekit.plan.tiles import SWAPPED
 
 SIZES = 16  # group sizes that represent all
@@ -150,20 +151,22 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None, gpu: Gpu | 
     if operation.reduces_rows:
         return tile * work * (static if padded > sms else 1.0)
     products = tile * work * (static if padded > sms else 1.0)
-    element = gpu.sm_rate * 500 * (1 if "in=" in str(spec.get("quant")) else 2)  # bytes, times products a nanosecond
-    read = busy * problem[across] * element / gpu.gbs
+    quant = str(spec.get("quant"))
+    of_w = 1 if "in=" in quant else 2  # bytes of an element
+    of_x = 2 if f"in={FP8_W}" in quant else of_w
+    byte = gpu.sm_rate * 500  # products in the time of one at 1 GB/s
+    read = busy * problem[across] * of_w * byte / gpu.gbs
     swapped = spec.get("mainloop") == SWAPPED
     few = few_rows(problem[down], groups, bool(operation.ragged), arch)
     if not swapped and not few:
         return products
     if few and not operation.ragged:
-        size = element / (500 * gpu.sm_rate)  # bytes of an element
-        fetched = size * (tile_m + tile_n)
+        fetched = of_x * tile_m + of_w * tile_n
         in_turn = (ELEMENT_NS + fetched / TILE_GBS) * max(1.0, padded / sms)
         at_once = fetched * padded / (SM_GBS * sms)
-        bound = 500 * gpu.sm_rate * math.hypot(size * problem[across] / gpu.gbs, max(in_turn, at_once))
+        bound = byte * math.hypot(of_w * problem[across] / gpu.gbs, max(in_turn, at_once))
         return bound if swapped else max(products, bound)
-    taken_in = (tile_m + tile_n + TILE_ENDS) * element / SM_GBS
+    taken_in = (of_x * tile_m + of_w * (tile_n + TILE_ENDS)) * byte / SM_GBS
     bound = math.hypot(read, taken_in * max(0.0, padded / sms - 1)) + taken_in
     return bound if swapped else max(products, bound)
 

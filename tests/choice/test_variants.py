@@ -261,6 +261,9 @@ def test_a_cost_by_hand() -> None:
     # 60 rows: one block, and its bytes take longer, 2.4 ns and 512 bytes at 250 GB/s, next to reading w.
     products, read = 500 * 989 / 132, 2 * 1024 / 4800
     assert cost(dense, few | {"M": 60}) == pytest.approx(products * ((2.4 + 512 / 250) ** 2 + read**2) ** 0.5)
+    # FP8 weights with bf16 tokens: 128 x 2 + 128 bytes for an element, of which w's are read.
+    coded = dense | {"quant": "in=fp8-weights"}
+    assert cost(coded, few | {"M": 60}) == pytest.approx(products * ((2.4 + 384 / 250) ** 2 + (read / 2) ** 2) ** 0.5)
     # 1000 columns: of the 8 tiles 7.8125 are full, and the rest is zeros.
     assert cost(dense, problem | {"N": 1000}) == pytest.approx(18624 * (32 * (7.8125 + 0.1875 / 4) / 132 + 0.5))
     # Without a problem, or with half of one: full tiles without end.
