@@ -1,6 +1,7 @@
-"""Runs programs under `fusekit exec`, as processes."""
+"""Programs under `fusekit exec`, as processes, and the cache in this process."""
 
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -29,3 +30,39 @@ def run(tmp_path):
         return Run(done)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def device():
+    """What stands in for a device."""
+    from fusekit.compiler import dsl
+
+    with dsl.target("sm_90a", 1024):
+        yield
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory, device):
+    """A store with the kernel as it is."""
+    from tests.cute.rig import HIT, MISS, Rig
+
+    root = tmp_path_factory.mktemp("filled") / "store"
+    rig = Rig(root, root.parent / "report")
+    assert rig.counted() == MISS
+    assert rig.counted() == HIT
+    return root
+
+
+@pytest.fixture
+def rig(tmp_path, filled):
+    from tests.cute.rig import Rig
+
+    shutil.copytree(filled, tmp_path / "store")
+    return Rig(tmp_path / "store", tmp_path / "report")
+
+
+@pytest.fixture
+def empty(tmp_path):
+    from tests.cute.rig import Rig
+
+    return Rig(tmp_path / "store", tmp_path / "report")

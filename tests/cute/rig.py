@@ -11,6 +11,8 @@ from fusekit.cute import cache, dsl
 from fusekit.cute.report import counts
 from tests.cute import kernels
 
+HIT, MISS = (1, 0), (0, 1)
+
 ORIGINAL = CutlassBaseDSL.compile_and_cache
 ORIGINALS = {
     (owner, name): inspect.getattr_static(owner, name)

@@ -14,18 +14,11 @@ import cutlass
 from cutlass import cute
 from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
-from fusekit.compiler import dsl as compiler_dsl
 from fusekit.store import Store
 from tests.cute import kernels
-from tests.cute.rig import Rig
+from tests.cute.rig import HIT, Rig
 
-HIT = (1, 0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def device():
-    with compiler_dsl.target("sm_90a", 1024):
-        yield
+pytestmark = pytest.mark.usefixtures("device")
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not insta
 
 from cutlass import cute
 
-from fusekit.compiler import dsl as compiler_dsl
 from fusekit.cute import cache
 from fusekit.cute.replaced import Replaced
 from fusekit.errors import NotBuiltError
@@ -21,17 +20,12 @@ from tests.cute import reader
 from tests.cute import reader_values as values
 from tests.cute.rig import Rig
 
+pytestmark = pytest.mark.usefixtures("device")
 TRACE = cache.Trace
 
 
 class Stopped(BaseException):
     """Ends a call of `cute.compile` before the trace: that and the rest cost much, and are not asked for."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def device():
-    with compiler_dsl.target("sm_90a", 1024):
-        yield
 
 
 class Subject:

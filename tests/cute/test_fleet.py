@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
 
-from fusekit.compiler import dsl as compiler_dsl
 from fusekit.config import Config
 from fusekit.errors import IntegrityError
 from fusekit.runtime.wellformed import WELLFORMED, launch_record
@@ -23,29 +22,10 @@ from fusekit.store import Entry, Store, key_of
 from fusekit.store.keys import sha256
 from fusekit.store.signature import generate
 from tests.cute.command import EXECUTE
-from tests.cute.rig import Rig
+from tests.cute.rig import HIT, MISS, Rig
 
-HIT, MISS = (1, 0), (0, 1)
+pytestmark = pytest.mark.usefixtures("device")
 NAMESPACE = ("unshare", "--net", "--map-root-user")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def device():
-    with compiler_dsl.target("sm_90a", 1024):
-        yield
-
-
-@pytest.fixture(scope="module")
-def filled(tmp_path_factory):
-    rig = Rig(tmp_path_factory.mktemp("filled") / "store", tmp_path_factory.mktemp("report") / "report")
-    assert rig.counted() == MISS
-    return rig.root
-
-
-@pytest.fixture
-def rig(tmp_path, filled):
-    shutil.copytree(filled, tmp_path / "store")
-    return Rig(tmp_path / "store", tmp_path / "report")
 
 
 @pytest.fixture
