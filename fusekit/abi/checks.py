@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from fusekit.abi.arguments import PeersArgument, TensorArgument, bare_dims, check_name, shape_dims
 from fusekit.abi.codec import integer
-from fusekit.abi.expr import RecordError, validate
+from fusekit.abi.expr import Expr, RecordError, validate, variables
 from fusekit.abi.floats import validate_float
-from fusekit.abi.limits import check_limits, check_text
+from fusekit.abi.limits import THREADS, check_limits, check_text
 from fusekit.abi.parameters import (
     FloatParameter,
     IntegerParameter,
@@ -30,6 +30,7 @@ ATTRIBUTES = (
     "preferred_shared_memory_carveout",
     "programmatic_stream_serialization",
 )
+DEVICE = frozenset({"sm_count", "cluster_margin", "active_clusters"})
 T = TypeVar("T")
 _ARCH = re.compile(r"sm_[0-9]{2,3}[af]?")
 
@@ -103,6 +104,7 @@ def check(record: LaunchRecord) -> None:
         if name not in dims:
             raise RecordError(f"skip_if_zero[{index}]: {name!r} is no dim; dims are {', '.join(sorted(dims))}")
     check_limits(record)
+    _check_clusters(record)
 
 
 def _check_step(record: LaunchRecord, step: LaunchRecord | LaunchStep, known: frozenset[str], prefix: str) -> None:
@@ -110,16 +112,56 @@ def _check_step(record: LaunchRecord, step: LaunchRecord | LaunchStep, known: fr
     triple(step.grid, f"{prefix}grid")
     for index, extent in enumerate(step.grid):
         validate(extent, f"{prefix}grid[{index}]", known)
-    for name, extents, limit in (("block", step.block, 1024), ("cluster", step.cluster, 16)):
-        x, y, z = triple(extents, f"{prefix}{name}")
+    triple(step.block, f"{prefix}block")
+    for index, extent in enumerate(step.block):
+        validate(extent, f"{prefix}block[{index}]", known)
+    sizes = [("cluster", triple(step.cluster, f"{prefix}cluster"), 16)]
+    if step.preferred_cluster:
+        sizes.append(("preferred_cluster", triple(step.preferred_cluster, f"{prefix}preferred_cluster"), 16))
+    # What follows the arguments is checked at a launch.
+    width, height, depth = (extent if isinstance(extent, int) else 1 for extent in step.block)
+    sizes.append(("block", (width, height, depth), THREADS))
+    for name, (x, y, z), limit in sizes:
         if min(x, y, z) < 1 or x * y * z > limit:
             raise RecordError(f"{prefix}{name}: {x}x{y}x{z}; each is at least 1 and their product at most {limit}")
-    if step.dynamic_shared < 0:
+    _check_preferred(step, prefix)
+    validate(step.dynamic_shared, f"{prefix}dynamic_shared", known)
+    if isinstance(step.dynamic_shared, int) and step.dynamic_shared < 0:
         raise RecordError(f"{prefix}dynamic_shared: {step.dynamic_shared}; bytes are not negative")
+    validate(step.when, f"{prefix}when", known)
+    read = _all_variables(record, step.when) & DEVICE
+    if read:  # the launches of a record are the same on every part of a device
+        raise RecordError(f"{prefix}when: it reads {', '.join(sorted(read))}; a launch depends on arguments alone")
     for name, value in step.attributes.items():
         if name not in ATTRIBUTES:
             raise RecordError(f"{prefix}attributes.{name}: unknown; the attributes are {', '.join(ATTRIBUTES)}")
         integer(value, f"{prefix}attributes.{name}")
+
+
+def _check_preferred(step: LaunchRecord | LaunchStep, prefix: str) -> None:
+    for preferred, least in zip(step.preferred_cluster, step.cluster, strict=False):
+        if preferred % least:
+            raise RecordError(
+                f"{prefix}preferred_cluster: {'x'.join(map(str, step.preferred_cluster))}; each is a multiple of the"
+                f" cluster's, {'x'.join(map(str, step.cluster))}"
+            )
+
+
+def _all_variables(record: LaunchRecord, expr: Expr) -> set[str]:
+    """The names that `expr` reads, also through values."""
+    names = variables(expr)
+    for name, value in reversed(tuple(record.values.items())):
+        if name in names:
+            names |= variables(value)
+    return names
+
+
+def _check_clusters(record: LaunchRecord) -> None:
+    """The driver is asked for the clusters of the last launch before any arguments are known."""
+    last = (record.then or (record,))[-1]
+    constant = all(isinstance(item, int) for item in (*last.block, last.dynamic_shared))
+    if not constant and record.reads("active_clusters"):
+        raise RecordError("block: active_clusters is of a launch whose block and shared memory are constants")
 
 
 def _check_signature(record: LaunchRecord) -> None:

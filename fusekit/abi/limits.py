@@ -22,6 +22,8 @@ VARIABLES = 512
 CONSTRAINTS = 1024
 LAUNCHES = 16
 PARAMETERS = 256
+THREADS = 1024
+"""Of a block."""
 SPACE = 32764
 """Bytes of a kernel's parameters."""
 TEXT = 1 << 16
@@ -72,7 +74,8 @@ def _sizes(record: LaunchRecord) -> Iterator[tuple[str, int, str, int, int]]:
     for index, step in enumerate(steps):
         where = f"then[{index - 1}]." if index else ""
         yield f"{where}parameters", len(step.parameters), "parameters", 0, PARAMETERS
-        yield f"{where}dynamic_shared", step.dynamic_shared, "bytes", 0, INT
+        if isinstance(step.dynamic_shared, int):
+            yield f"{where}dynamic_shared", step.dynamic_shared, "bytes", 0, INT
         for name, value in step.attributes.items():
             yield f"{where}attributes.{name}", value, "", -INT - 1, INT
         for number, item in enumerate(step.parameters):

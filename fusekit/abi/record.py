@@ -42,7 +42,7 @@ __all__ = [
 ]  # fmt: skip
 
 # A record is written in the first of them that can express it.
-SCHEMAS = (1, 2, 3, 4)
+SCHEMAS = (1, 2, 3, 4, 5)
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,16 @@ class LaunchStep:
 
     parameters: tuple[Parameter, ...]
     grid: tuple[Expr, Expr, Expr]
-    block: tuple[int, int, int]
+    block: tuple[Expr, Expr, Expr]
     cluster: tuple[int, int, int] = (1, 1, 1)
-    dynamic_shared: int = 0
+    dynamic_shared: Expr = 0
     symbol: str = ""
     attributes: Mapping[str, int] = field(default_factory=dict)
+    preferred_cluster: tuple[int, ...] = ()
+    when: Expr = 1
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "block", "cluster"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        object.__setattr__(self, "grid", tuple(freeze(item) for item in self.grid))
-        object.__setattr__(self, "attributes", dict(self.attributes))
+        _freeze_step(self)
 
     @classmethod
     def from_json(cls, value: Any, where: str) -> LaunchStep:
@@ -107,7 +106,9 @@ class LaunchRecord(WithArguments):
     `grid` is in blocks and a multiple of `cluster`; `block` in threads; `dynamic_shared`, `workspace` and `scratch` in
     bytes. The workspace is what a kernel keeps from launch to launch; its expression may read only sm_count, so that it
     can be allocated at load. The scratch is memory for one launch, of any content before and after; its expression
-    reads dims. A launch in which a dim of `skip_if_zero` is 0 does nothing and succeeds.
+    reads dims. A launch in which a dim of `skip_if_zero` is 0 does nothing and succeeds. One whose `when` is 0 is left
+    out; it reads nothing of the device. `preferred_cluster`: the cluster that the device takes instead of `cluster`
+    where it can; empty for none.
 
     `values` names expressions that others read; each reads only those before it. `then`: the launches that follow this
     one in the stream. `active_clusters` is a variable that a launcher asks the driver for, of the last launch.
@@ -118,9 +119,9 @@ class LaunchRecord(WithArguments):
     dims: tuple[Dim, ...]
     parameters: tuple[Parameter, ...]
     grid: tuple[Expr, Expr, Expr]
-    block: tuple[int, int, int]
+    block: tuple[Expr, Expr, Expr]
     cluster: tuple[int, int, int] = (1, 1, 1)
-    dynamic_shared: int = 0
+    dynamic_shared: Expr = 0
     symbol: str = ""
     constraints: tuple[Constraint, ...] = ()
     attributes: Mapping[str, int] = field(default_factory=dict)
@@ -130,15 +131,16 @@ class LaunchRecord(WithArguments):
     skip_if_zero: tuple[str, ...] = ()
     values: Mapping[str, Expr] = field(default_factory=dict)
     then: tuple[LaunchStep, ...] = ()
+    preferred_cluster: tuple[int, ...] = ()
+    when: Expr = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", {name: freeze(expr) for name, expr in self.values.items()})
-        for name in ("arguments", "dims", "parameters", "constraints", "block", "cluster", "skip_if_zero", "then"):
+        for name in ("arguments", "dims", "constraints", "skip_if_zero", "then"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        object.__setattr__(self, "grid", tuple(freeze(item) for item in self.grid))
         object.__setattr__(self, "workspace", freeze(self.workspace))
         object.__setattr__(self, "scratch", freeze(self.scratch))
-        object.__setattr__(self, "attributes", dict(self.attributes))
+        _freeze_step(self)
         check(self)
 
     @property
@@ -154,6 +156,8 @@ class LaunchRecord(WithArguments):
     @property
     def schema(self) -> int:
         """The first schema that can express this record."""
+        if _is_schema_5(self) or any(map(_is_schema_5, self.then)):
+            return 5
         if any(tensor.in_place_of for tensor in self.tensors):
             return 4
         if self.peers or any(scalar.bounded for scalar in self.scalars):
@@ -182,7 +186,8 @@ class LaunchRecord(WithArguments):
     def _variables(self) -> frozenset[str]:
         exprs = [*self.values.values(), *(constraint.expr for constraint in self.constraints)]
         for step in self.launches:
-            exprs += [*step.grid, *(expr for _, item in flat(step.parameters) for expr in item.expressions)]
+            exprs += [*step.grid, *step.block, step.dynamic_shared, step.when]
+            exprs += [expr for _, item in flat(step.parameters) for expr in item.expressions]
         return frozenset().union(*map(variables, exprs))
 
     def environment(self, env: Mapping[str, int]) -> dict[str, int]:
@@ -249,7 +254,24 @@ class LaunchRecord(WithArguments):
         return record
 
 
-_STEP = ("symbol", "parameters", "grid", "block", "cluster", "dynamic_shared", "attributes")
+_STEP = (
+    "symbol", "parameters", "grid", "block", "cluster", "dynamic_shared", "attributes", "preferred_cluster", "when",
+)  # fmt: skip
+
+
+def _freeze_step(step: LaunchRecord | LaunchStep) -> None:
+    for name in ("parameters", "cluster", "preferred_cluster"):
+        object.__setattr__(step, name, tuple(getattr(step, name)))
+    for name in ("grid", "block"):
+        object.__setattr__(step, name, tuple(freeze(item) for item in getattr(step, name)))
+    for name in ("dynamic_shared", "when"):
+        object.__setattr__(step, name, freeze(getattr(step, name)))
+    object.__setattr__(step, "attributes", dict(step.attributes))
+
+
+def _is_schema_5(step: LaunchRecord | LaunchStep) -> bool:
+    open_ = any(not isinstance(item, int) for item in (*step.block, step.dynamic_shared))
+    return open_ or step.when != 1 or bool(step.preferred_cluster)
 
 
 def _step(reader: RecordReader) -> dict[str, Any]:
@@ -258,10 +280,12 @@ def _step(reader: RecordReader) -> dict[str, Any]:
         "symbol": reader.string("symbol"),
         "parameters": reader.array("parameters", parameter_from_json),
         "grid": triple(reader.array("grid", expression), reader.path("grid")),
-        "block": triple(reader.array("block", integer), reader.path("block")),
+        "block": triple(reader.array("block", expression), reader.path("block")),
         "cluster": triple(reader.array("cluster", integer), reader.path("cluster")),
-        "dynamic_shared": reader.integer("dynamic_shared"),
+        "dynamic_shared": reader.expr("dynamic_shared"),
         "attributes": reader.mapping("attributes", integer),
+        "preferred_cluster": reader.array("preferred_cluster", integer) if "preferred_cluster" in reader else (),
+        "when": reader.expr("when") if "when" in reader else 1,
     }
 
 
@@ -270,10 +294,12 @@ def _step_json(step: LaunchRecord | LaunchStep) -> dict[str, Any]:
         "symbol": step.symbol,
         "parameters": [parameter.to_json() for parameter in step.parameters],
         "grid": [thaw(item) for item in step.grid],
-        "block": list(step.block),
+        "block": [thaw(item) for item in step.block],
         "cluster": list(step.cluster),
-        "dynamic_shared": step.dynamic_shared,
+        "dynamic_shared": thaw(step.dynamic_shared),
         "attributes": dict(sorted(step.attributes.items())),
+        **({"preferred_cluster": list(step.preferred_cluster)} if step.preferred_cluster else {}),
+        **({} if step.when == 1 else {"when": thaw(step.when)}),
     }
 
 

@@ -98,7 +98,7 @@ static fusekit_status fk_read_directory(fusekit_bundle *bundle, fusekit_error *e
     if (footer.version != FK_VERSION)
         return fk_damaged(bundle, error, "is of version %lld; this loader reads %d; write both with one version of "
                                          "fusekit", (long long)footer.version, FK_VERSION);
-    if (!fk_read_whole(&of_footer, &fk_type_footer)) return FUSEKIT_BAD_BUNDLE;
+    if (!fk_read_whole(&of_footer, &fk_type_footer, NULL, NULL)) return FUSEKIT_BAD_BUNDLE;
     status = fk_content(bundle, end, footer.before, footer.bytes, footer.digest, bundle->title, "directory", &content,
                         error);
     if (status != FUSEKIT_OK) return status;
@@ -107,7 +107,7 @@ static fusekit_status fk_read_directory(fusekit_bundle *bundle, fusekit_error *e
     reader.left = (size_t)footer.bytes / 8;
     for (index = 0; index < FK_DIGEST; ++index)
         snprintf(bundle->digest + 2 * index, 3, "%02x", ((const unsigned char *)footer.digest)[index]);
-    return fk_read_whole(&reader, &fk_type_directory) ? FUSEKIT_OK : FUSEKIT_BAD_BUNDLE;
+    return fk_read_whole(&reader, &fk_type_directory, NULL, NULL) ? FUSEKIT_OK : FUSEKIT_BAD_BUNDLE;
 }
 
 static fusekit_status fk_open(const char *path, const void *data, size_t size, fusekit_bundle *bundle,

@@ -15,6 +15,8 @@ enum {
     FK_DEVICE_SM_COUNT = 16,
     FK_DEVICE_MAJOR = 75,
     FK_DEVICE_MINOR = 76,
+    FK_DEVICE_SHARED = 97, /* bytes of a block, at most */
+    FK_FUNCTION_OWN_SHARED = 1,
     FK_FUNCTION_SHARED = 8,
     FK_FUNCTION_CARVEOUT = 9,
     FK_FUNCTION_NON_PORTABLE_CLUSTER = 14,
@@ -22,6 +24,8 @@ enum {
     FK_LAUNCH_CLUSTER = 4,
     FK_LAUNCH_SERIALIZATION = 6,
     FK_LAUNCH_PRIORITY = 8,
+    FK_LAUNCH_PREFERRED_CLUSTER = 11,
+    FK_MOST_ATTRIBUTES = 5,
     FK_LEGACY = 1, /* handles that name no stream of their own: the driver takes the current context for them */
     FK_PER_THREAD = 2,
     FK_ELF_ABI = 8,   /* where a cubin has EI_ABIVERSION */
@@ -66,6 +70,7 @@ typedef struct { /* CUlaunchConfig */
     X(library_kernel, "cuLibraryGetKernel", (void **, void *, const char *))                                           \
     X(kernel_parameter, "cuKernelGetParamInfo", (void *, size_t, size_t *, size_t *))                                  \
     X(kernel_attribute, "cuKernelSetAttribute", (int, int, void *, int))                                               \
+    X(kernel_fact, "cuKernelGetAttribute", (int *, int, void *, int))                                                  \
     X(kernel_function, "cuKernelGetFunction", (void **, void *))                                                       \
     X(encode, "cuTensorMapEncodeTiled",                                                                                \
       (void *, int, unsigned, void *, const uint64_t *, const uint64_t *, const unsigned *, const unsigned *, int,     \

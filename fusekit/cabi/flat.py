@@ -62,7 +62,9 @@ def encode(title: str, table: str, rows: Sequence[Mapping[str, Any]], where: str
     for number, row in enumerate(rows):
         place = f"{where}[{number}]." if where else ""
         for field in TABLES[table]:
-            value = row.get(field.name, "" if field.kind == "text" else 0 if field.kind == "whole" else ())
+            value = row.get(
+                field.name, "" if field.kind == "text" else 0 if field.kind == "whole" and field.count == 1 else ()
+            )
             if field.kind == "whole":
                 numbers = [value] if field.count == 1 else [*value, *[field.low] * (field.count - len(value))]
                 for item in numbers:
@@ -117,7 +119,9 @@ def record(name: str, launch: LaunchRecord, defaults: Mapping[str, Any], *, in_p
     """A complete launch record. name: the kernel's; defaults: the spec's, which come before the record's. in_place:
     False for a loader of before, which refuses every output in another argument's memory.
     """
-    return encode(name, "record", [record_row(name, launch, defaults, in_place=in_place)])
+    rows = more_rows(launch)
+    tail = encode(name, "more", [{"nodes": rows}]) if any(rows) else b""
+    return encode(name, "record", [record_row(name, launch, defaults, in_place=in_place)]) + tail
 
 
 def record_row(
@@ -206,6 +210,24 @@ def _indices(numbers: Iterable[int]) -> list[dict[str, int]]:
     return [{"index": number} for number in numbers]
 
 
+def more_rows(launch: LaunchRecord) -> list[dict[str, Any]]:
+    """What a node's own row has no place for, by node."""
+    return [_more(node, _RecordWriter("", launch, {}, True)) for node in launch.launches]
+
+
+def _more(node: LaunchRecord, writer: _RecordWriter) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    if node.when != 1:
+        row["when"] = writer.steps(node.when)
+    if not all(isinstance(extent, int) for extent in node.block):
+        row["block"] = [writer.steps(extent) for extent in node.block]
+    if not isinstance(node.dynamic_shared, int):
+        row["shared"] = writer.steps(node.dynamic_shared)
+    if node.preferred_cluster:
+        row["preferred"] = node.preferred_cluster
+    return row
+
+
 class _RecordWriter:
     def __init__(self, name: str, launch: LaunchRecord, defaults: Mapping[str, Any], in_place: bool) -> None:
         self._name, self._in_place = name, in_place
@@ -233,25 +255,25 @@ class _RecordWriter:
         early: list[dict[str, Any]] = []
         late: list[dict[str, Any]] = []
         for item in launch.constraints:
-            row = {"expression": self._steps(item.expr), "message": item.message}
+            row = {"expression": self.steps(item.expr), "message": item.message}
             (early if variables(item.expr) <= host else late).append(row)
         for scalar in launch.scalars:
             if scalar.bounded:
-                late.append({"expression": self._steps(_beyond(scalar)), "message": f"{scalar.name} {scalar.rule}"})
+                late.append({"expression": self.steps(_beyond(scalar)), "message": f"{scalar.name} {scalar.rule}"})
         strides = itertools.accumulate((tensor.rank for tensor in launch.tensors), initial=self._first[0])
         first = ("first_stride", "first_address", "first_integer", "first_value", "variable_count")
         return {
             **arch, "name": self._name, "exact": int(arch["suffix"] == 2), **dict(zip(first, self._first, strict=True)),
             "margin": self._defaults.get("cluster_margin", 0), "float_count": len(self._floats),
-            "asks_clusters": int(launch.reads("active_clusters")), "workspace": self._steps(launch.workspace),
+            "asks_clusters": int(launch.reads("active_clusters")), "workspace": self.steps(launch.workspace),
             "workspace_zeroed": int(launch.workspace_zeroed),
-            "scratch": () if launch.scratch == 0 else self._steps(launch.scratch),
+            "scratch": () if launch.scratch == 0 else self.steps(launch.scratch),
             "dims": [{"name": dim.name, "divisor": dim.divisor, "minimum": dim.minimum, "maximum": dim.maximum}
                      for dim in launch.dims],
             "tensors": [self._tensor(tensor, first) for tensor, first in zip(launch.tensors, strides, strict=False)],
             "arguments": [self._argument(single) for argument in launch.arguments for single in _single(argument)],
             "constraints": early, "late_constraints": late,
-            "values": [{"expression": self._steps(expr)} for expr in launch.values.values()],
+            "values": [{"expression": self.steps(expr)} for expr in launch.values.values()],
             "skips": [{"dim": self._variables[name]} for name in launch.skip_if_zero],
             "nodes": [self._node(node) for node in launch.launches],
         }  # fmt: skip
@@ -264,9 +286,9 @@ class _RecordWriter:
             "rank": tensor.rank, "alignment": tensor.alignment, "stride_divisor": tensor.stride_divisor,
             "free_strides": sum(is_free << index for index, is_free in enumerate(free)),
             "first_stride": first_stride,
-            "shape": [self._steps(extent) for extent in tensor.shape],
+            "shape": [self.steps(extent) for extent in tensor.shape],
             "strides": [
-                () if is_free else self._steps(stride) for is_free, stride in zip(free, tensor.strides, strict=True)
+                () if is_free else self.steps(stride) for is_free, stride in zip(free, tensor.strides, strict=True)
             ],
         }  # fmt: skip
 
@@ -282,8 +304,9 @@ class _RecordWriter:
         placed = sorted(node.parameters, key=lambda item: item.offset)
         settings = node.attributes
         return {
-            "symbol": node.symbol, "grid": [self._steps(extent) for extent in node.grid], "block": node.block,
-            "cluster": node.cluster, "shared": node.dynamic_shared,
+            "symbol": node.symbol, "grid": [self.steps(extent) for extent in node.grid],
+            "block": [extent if isinstance(extent, int) else 1 for extent in node.block], "cluster": node.cluster,
+            "shared": node.dynamic_shared if isinstance(node.dynamic_shared, int) else 0,
             "parameters": [{"name": item.name, "offset": item.offset, "size": item.size} for item in placed],
             "parts": [self._part(offset, item) for offset, item in flat(placed)],
             **{field: int(bool(settings.get(name))) for field, name in _MEMBERS.items()},
@@ -295,7 +318,7 @@ class _RecordWriter:
         if isinstance(item, TensorMapParameter):
             kind, row["map"] = "tensor_map", [self._map(item)]
         elif isinstance(item, IntegerParameter):
-            kind, row["value"] = "int" if item.dtype[0] == "i" else "uint", self._steps(item.value)
+            kind, row["value"] = "int" if item.dtype[0] == "i" else "uint", self.steps(item.value)
         elif isinstance(item, FloatParameter):
             kind, row["number"] = "float", self._float_steps(item.value)
         else:
@@ -304,21 +327,21 @@ class _RecordWriter:
             if kind == "pointer":
                 row["argument"] = self._tensors.index(item.argument)
             if item.shift != 0:
-                row["value"] = self._steps(item.shift)
+                row["value"] = self.steps(item.shift)
         return row | {"kind": KINDS.index(kind)}
 
     def _map(self, parameter: TensorMapParameter) -> dict[str, Any]:
         return {
-            "dtype": DTYPES.index(parameter.dtype), "rank": parameter.rank, "address": self._steps(parameter.address),
-            "dims": [self._steps(item) for item in parameter.dims],
-            "strides": [self._steps(item) for item in parameter.strides],
+            "dtype": DTYPES.index(parameter.dtype), "rank": parameter.rank, "address": self.steps(parameter.address),
+            "dims": [self.steps(item) for item in parameter.dims],
+            "strides": [self.steps(item) for item in parameter.strides],
             "box": parameter.box, "element_strides": parameter.element_strides,
             "interleave": INTERLEAVES.index(parameter.interleave), "swizzle": _SWIZZLES.index(parameter.swizzle),
             "promotion": L2_PROMOTIONS.index(parameter.l2_promotion), "fill": OOB_FILLS.index(parameter.oob_fill),
             "raw": ENCODINGS.index(parameter.encoding),
         }  # fmt: skip
 
-    def _steps(self, expr: Expr) -> Steps:
+    def steps(self, expr: Expr) -> Steps:
         return _steps_of(expr, self._variables)
 
     def _float_steps(self, expr: FloatExpr) -> Steps:

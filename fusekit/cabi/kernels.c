@@ -119,8 +119,9 @@ static const fk_listed *fk_readable(const fusekit_driver *driver, const fusekit_
 static fusekit_status fk_check_listed(const fusekit_bundle *bundle, const fk_listed *listed, const fk_source *source,
                                       fusekit_error *error) {
     const fk_record *record;
+    const fk_more *more;
     int64_t index;
-    fusekit_status status = fk_read_record(source, listed->name, &record, error);
+    fusekit_status status = fk_read_record(source, listed->name, &record, &more, error);
     if (status != FUSEKIT_OK) return status;
     if (strcmp(record->name, listed->name) != 0 || strcmp(record->arch, listed->arch) != 0)
         status = fk_damaged(bundle, error, "lists %.100s with the launch record of another kernel; export it again",

@@ -77,13 +77,19 @@ static fk_attribute *fk_add_attribute(fk_attribute *attributes, unsigned *count,
     return attribute;
 }
 
-/* The launch attributes of a node, three at most; how many. */
-static unsigned fk_attributes(const fk_kernel *kernel, const fk_node *node, fk_attribute *attributes) {
+/* The launch attributes of a node, without a priority; how many. */
+static unsigned fk_attributes(const fk_kernel *kernel, int64_t at, fk_attribute *attributes) {
+    const fk_node *node = &kernel->record->nodes[at];
+    const int64_t *preferred = kernel->more == NULL ? NULL : kernel->more->nodes[at].preferred;
     unsigned count = 0;
     int axis;
     if (kernel->major >= 9) {
         fk_attribute *cluster = fk_add_attribute(attributes, &count, FK_LAUNCH_CLUSTER);
         for (axis = 0; axis < 3; ++axis) cluster->value.dims[axis] = (unsigned)node->cluster[axis];
+        if (preferred != NULL && preferred[0] > 0) {
+            cluster = fk_add_attribute(attributes, &count, FK_LAUNCH_PREFERRED_CLUSTER);
+            for (axis = 0; axis < 3; ++axis) cluster->value.dims[axis] = (unsigned)preferred[axis];
+        }
     }
     if (node->cooperative) fk_add_attribute(attributes, &count, FK_LAUNCH_COOPERATIVE)->value.number = 1;
     if (node->serialization) fk_add_attribute(attributes, &count, FK_LAUNCH_SERIALIZATION)->value.number = 1;
@@ -99,6 +105,31 @@ static void fk_configure(const fk_node *node, const unsigned *grid, fk_attribute
     config->shared = (unsigned)node->shared;
     config->attributes = attributes;
     config->count = count;
+}
+
+/* What the arguments decide of a node's block and shared memory. */
+static fusekit_status fk_block(const fk_kernel *kernel, int64_t at, const int64_t *variables, fk_config *config,
+                               fusekit_error *error) {
+    const fk_record *record = kernel->record;
+    const fk_more_node *more = &kernel->more->nodes[at];
+    int64_t size = 1, value;
+    int axis;
+    fusekit_status status = FUSEKIT_OK;
+    for (axis = 0; axis < 3 && more->block[0].count > 0 && status == FUSEKIT_OK; ++axis) {
+        status = fk_value(record, &more->block[axis], variables, "the block", &value, error);
+        if (status == FUSEKIT_OK && (value < 1 || value > FK_MOST_THREADS || (size *= value) > FK_MOST_THREADS))
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT,
+                           "%s: the block has %lld threads along %c; each is at least 1 and their product at most %d",
+                           record->name, (long long)value, "xyz"[axis], FK_MOST_THREADS);
+        config->block[axis] = (unsigned)value;
+    }
+    if (status != FUSEKIT_OK || more->shared.count == 0) return status;
+    status = fk_value(record, &more->shared, variables, "its shared memory", &value, error);
+    if (status == FUSEKIT_OK && (value < 0 || value > kernel->most_shared[at]))
+        return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: shared memory is %lld bytes a block; the device has 0 to %d"
+                       " for it", record->name, (long long)value, kernel->most_shared[at]);
+    config->shared = (unsigned)value;
+    return status;
 }
 
 static fusekit_status fk_constraints(const fk_record *record, const fk_constraint *constraints, int64_t count,
@@ -122,10 +153,9 @@ static fusekit_status fk_constraints(const fk_record *record, const fk_constrain
 }
 
 /* Checks of a call; dims, strides and addresses go into `variables`, whether there is nothing to do into `skip`. */
-static fusekit_status fk_check(const fk_kernel *kernel, const fk_call *call, int64_t *variables, int *skip,
-                               fusekit_error *error) {
+static fusekit_status fk_check(const fk_kernel *kernel, const fk_call *call, int64_t *variables, fk_extent *extents,
+                               int *skip, fusekit_error *error) {
     const fk_record *record = kernel->record;
-    fk_extent extents[FK_MOST_TENSORS];
     const int64_t *strides = call->strides;
     int index;
     fusekit_status status = fk_check_dims(record, call, variables, error);
@@ -144,7 +174,23 @@ static fusekit_status fk_check(const fk_kernel *kernel, const fk_call *call, int
                          (long long)kernel->sm_count - 1);
     if (status != FUSEKIT_OK) return status;
     for (index = 0; index < record->skip_count; ++index) *skip |= variables[record->skips[index].dim] == 0;
-    return *skip ? FUSEKIT_OK : fk_check_places(record, call, extents, error);
+    return FUSEKIT_OK;
+}
+
+/* Which nodes are left out; if all are, there is nothing to do. */
+static fusekit_status fk_conditions(const fk_kernel *kernel, const int64_t *variables, fusekit_launch *launch,
+                                    fusekit_error *error) {
+    int64_t index, value, idle = 0;
+    fusekit_status status = FUSEKIT_OK;
+    for (index = 0; kernel->more != NULL && index < kernel->record->node_count && status == FUSEKIT_OK; ++index) {
+        const fk_expression *when = &kernel->more->nodes[index].when;
+        if (when->count == 0) continue;
+        status = fk_value(kernel->record, when, variables, "its condition", &value, error);
+        launch->nodes[index].idle = status == FUSEKIT_OK && value == 0;
+        idle += launch->nodes[index].idle;
+    }
+    launch->skip = idle == kernel->record->node_count;
+    return status;
 }
 
 /* Checks a call and packs it into `launch`. */
@@ -152,6 +198,7 @@ static fusekit_status fk_pack(const fk_kernel *kernel, const fk_call *call, fuse
                               fusekit_error *error) {
     const fk_record *record = kernel->record;
     int64_t variables[FK_MOST_VARIABLES];
+    fk_extent extents[FK_MOST_TENSORS];
     int64_t index;
     fusekit_status status;
     variables[FK_SM_COUNT] = kernel->sm_count;
@@ -159,7 +206,7 @@ static fusekit_status fk_pack(const fk_kernel *kernel, const fk_call *call, fuse
     variables[FK_ACTIVE_CLUSTERS] = kernel->active_clusters;
     for (index = record->first_integer; index < record->first_value; ++index)
         variables[index] = call->integers[index - record->first_integer];
-    status = fk_check(kernel, call, variables, &launch->skip, error);
+    status = fk_check(kernel, call, variables, extents, &launch->skip, error);
     if (status != FUSEKIT_OK) return status;
     if (launch->skip) return fk_ok(error);
     for (index = 0; index < record->value_count && status == FUSEKIT_OK; ++index)
@@ -167,6 +214,9 @@ static fusekit_status fk_pack(const fk_kernel *kernel, const fk_call *call, fuse
                           &variables[record->first_value + index], error);
     if (status == FUSEKIT_OK)
         status = fk_constraints(record, record->late_constraints, record->late_constraint_count, variables, error);
+    if (status == FUSEKIT_OK) status = fk_conditions(kernel, variables, launch, error);
+    if (status == FUSEKIT_OK && launch->skip) return fk_ok(error);
+    if (status == FUSEKIT_OK) status = fk_check_places(record, call, extents, error);
     if (status == FUSEKIT_OK && record->scratch.count > 0)
         status = fk_value(record, &record->scratch, variables, "its scratch", &launch->scratch, error);
     if (status == FUSEKIT_OK && launch->scratch > (int64_t)1 << 57)
@@ -175,12 +225,15 @@ static fusekit_status fk_pack(const fk_kernel *kernel, const fk_call *call, fuse
     for (index = 0; index < record->node_count && status == FUSEKIT_OK; ++index) {
         const fk_node *node = &record->nodes[index];
         fk_packed *packed = &launch->nodes[index];
-        unsigned grid[3] = {0, 0, 0}, count = fk_attributes(kernel, node, packed->attributes);
+        unsigned grid[3] = {0, 0, 0}, count = fk_attributes(kernel, index, packed->attributes);
+        if (packed->idle) continue;
         status = fk_grid(record, node, variables, grid, error);
         if (status == FUSEKIT_OK) status = fk_parts(kernel, node, call, variables, packed->space, error);
         if (call->has_priority)
             fk_add_attribute(packed->attributes, &count, FK_LAUNCH_PRIORITY)->value.number = call->priority;
         fk_configure(node, grid, packed->attributes, count, &packed->config);
+        if (status == FUSEKIT_OK && kernel->more != NULL)
+            status = fk_block(kernel, index, variables, &packed->config, error);
     }
     return status == FUSEKIT_OK ? fk_ok(error) : status;
 }
@@ -286,6 +339,10 @@ static int fk_queue(const fusekit_launch *launch, void *stream, const unsigned l
         const fk_node *node = &kernel->record->nodes[*next];
         const fk_packed *packed = &launch->nodes[*next];
         fk_config config = packed->config;
+        if (packed->idle) {
+            ++*next;
+            continue;
+        }
         config.stream = stream;
         if (packed->own_count > 0) fk_own_parameters(node, packed, memory, space, pointers);
         result = kernel->driver->launch(&config, kernel->functions[*next],

@@ -129,7 +129,7 @@ static fusekit_status fk_read_layer(const fk_source *source, const char *title, 
     memcpy(words, source->words, bytes);
     reader.limits[FK_BELOW_FIRST_VALUE] = FK_FIRST_LAYER_DIM;
     if (bytes >= sizeof(fk_layer)) reader.limits[FK_BELOW_VARIABLE_COUNT] = ((const fk_layer *)words)->variable_count;
-    if (fk_read_whole(&reader, &fk_type_layer) && fk_check_layer(&reader, (const fk_layer *)words)) {
+    if (fk_read_whole(&reader, &fk_type_layer, NULL, NULL) && fk_check_layer(&reader, (const fk_layer *)words)) {
         *record = (const fk_layer *)words;
         return FUSEKIT_OK;
     }

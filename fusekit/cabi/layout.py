@@ -30,6 +30,7 @@ from fusekit.abi.limits import (
     SPACE,
     TENSORS,
     TEXT,
+    THREADS,
     VARIABLES,
     WORD,
 )
@@ -156,6 +157,12 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _rows("values", "own_value", VARIABLES),
         _rows("skips", "skip", VARIABLES), _rows("nodes", "node", LAUNCHES, low=1),
     ),
+    # After a record of schema 5; earlier loaders refuse it for that. Without steps: what its node says.
+    "more_node": (
+        _expression("when", "variable_count"), _expression("block", "variable_count", 3),
+        _expression("shared", "variable_count"), Field("preferred", high=16, count=3),
+    ),
+    "more": (_rows("nodes", "more_node", LAUNCHES, low=1),),
     # Of layers: see fusekit.abi.layer_record. Sets of outputs are masks over those of the pass.
     "layer_buffer": (  # place: that of PLACES, or further on a window's
         _text("name"), Field("dtype", high=len(DTYPES) - 1), Field("itemsize", low=1, high=8), Field("rank", high=RANK),
@@ -248,7 +255,8 @@ def dlpack_declarations() -> str:
 def declarations() -> str:
     """The constants, structures and rules of the C launcher."""
     most = {"rank": RANK, "variables": VARIABLES, "nodes": LAUNCHES, "parameters": PARAMETERS, "space": SPACE,
-            "tensors": TENSORS, "scalars": SCALARS, "stack": STACK, "document": DOCUMENT, "cubin": CUBIN}  # fmt: skip
+            "tensors": TENSORS, "threads": THREADS, "scalars": SCALARS, "stack": STACK, "document": DOCUMENT,
+            "cubin": CUBIN}  # fmt: skip
     constants = {
         "VERSION": VERSION,
         "DTYPES": len(DTYPES),

@@ -147,12 +147,19 @@ static fusekit_status fk_check_cubin(const fk_kernel *kernel, int64_t at, fuseki
     return FUSEKIT_OK;
 }
 
-/* The function of a node, its attributes set. */
+/* The function of a node, its attributes set. Where the arguments decide how much shared memory it has, it may have all. */
 static fusekit_status fk_take_function(fk_kernel *kernel, int64_t at, fusekit_error *error) {
     const fusekit_driver *driver = kernel->driver;
     const fk_node *node = &kernel->record->nodes[at];
     void *handle = kernel->kernels[at];
-    int device = kernel->device, result = driver->kernel_attribute(FK_FUNCTION_SHARED, (int)node->shared, handle, device);
+    int device = kernel->device, result = 0, own = 0;
+    kernel->most_shared[at] = (int)node->shared;
+    if (kernel->more != NULL && kernel->more->nodes[at].shared.count > 0) {
+        kernel->most_shared[at] = fk_attribute_of(driver, FK_DEVICE_SHARED, device, &result);
+        if (result == 0) result = driver->kernel_fact(&own, FK_FUNCTION_OWN_SHARED, handle, device);
+        kernel->most_shared[at] -= own;
+    }
+    if (result == 0) result = driver->kernel_attribute(FK_FUNCTION_SHARED, kernel->most_shared[at], handle, device);
     if (result == 0 && node->non_portable_cluster)
         result = driver->kernel_attribute(FK_FUNCTION_NON_PORTABLE_CLUSTER, 1, handle, device);
     if (result == 0 && node->carveout >= 0)
@@ -166,12 +173,12 @@ static fusekit_status fk_take_function(fk_kernel *kernel, int64_t at, fusekit_er
 static fusekit_status fk_ask_clusters(fk_kernel *kernel, fusekit_error *error) {
     const fk_record *record = kernel->record;
     const fk_node *last = &record->nodes[record->node_count - 1];
-    fk_attribute attributes[4];
+    fk_attribute attributes[FK_MOST_ATTRIBUTES];
     fk_config config;
     unsigned cluster[3];
     int axis, result;
     for (axis = 0; axis < 3; ++axis) cluster[axis] = (unsigned)last->cluster[axis];
-    fk_configure(last, cluster, attributes, fk_attributes(kernel, last, attributes), &config);
+    fk_configure(last, cluster, attributes, fk_attributes(kernel, record->node_count - 1, attributes), &config);
     result = kernel->driver->active_clusters(&kernel->active_clusters, kernel->functions[record->node_count - 1], &config);
     return result == 0 ? FUSEKIT_OK
                        : fk_cuda(kernel->driver, error, result, record->name, "cuOccupancyMaxActiveClusters");
@@ -260,7 +267,7 @@ static fusekit_status fk_load(const fusekit_driver *driver, const fk_source *sou
     if (kernel == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory to load", title);
     kernel->driver = driver;
     kernel->source = source;
-    status = fk_read_record(source, title, &kernel->record, error);
+    status = fk_read_record(source, title, &kernel->record, &kernel->more, error);
     if (status == FUSEKIT_OK) status = fk_open_device(kernel, ordinal, error);
     if (status == FUSEKIT_OK) {
         status = fk_open_apart(kernel, error);

@@ -152,12 +152,16 @@ static int fk_read_rows(fk_reader *reader, const fk_place *outer, const fk_field
     return 1;
 }
 
-/* All words as one row of `type` and what follows it; it lies at their beginning. */
-static int fk_read_whole(fk_reader *reader, const fk_type *type) {
-    static const fk_place top = {NULL, NULL, 0};
+static const fk_place fk_top = {NULL, NULL, 0};
+
+/* The next row of `type` and what follows it; NULL where it is refused. */
+static const void *fk_read_one(fk_reader *reader, const fk_type *type) {
     int64_t *row = fk_take(reader, 1, type->words);
-    if (row == NULL) return fk_refuse(reader, &top, "it", "is cut");
-    if (!fk_check_row(reader, &top, type, row)) return 0;
+    if (row == NULL) {
+        fk_refuse(reader, &fk_top, "it", "is cut");
+        return NULL;
+    }
+    if (!fk_check_row(reader, &fk_top, type, row)) return NULL;
     if (type == &fk_type_record) {
         const fk_record *record = (const fk_record *)row;
         reader->limits[FK_BELOW_FIRST_STRIDE] = record->first_stride;
@@ -166,9 +170,16 @@ static int fk_read_whole(fk_reader *reader, const fk_type *type) {
         reader->limits[FK_BELOW_FLOAT_COUNT] = record->float_count;
         reader->limits[FK_BELOW_TENSOR_COUNT] = record->tensor_count;
     }
-    if (!fk_read_row(reader, &top, type, row)) return 0;
+    return fk_read_row(reader, &fk_top, type, row) ? row : NULL;
+}
+
+/* All words as one row of `type` and what follows it, and, where there is more, one of `then`, else NULL. The first lies
+ * at their beginning. */
+static int fk_read_whole(fk_reader *reader, const fk_type *type, const fk_type *then, const void **more) {
+    if (fk_read_one(reader, type) == NULL) return 0;
+    if (then != NULL && reader->left > 0 && (*more = fk_read_one(reader, then)) == NULL) return 0;
     return reader->left == 0 ||
-           fk_refuse(reader, &top, "it", "has %llu words too many", (unsigned long long)reader->left);
+           fk_refuse(reader, &fk_top, "it", "has %llu words too many", (unsigned long long)reader->left);
 }
 
 /* ---- What belongs together. */
@@ -209,7 +220,7 @@ static int fk_check_node(const fk_reader *reader, const fk_place *place, const f
 }
 
 /* Whether the variables are as many as there are dims, strides, addresses, integers and values, in this order. */
-static int fk_check_record(const fk_reader *reader, const fk_record *record) {
+static int fk_check_record(const fk_reader *reader, const fk_record *record, const fk_more *more) {
     fk_place at = {NULL, "tensors", 0};
     int64_t next = FK_FIRST_DIM + record->dim_count, index, integers = 0, floats = 0;
     int fits = record->first_stride == next;
@@ -233,22 +244,26 @@ static int fk_check_record(const fk_reader *reader, const fk_record *record) {
            record->float_count == floats && record->variable_count == record->first_value + record->value_count;
     at.name = NULL;
     if (!fits) return fk_refuse(reader, &at, "variable_count", "is not that of its dims, tensors, scalars and values");
+    if (more != NULL && more->node_count != record->node_count)
+        return fk_refuse(reader, &at, "nodes", "are not so many twice");
     at.name = "nodes";
     for (at.row = 0; at.row < record->node_count; ++at.row)
         if (!fk_check_node(reader, &at, &record->nodes[at.row])) return 0;
     return 1;
 }
 
-/* The record out of a copy of the words, which is to be freed. */
+/* The record out of a copy of the words, which is to be freed, and what follows it: NULL for nothing. */
 static fusekit_status fk_read_record(const fk_source *source, const char *title, const fk_record **record,
-                                     fusekit_error *error) {
+                                     const fk_more **more, fusekit_error *error) {
     size_t bytes = source->count * sizeof(int64_t);
     int64_t *words = (int64_t *)malloc(bytes > 0 ? bytes : 1);
     fk_reader reader = {words, source->count, {0}, title, error};
     *record = NULL;
+    *more = NULL;
     if (words == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory for its launch record", title);
     memcpy(words, source->words, bytes);
-    if (fk_read_whole(&reader, &fk_type_record) && fk_check_record(&reader, (const fk_record *)words)) {
+    if (fk_read_whole(&reader, &fk_type_record, &fk_type_more, (const void **)more) &&
+        fk_check_record(&reader, (const fk_record *)words, *more)) {
         *record = (const fk_record *)words;
         return FUSEKIT_OK;
     }

@@ -27,7 +27,8 @@ typedef struct {
     const fusekit_driver *driver;
     const fk_source *source;
     const fk_record *record; /* in memory of its own */
-    int device, sm_count, major, active_clusters;
+    const fk_more *more;     /* after it; NULL for none */
+    int device, sm_count, major, active_clusters, most_shared[FK_MOST_NODES];
     void *context, *library, *kernels[FK_MOST_NODES], *functions[FK_MOST_NODES];
     fk_workspaces *workspaces; /* and scratch; NULL: it has neither */
 } fk_kernel;
@@ -40,7 +41,8 @@ typedef struct { /* an address of the stream's own memory: in which parameter, a
 
 typedef struct { /* a node of a call, with memory for its parameters at their offsets */
     fk_config config; /* but for the stream */
-    fk_attribute attributes[4];
+    fk_attribute attributes[FK_MOST_ATTRIBUTES];
+    int idle; /* left out */
     unsigned char *space;
     void **pointers; /* into it, to each parameter */
     fk_own_address *own;

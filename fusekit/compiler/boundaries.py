@@ -75,7 +75,7 @@ def _boundaries(record: LaunchRecord) -> Iterator[_Boundary]:
     """The boundaries of everything that a launch evaluates."""
     exprs: list[Expr] = [*record.values.values(), *(constraint.expr for constraint in record.constraints)]
     for step in record.launches:
-        exprs += step.grid
+        exprs += [step.when, *step.grid, *step.block, step.dynamic_shared]
         exprs += [expr for _, item in flat(step.parameters) for expr in item.expressions]
     for expr in exprs:
         yield from _inside(expr)

@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from fusekit.abi import RecordError, elf
+from fusekit.abi import Expr, RecordError, elf
 from fusekit.errors import BuildError
 
 RESERVED_SHARED = 1024  # of every block, from sm_80 on; counted in a kernel's section if it uses shared memory at all
@@ -52,13 +52,15 @@ class Cubin:
     parameter_bytes: int
     parameters: tuple[KernelParameter, ...]
 
-    def resources(self, dynamic_shared: int) -> dict[str, Any]:
-        """The entry's `resources`: JSON types only, bytes except for counts."""
+    def resources(self, dynamic_shared: Expr) -> dict[str, Any]:
+        """The entry's `resources`: JSON types only, bytes except for counts. Dynamic shared memory that the arguments
+        decide counts as 0.
+        """
         return {
             "registers": self.registers,
             "spill_bytes": self.frame_bytes,
             "static_shared": self.static_shared,
-            "dynamic_shared": dynamic_shared,
+            "dynamic_shared": dynamic_shared if isinstance(dynamic_shared, int) else 0,
             "barriers": self.barriers,
             "max_threads": self.max_threads,
             "parameter_bytes": self.parameter_bytes,

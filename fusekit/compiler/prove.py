@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,6 +31,7 @@ LAUNCHES = 64  # about 25 ms
 _COOPERATIVE = 2
 _CLUSTER = 4
 _PROGRAMMATIC_SERIALIZATION = 6
+_PREFERRED_CLUSTER = 11
 # cudaFuncAttribute
 _MAX_DYNAMIC_SHARED = 8
 _PREFERRED_CARVEOUT = 9
@@ -70,8 +72,9 @@ def prove(
 def compare(steps: Sequence[LaunchRecord], recorded: Sequence[RecordedLaunch], arguments: ArgumentSet) -> list[Any]:
     """Every value compared, in order: of each launch of a record, and what the host code made. Raises ProofError."""
     comparison = _Comparison(arguments)
-    comparison.same("launches", "", len(steps), len(recorded))
-    for step, launch in zip(steps, recorded, strict=True):
+    queued = [step for step in steps if step.when == 1 or evaluate(step.when, arguments.values)]
+    comparison.same("launches", "", len(queued), len(recorded))
+    for step, launch in zip(queued, recorded, strict=True):
         comparison.launch(step, launch)
         for parameter, data in zip(step.parameters, launch.parameters, strict=True):
             comparison.parameter(parameter, data)
@@ -102,14 +105,18 @@ class _Comparison:
         self.same("stream", "", self._arguments.stream, launch.stream)
         for axis, extent, launched in zip("xyz", record.grid, launch.grid, strict=True):
             self.same("grid", axis, evaluate(extent, values), launched)
-        self.same("block", "", record.block, launch.block)
-        self.same("dynamic shared memory", "", record.dynamic_shared, launch.dynamic_shared)
+        self.same("block", "", tuple(evaluate(extent, values) for extent in record.block), launch.block)
+        shared = evaluate(record.dynamic_shared, values)
+        self.same("dynamic shared memory", "", shared, launch.dynamic_shared)
         self._attributes(record, launch)
 
     def _attributes(self, record: LaunchRecord, launch: RecordedLaunch) -> None:
         left = dict(launch.launch_attributes)
         cluster = struct.unpack_from("<3I", left.pop(_CLUSTER)) if _CLUSTER in left else (1, 1, 1)
         self.same("cluster", "", record.cluster, cluster)
+        if _PREFERRED_CLUSTER in left or record.preferred_cluster:
+            asked = struct.unpack_from("<3I", left.pop(_PREFERRED_CLUSTER, bytes(12)))
+            self.same("preferred cluster", "", record.preferred_cluster, asked)
         for name, number in (
             ("cooperative", _COOPERATIVE), ("programmatic_stream_serialization", _PROGRAMMATIC_SERIALIZATION),
         ):  # fmt: skip
@@ -125,8 +132,8 @@ class _Comparison:
         )  # fmt: skip
         # The DSL permits clusters above the portable size for every kernel; a record needs that only where it has one.
         permitted = kernel.pop(_NON_PORTABLE_CLUSTER, 0)
-        x, y, z = record.cluster
-        if x * y * z > _PORTABLE_CLUSTER or record.attributes.get("non_portable_cluster_size_allowed", 0):
+        largest = max(math.prod(record.cluster), math.prod(record.preferred_cluster))
+        if largest > _PORTABLE_CLUSTER or record.attributes.get("non_portable_cluster_size_allowed", 0):
             recorded = record.attributes.get("non_portable_cluster_size_allowed", 0)
             self.same("attributes", "non_portable_cluster_size_allowed", recorded, permitted)
         for number, value in kernel.items():

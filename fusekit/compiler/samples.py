@@ -5,6 +5,7 @@ All of them are launchable.
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from fusekit.abi import Dim, IntegerParameter, LaunchRecord, RecordError, TensorArgument, TensorMapParameter, flat
 from fusekit.abi.expr import evaluate, evaluate_address
+from fusekit.abi.limits import THREADS
 from fusekit.abi.tensormap import TensorMap
 from fusekit.compiler.boundaries import Axis, directed
 from fusekit.errors import BuildError
@@ -22,6 +24,7 @@ _SMALL = 2**10
 # Padding between the rows of a tensor whose strides are free, in steps of its stride divisor.
 _TIGHT, _ONE_STEP, _RANDOM = 0, 1, -1
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
+_MOST_SHARED = 227 << 10  # bytes of a block: of the H100, as the recording driver has it
 _SPECIAL_FLOATS = (0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), 1e-45, 3.4028234663852886e38)
 _MOST_MULTIPROCESSORS, _MOST_CLUSTERS, _INT32 = 264, 2**16, 2**31
 # Extents to look for boundaries from, in steps from the smallest.
@@ -154,7 +157,8 @@ class _Sampler:
         except RecordError:
             return None
         sample = ArgumentSet(label, values, floats, stream=source.randrange(1, 2**47), edge=bool(fixed))
-        return sample if all(_launchable(launch, values) for launch in self._launches) else None
+        launches = [launch for launch in self._launches if launch.when == 1 or evaluate(launch.when, values)]
+        return sample if all(_launchable(launch, values) for launch in launches) else None
 
     def _extent(self, dim: Dim) -> int:
         low, high = self._smallest[dim.name], _largest(dim)
@@ -190,6 +194,11 @@ def _launchable(record: LaunchRecord, values: Mapping[str, int]) -> bool:
             return False
         grid = [evaluate(extent, values) for extent in record.grid]
         if not all(1 <= extent <= limit for extent, limit in zip(grid, _GRID_LIMITS, strict=True)):
+            return False
+        block = [evaluate(extent, values) for extent in record.block]
+        if min(block) < 1 or math.prod(block) > THREADS:
+            return False
+        if not 0 <= evaluate(record.dynamic_shared, values) <= _MOST_SHARED:
             return False
         for _, parameter in flat(record.parameters):
             if isinstance(parameter, IntegerParameter):

@@ -271,6 +271,8 @@ class _Code:
             env[name] = writer.define(expr, env)
         for constraint in record.constraints:
             writer.require(writer.define(constraint.expr, env), 0, 0)
+        if not all(isinstance(item, int) for item in (*record.block, record.dynamic_shared, record.when)):
+            raise NotCompiledError("the launch follows the tokens")
         grid = [writer.define(expr, env) for expr in record.grid]
         for blocks, cluster, limit in zip(grid, record.cluster, GRID_LIMITS, strict=True):
             writer.require(blocks, 1, limit)

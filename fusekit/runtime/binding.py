@@ -26,6 +26,8 @@ from fusekit.errors import ArgumentError
 from fusekit.runtime.tensors import View, compact_strides
 
 _ADDRESSES = 2**64
+_REACH = 2**57
+"""The most elements from a tensor's first to its last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ def bind(record: LaunchRecord, views: Sequence[View]) -> Bound:
         env.update((tensor.stride_variable(index), step) for index, step in enumerate(steps))
         last = sum((extent - 1) * step for extent, step in zip(view.shape, steps, strict=True))
         spans.append(0 if 0 in view.shape else (last + 1) * tensor.itemsize)
-        if spans[-1] >= _ADDRESSES // 2:
+        if last > _REACH:
             raise ArgumentError(
                 f"{tensor.name} has strides {list(view.strides)} for shape {list(view.shape)}, so that it reaches over"
                 f" {spans[-1]} bytes; no memory is so large",

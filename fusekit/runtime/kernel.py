@@ -291,10 +291,11 @@ class Kernel(SharedHandle):
         if self._peers:
             check_windows(self.record, given, {**bound.env, **integers})
         overlaps = pairs(self.record, views, bound)
-        plan, *then = (
+        plans = [
             LaunchPlan(self._driver, record, part, bound, overlaps, settings, integers)
             for record, part in zip(self.record.launches, (loaded, *loaded.then), strict=True)
-        )
+        ]
+        plan, *then = [plan for plan in plans if not plan.skip] or plans[:1]
         plan.followed_by(then)
         return plan
 
@@ -318,7 +319,12 @@ class Kernel(SharedHandle):
                 clusters = active_clusters(self._driver, self.record.launches[-1], functions[-1], device)
             scratch = Scratch(self._devices, device, self.name) if self.record.scratch != 0 else None
             workspaces = self._workspaces(device)
-            loaded, *then = (Loaded(self.name, device, handles, workspaces, scratch, clusters) for handles in functions)
+            loaded, *then = (
+                Loaded(
+                    self.name, device, handle, workspaces, scratch, clusters, self._most_shared(record, kernel, device)
+                )
+                for record, kernel, handle in zip(self.record.launches, self._kernels, functions, strict=True)
+            )
             loaded.then = tuple(then)
         kept = self._loaded.setdefault(device.ordinal, loaded)
         if kept is not loaded and loaded.workspaces is not None:  # another thread was first
@@ -328,7 +334,9 @@ class Kernel(SharedHandle):
     def _function(self, record: LaunchRecord, kernel: Any, device: Device) -> Any:
         """The function of one launch on `device`, its attributes set."""
         api, check, kinds = self._driver.api, self._driver.check, self._driver.api.CUfunction_attribute
-        settings = {"MAX_DYNAMIC_SHARED_SIZE_BYTES": record.dynamic_shared}
+        fixed = record.dynamic_shared
+        most = fixed if isinstance(fixed, int) else self._most_shared(record, kernel, device)
+        settings = {"MAX_DYNAMIC_SHARED_SIZE_BYTES": most}
         if record.attributes.get("non_portable_cluster_size_allowed"):
             settings["NON_PORTABLE_CLUSTER_SIZE_ALLOWED"] = 1
         if "preferred_shared_memory_carveout" in record.attributes:
@@ -339,6 +347,16 @@ class Kernel(SharedHandle):
                 f"{self.name}: cuKernelSetAttribute {name} = {value} on {device}",
             )
         return check(api.cuKernelGetFunction(kernel), f"{self.name}: cuKernelGetFunction on {device}")
+
+    def _most_shared(self, record: LaunchRecord, kernel: Any, device: Device) -> int:
+        """Bytes that a block can have besides its own, where the arguments decide how many it asks for; else 0."""
+        if isinstance(record.dynamic_shared, int):
+            return 0
+        api, check = self._driver.api, self._driver.check
+        kind = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        own = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        every = int(check(api.cuDeviceGetAttribute(kind, device.handle), "cuDeviceGetAttribute"))
+        return every - int(check(api.cuKernelGetAttribute(own, kernel, device.handle), "cuKernelGetAttribute"))
 
     def _workspaces(self, device: Device) -> Workspaces | None:
         size = evaluate(self.record.workspace, {"sm_count": device.sm_count})

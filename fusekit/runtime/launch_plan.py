@@ -24,6 +24,7 @@ from fusekit.abi import (
     evaluate_address,
     flat,
 )
+from fusekit.abi.limits import THREADS
 from fusekit.errors import ArgumentError
 from fusekit.runtime.binding import Bound, Pair, check_address, check_placement
 from fusekit.runtime.devices import Device, Devices
@@ -62,13 +63,14 @@ class Loaded:
     workspaces: Workspaces | None = None
     scratch: Scratch | None = None
     active_clusters: int | None = None  # asked when a record reads it
+    most_shared: int = 0  # dynamic shared memory of a block, where the arguments decide how much there is
     then: tuple[Loaded, ...] = ()  # of the launches that follow
     # Held while a record's launches are queued: launches of several threads in one stream share scratch memory.
     together: threading.Lock = field(default_factory=threading.Lock)
 
 
 class LaunchPlan:
-    """The launch of `record` for one signature. `skip` means that there is nothing to do (a dim is 0)."""
+    """The launch of `record` for one signature. `skip` means that there is nothing to do (a dim is 0, or `when`)."""
 
     def __init__(
         self, driver: Driver, record: LaunchRecord, loaded: Loaded, bound: Bound, overlaps: Sequence[Pair],
@@ -107,8 +109,14 @@ class LaunchPlan:
         self.variables = launch  # what expressions read besides dims and strides
         env = record.environment({**bound.env, **launch})
         self._check_constraints(env)
+        self.skip = evaluate(record.when, env) == 0
+        if self.skip:
+            return
         self.grid = tuple(evaluate(expr, env) for expr in record.grid)
+        self.block = tuple(evaluate(expr, env) for expr in record.block)
+        self.shared = evaluate(record.dynamic_shared, env)
         self._check_grid(env)
+        self._check_block(env)
         self._place(env)
         masks = dict(self._aligned)
         # For each tensor: the offset of its address, the maps that read it, and what its address is checked for.
@@ -214,6 +222,20 @@ class LaunchPlan:
                     f"grid {axis} is {blocks} blocks for {values}; it must be 1 to {limit}, a multiple of {cluster}"
                     " (the cluster)"
                 )
+
+    def _check_block(self, env: Mapping[str, int]) -> None:
+        """What is no constant of the record; those were checked with it."""
+        values = ", ".join(f"{name} = {env[name]}" for name in sorted(env) if "." not in name)
+        x, y, z = self.block
+        if min(self.block) < 1 or x * y * z > THREADS:
+            raise ArgumentError(
+                f"the block is {x}x{y}x{z} threads for {values}; each is at least 1 and their product at most {THREADS}"
+            )
+        if not isinstance(self.record.dynamic_shared, int) and not 0 <= self.shared <= self.loaded.most_shared:
+            raise ArgumentError(
+                f"shared memory is {self.shared} bytes a block for {values}; {self.loaded.device} has 0 to"
+                f" {self.loaded.most_shared} for it"
+            )
 
     def take(self, addresses: list[int]) -> Block:
         """A block that nobody else uses; return it by appending it to `spare`. Thread-safe."""
@@ -346,7 +368,7 @@ class Block:
         for index, offset in enumerate(sorted(parameter.offset for parameter in record.parameters)):
             self._pointers[index] = places.get(offset, base + offset)
         self.parameters = ctypes.addressof(self._pointers) if count else 0
-        self.config = launch_config(api, record, plan.grid, plan.loaded.device, plan.priority)
+        self.config = launch_config(api, record, plan.grid, plan.block, plan.shared, plan.loaded.device, plan.priority)
         if plan.driver.plans is not None:
             plan.driver.plans[id(self.config)] = plan
         for offset, index in plan.pointers:
@@ -359,9 +381,10 @@ class Block:
 
 
 def launch_config(
-    api: Any, record: LaunchRecord, grid: tuple[int, ...], device: Device, priority: int | None = None
-) -> Any:
-    """The driver's configuration of a launch of `record` over `grid`. Its attributes: the cluster where the device has
+    api: Any, record: LaunchRecord, grid: tuple[int, ...], block: tuple[int, ...], shared: int, device: Device,
+    priority: int | None = None,
+) -> Any:  # fmt: skip
+    """The driver's configuration of a launch of `record` over `grid`. Its attributes: the clusters where the device has
     clusters, what the record switches on, and a priority where the launch has one of its own.
     """
     attributes = []
@@ -375,6 +398,9 @@ def launch_config(
     if device.capability >= (9, 0):
         dims = add("CLUSTER_DIMENSION").clusterDim
         dims.x, dims.y, dims.z = record.cluster
+        if record.preferred_cluster:
+            dims = add("PREFERRED_CLUSTER_DIMENSION").preferredClusterDim
+            dims.x, dims.y, dims.z = record.preferred_cluster
     if record.attributes.get("cooperative"):
         add("COOPERATIVE").cooperative = 1
     if record.attributes.get("programmatic_stream_serialization"):
@@ -383,8 +409,8 @@ def launch_config(
         add("PRIORITY").priority = priority
     config = api.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
-    config.blockDimX, config.blockDimY, config.blockDimZ = record.block
-    config.sharedMemBytes = record.dynamic_shared
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes = shared
     config.attrs = attributes
     config.numAttrs = len(attributes)
     return config
@@ -392,6 +418,7 @@ def launch_config(
 
 def active_clusters(driver: Driver, record: LaunchRecord, function: Any, device: Device) -> int:
     """Clusters of `record`'s launch that the device runs at a time, the context being current."""
-    config = launch_config(driver.api, record, record.cluster, device)
+    block, shared = (evaluate(extent, {}) for extent in record.block), evaluate(record.dynamic_shared, {})
+    config = launch_config(driver.api, record, record.cluster, tuple(block), shared, device)
     count: int = driver.check(driver.api.cuOccupancyMaxActiveClusters(function, config), "cuOccupancyMaxActiveClusters")
     return count

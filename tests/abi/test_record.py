@@ -169,7 +169,7 @@ def _shown(path: tuple[Any, ...]) -> str:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "another schema": ({"schema": 5}, "schema: 5; this fusekit reads launch records of schema 1 to 4"),
+    "another schema": ({"schema": 6}, "schema: 6; this fusekit reads launch records of schema 1 to 5"),
     "arch": ({"arch": "hopper"}, "arch: 'hopper'"),
     "grid of two": ({"grid": [1, 1]}, "grid: 2 entries; it has 3"),
     "grid variable": ({"grid": ["M", "rows", 1]}, r"grid\[1\]: unknown variable 'rows'"),

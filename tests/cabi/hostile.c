@@ -94,7 +94,7 @@ static void play(demo_driver *driver) {
     HANDLE(current, int (*)(void **));
     HANDLE(library_load, int (*)(void **));
     HANDLE(stream_create, int (*)(void **));
-    DONE(release), DONE(push), DONE(pop), DONE(library_unload), DONE(kernel_attribute);
+    DONE(release), DONE(push), DONE(pop), DONE(library_unload), DONE(kernel_attribute), DONE(kernel_fact);
     DONE(free_memory), DONE(fill), DONE(stream_wait), DONE(stream_destroy), DONE(capture_mode);
     DONE(stream_capturing), DONE(event_query), DONE(event_destroy);
     HANDLE(event_create, int (*)(void **));
@@ -158,8 +158,9 @@ static int attempt(const demo_driver *driver, const unsigned char *data, size_t 
         fk_source source;
         void *memory[2];
         const fk_record *record = NULL;
+        const fk_more *more;
         if (fk_fetch(bundle, listed, &source, memory, NULL) == DEMO_OK)
-            fk_read_record(&source, "pretended", &record, NULL);
+            fk_read_record(&source, "pretended", &record, &more, NULL);
         pretended = record;
         *loaded = demo_kernel_load(driver, bundle, listed->name, 0, &kernel, &error);
         if (*loaded == DEMO_OK) {
@@ -233,8 +234,9 @@ static int attempt_words(const demo_driver *driver, const fk_source *source) {
     demo_kernel kernel;
     demo_error error;
     demo_status status;
+    const fk_more *more;
     memset(&kernel, 0, sizeof kernel);
-    if (fk_read_record(source, "words", &pretended, &error) != DEMO_OK) return 0;
+    if (fk_read_record(source, "words", &pretended, &more, &error) != DEMO_OK) return 0;
     status = fk_load(driver, source, "words", 0, &kernel.loaded, &error);
     if (status == DEMO_OK && fk_describe(&kernel, &error) == DEMO_OK) {
         launch_all(&kernel);

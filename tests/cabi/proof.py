@@ -89,6 +89,11 @@ def comparable(
     return [bytes(data) for data in actual]
 
 
+def queued(record: LaunchRecord, values: Mapping[str, int]) -> list[tuple[int, LaunchRecord]]:
+    """The launches that are not left out, each with its number."""
+    return [(number, step) for number, step in enumerate(record.launches) if evaluate(step.when, values)]
+
+
 def launched_by_python(kernel: Exported, arguments: ArgumentSet) -> Any:
     """What the runtime hands the driver for each launch, or None where it refuses."""
     record, values = kernel.record, arguments.values
@@ -117,9 +122,9 @@ def launched_by_python(kernel: Exported, arguments: ArgumentSet) -> Any:
     except ArgumentError:
         assert not fake.launches  # all of them, or none
         return None
-    names = {"CLUSTER_DIMENSION": "cluster", "COOPERATIVE": "cooperative"}
+    names = {"CLUSTER_DIMENSION": "cluster", "COOPERATIVE": "cooperative", "PREFERRED_CLUSTER_DIMENSION": "preferred"}
     launches = []
-    for step, launch in zip(record.launches if fake.launches else (), fake.launches, strict=True):
+    for (_, step), launch in zip(queued(record, values) if fake.launches else (), fake.launches, strict=True):
         attributes = {
             names.get(key.removeprefix("CU_LAUNCH_ATTRIBUTE_"), "serialization"): value
             for key, value in launch.attributes.items()
@@ -139,9 +144,10 @@ def launched_by_c(launcher: Any, arguments: ArgumentSet) -> Any:
         assert not done
         return None
     assert status == OK, str(launcher.error)
-    assert [launch.function for launch in done] in ([], list(range(len(launcher.record.launches))))
+    expected = queued(launcher.record, arguments.values) if done else []
+    assert [launch.function for launch in done] == [number for number, _ in expected]
     launches = []
-    for step, launch in zip(launcher.record.launches if done else (), done, strict=True):
+    for (_, step), launch in zip(expected, done, strict=True):
         parameters = comparable(
             step, launch.parameters, arguments.values, lambda address: (address - WORKSPACE) % STOCK_STEP < 1 << 16
         )

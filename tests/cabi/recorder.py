@@ -26,7 +26,7 @@ WORKSPACE, STOCK_STEP = 0xABC000, 1 << 24
 UNSAFE = {"cuMemAlloc_v2", "cuMemFree_v2", "cuStreamSynchronize", "cuEventQuery", "cuLibraryLoadData"}
 RELAXED = 2
 KERNEL, FUNCTION = 0x3000, 0x4000  # handles of the first launch's
-ATTRIBUTES = {2: "cooperative", 4: "cluster", 6: "serialization", 8: "priority"}
+ATTRIBUTES = {2: "cooperative", 4: "cluster", 6: "serialization", 8: "priority", 11: "preferred"}
 
 _NUMBERS = by("number", MAPS)
 
@@ -158,7 +158,7 @@ class Recorder:
     def cuDeviceGetAttribute(self) -> Any:  # noqa: N802
         def attribute(out: Any, kind: int, device: int) -> int:
             count = self.sm_counts.get(device, self.sm_count)
-            return _set(out, {16: count, 75: self.capability[0], 76: self.capability[1]}[kind])
+            return _set(out, {16: count, 75: self.capability[0], 76: self.capability[1], 97: 232448}[kind])
 
         return (POINTER(c_int), c_int, c_int), attribute
 
@@ -221,6 +221,9 @@ class Recorder:
     def cuKernelSetAttribute(self) -> Any:  # noqa: N802
         return (c_int, c_int, c_void_p, c_int), lambda kind, value, kernel, device: self.settings.update({kind: value})
 
+    def cuKernelGetAttribute(self) -> Any:  # noqa: N802
+        return (POINTER(c_int), c_int, c_void_p, c_int), lambda out, kind, kernel, device: _set(out, {1: 1024}[kind])
+
     def cuKernelGetFunction(self) -> Any:  # noqa: N802
         return (POINTER(c_void_p), c_void_p), lambda out, kernel: _set(out, FUNCTION + kernel - KERNEL)
 
@@ -269,7 +272,7 @@ class Recorder:
             attributes: dict[str, Any] = {}
             for attribute in given.attributes[: given.count]:
                 name = ATTRIBUTES[attribute.id]
-                attributes[name] = tuple(attribute.numbers[:3]) if name == "cluster" else attribute.numbers[0]
+                attributes[name] = tuple(attribute.numbers[:3]) if attribute.id in (4, 11) else attribute.numbers[0]
             places = self._places[function - FUNCTION]
             values = [ctypes.string_at(parameters[n], size) for n, (_, size) in enumerate(places)]
             self.launches.append(

@@ -26,12 +26,12 @@ from fusekit.abi import (
 from fusekit.cabi import Exported
 from fusekit.spec import find, parse_file
 from tests.records import read_plan, read_record
-from tests.runtime.samples import record
+from tests.runtime.samples import following, record
 
 from .launcher import CUBIN, complete
 
 BACKWARD = Path(__file__).parents[1] / "gpu" / "matrix_backward.toml"
-HOST_FUNCTIONS = ("two", "fast_division", "branch", "floats", "inside", "overflow")
+HOST_FUNCTIONS = ("two", "fast_division", "branch", "floats", "inside", "overflow", "either", "by_size")
 
 
 @functools.cache
@@ -69,7 +69,13 @@ def hand_written() -> list[Exported]:
         attributes={"cooperative": 1, "programmatic_stream_serialization": 1, "preferred_shared_memory_carveout": 50,
                     "non_portable_cluster_size_allowed": 1},
     )  # fmt: skip
-    rows = {"peers": peers(), "expressions": expressions(), "schema-2": schema_2(), "every-field": everything}
+    rows = {
+        "following": following(),
+        "peers": peers(),
+        "expressions": expressions(),
+        "schema-2": schema_2(),
+        "every-field": everything,
+    }
     defaults = {"peers": {"timeout": 1000}, "every-field": {"cluster_margin": 4}}
     return [
         Exported(f"sample/{name}@1", complete(built), CUBIN, defaults.get(name, {})) for name, built in rows.items()

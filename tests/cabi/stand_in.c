@@ -84,6 +84,11 @@ int cuKernelSetAttribute(int attribute, int value, void *handle, int device) {
     (void)attribute, (void)value, (void)handle, (void)device;
     return 0;
 }
+int cuKernelGetAttribute(int *out, int attribute, void *handle, int device) {
+    (void)attribute, (void)handle, (void)device;
+    *out = 0;
+    return 0;
+}
 int cuKernelGetFunction(void **function, void *handle) { *function = handle; return 0; }
 int cuTensorMapEncodeTiled(void *map, int dtype, unsigned rank, void *address, const uint64_t *dims, const uint64_t *strides,
                            const unsigned *box, const unsigned *steps, int a, int b, int c, int d) {

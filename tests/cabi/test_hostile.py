@@ -83,7 +83,7 @@ def packed(
     of their rows; more: what stands after the directory's own rows.
     """
     cubin = kernel.cubin if cubin is None else cubin
-    record = flat.encode("", "record", [row_of(kernel)]) if record is None else record
+    record = flat.record(kernel.name, kernel.record, kernel.defaults) if record is None else record
     row = {
         **flat.of_arch(kernel.record.arch), "name": kernel.name, "record_before": len(record), "record_bytes":
         len(record), "record_digest": digest_of(record), "cubin_before": len(record) + len(cubin), "cubin_bytes":
@@ -122,7 +122,7 @@ def test_every_byte_and_every_cut(hostile, tmp_path, soak):
 
 
 def of_every_form() -> list[Exported]:
-    names = ("every-field", "schema-2", "fc1-fwd")
+    names = ("every-field", "schema-2", "following", "fc1-fwd")
     return [kernel for kernel in samples() if any(name in kernel.name for name in names)]
 
 
@@ -168,7 +168,7 @@ def mutated(words: list[int], source: random.Random) -> list[int]:
 def test_launch_records_that_are_forged(hostile, tmp_path, soak):
     source, rounds = random.Random(5), MUTATIONS if soak else MUTATIONS // 3
     kernels = of_every_form()
-    records = {kernel.name: flat.encode("", "record", [row_of(kernel)]) for kernel in kernels}
+    records = {kernel.name: flat.record(kernel.name, kernel.record, kernel.defaults) for kernel in kernels}
     forged = []
     for number in range(rounds):
         kernel = kernels[number % len(kernels)]
@@ -203,10 +203,14 @@ def test_every_rule_says_the_field_and_the_value(hostile, tmp_path, unchecked):
     for table, fields in TABLES.items():
         for field in fields if table not in (*LOADER_TABLES, *LAYER_TABLES) else ():
             for value in wrong(field) if field.kind == "whole" else ():
-                row = row_of(SECOND_OF_ALL)
-                holder = next(item for name, item in holders("record", row) if name == table)
+                of, row = SECOND_OF_ALL, row_of(SECOND_OF_ALL)
+                last = [{"nodes": flat.more_rows(FOLLOWING.record)}] if table in MORE_TABLES else []
+                if last:
+                    of, row = FOLLOWING, row_of(FOLLOWING)
+                held = holders("more", last[0]) if last else holders("record", row)
+                holder = next(item for name, item in held if name == table)
                 holder[field.name] = value if field.count == 1 else (value,) * field.count
-                bad.append(packed(SECOND_OF_ALL, flat.encode("", "record", [row])))
+                bad.append(packed(of, flat.encode("", "record", [row]) + flat.encode("", "more", last)))
                 expected.append(f"{field.name} is {value}; it must be {field.low} to ")
     actual = attempts(hostile, tmp_path, bad)
     assert len(actual) > 80
@@ -275,6 +279,18 @@ def test_a_record_with_more_or_less_than_it_says(hostile, tmp_path):
     cut, longer, odd = attempts(hostile, tmp_path, [packed(KERNEL, data) for data in records])
     assert [result[:2] for result in (cut, longer, odd)] == [(BAD_BUNDLE, BAD_BUNDLE)] * 3
     assert "is cut" in cut[3]
+    assert "is cut" in longer[3]
+
+
+def test_more_than_the_record_says_is_held_against_it(hostile, tmp_path):
+    base, rows = flat.encode("", "record", [row_of(FOLLOWING)]), flat.more_rows(FOLLOWING.record)
+    more = [flat.encode("", "more", [{"nodes": nodes}]) for nodes in (rows, rows[:1], rows)]
+    good, fewer, longer = attempts(
+        hostile, tmp_path, [packed(FOLLOWING, base + data) for data in (*more[:2], more[2] + bytes(8))]
+    )
+    assert good[:2] == (OK, OK)
+    assert (fewer[:2], longer[:2]) == ((BAD_BUNDLE, BAD_BUNDLE),) * 2
+    assert "nodes are not so many twice" in fewer[3]
     assert "has 1 words too many" in longer[3]
 
 
@@ -305,7 +321,8 @@ def test_kernels_as_they_are_built(hostile, tmp_path):
     assert launches > 0
 
 
-KERNEL = hand_written()[-1]
+KERNEL, FOLLOWING = hand_written()[-1], hand_written()[0]
+MORE_TABLES = ("more", "more_node")
 SECOND_OF_ALL = next(kernel for kernel in hand_written() if "schema-2" in kernel.name)
 RECORD = flat.encode("", "record", [row_of(KERNEL)])
 

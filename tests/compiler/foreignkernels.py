@@ -227,7 +227,7 @@ def configured(
     y: cute.Tensor, early: bool, threads: cutlass.Int64, shared: cutlass.Int32, priority: cutlass.Int32,
     stream: CUstream,
 ):  # fmt: skip
-    """One launch or two; all but the grid is a constant of a launch record."""
+    """One launch or two."""
     cute.printf("%d threads", threads)
     fill_kernel(y, y.iterator, cutlass.Int64(priority)).launch(
         grid=[priority, 1, 1], block=[cutlass.Int32(threads), 1, 1], smem=shared, stream=stream, use_pdl=early

@@ -99,7 +99,12 @@ def wide_number(x: cute.Tensor, n: cutlass.Int64, scale: cutlass.Float32, stream
 @cute.jit
 def either(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
     if n > 5:
-        store(x, n).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+        wide = cutlass.Int64(x.shape[0] * n)
+        store_wide(x, wide).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+    elif n > 0:
+        store_float(x, scale).launch(
+            grid=(4, 1, 1), block=(THREADS, 1, 1), cluster=(4, 1, 1), fallback_cluster=(2, 1, 1), stream=stream
+        )
 
 
 def same(function):
@@ -150,8 +155,8 @@ def other_stream(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, strea
 
 
 @cute.jit
-def shared_by_size(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
-    store(x, n).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), smem=4 * x.shape[0], stream=stream)
+def by_size(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    store(x, n).launch(grid=(1, 1, 1), block=(n, 2, 1), smem=4 * x.shape[0], stream=stream)
 
 
 @cute.jit

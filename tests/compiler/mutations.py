@@ -76,15 +76,19 @@ def differs(launches: Sequence[LaunchRecord], launched: Any, arguments: Argument
 
 def mutants(record: LaunchRecord) -> Iterator[tuple[str, Any, tuple[Expr, Expr] | None]]:
     """(what was changed, a function that makes the mutant, the expressions before and after where it is one)."""
-    for axis, extent in enumerate(record.grid):
-        for mutant in expressions(extent, record):
-            grid = (*record.grid[:axis], mutant, *record.grid[axis + 1 :])
-            yield f"grid[{axis}]: {mutant}", lambda grid=grid: replace(record, grid=grid), (extent, mutant)
-    for name in ("block", "cluster"):
+    for name in ("grid", "block", "cluster", "preferred_cluster"):
         for axis, extent in enumerate(getattr(record, name)):
-            changed = (*getattr(record, name)[:axis], extent + 1, *getattr(record, name)[axis + 1 :])
-            yield f"{name}[{axis}]", lambda name=name, changed=changed: replace(record, **{name: changed}), None
-    yield "dynamic_shared", lambda: replace(record, dynamic_shared=record.dynamic_shared + 16), None
+            for mutant in expressions(extent, record):
+                changed = (*getattr(record, name)[:axis], mutant, *getattr(record, name)[axis + 1 :])
+                changes = {name: changed}
+                yield f"{name}[{axis}]: {mutant}", lambda changes=changes: replace(record, **changes), (extent, mutant)
+    for name in ("dynamic_shared", "when"):
+        for mutant in () if (expr := getattr(record, name)) == 1 else expressions(expr, record):
+            yield (
+                f"{name}: {mutant}",
+                lambda name=name, mutant=mutant: replace(record, **{name: mutant}),
+                (expr, mutant),
+            )
     for index, parameter in enumerate(record.parameters):
         for label, changes, pair in parameter_mutants(parameter, record):
 

@@ -36,7 +36,10 @@ def value_of(record, name, env):
     return evaluate(item.value, record.environment(env))
 
 
-READ = ("tiles", "fast_division", "branch", "floats", "two", "inside", "cooperative", "overflow", "idle_loop")
+READ = (
+    "tiles", "fast_division", "branch", "floats", "two", "inside", "cooperative", "overflow", "idle_loop", "either",
+    "by_size",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", READ)
@@ -109,6 +112,21 @@ def test_attributes_and_the_cluster_are_read(traced):
     }  # fmt: skip
 
 
+def test_a_branch_decides_what_is_launched(traced):
+    """What is refused for one launch is not refused where that is left out."""
+    _, record, _ = traced("either")
+    first, second = record.launches
+    assert (first.when, second.when) == (("le", 6, "n"), ("if", ("le", "n", 5), ("lt", 0, "n"), 0))
+    assert (second.cluster, second.preferred_cluster, first.preferred_cluster) == ((2, 1, 1), (4, 1, 1), ())
+    (guard,) = record.constraints
+    assert evaluate(guard.expr, {"n": 4, "M": 2**30}) == 0 < evaluate(guard.expr, {"n": 8, "M": 2**30})
+
+
+def test_block_and_shared_memory_follow_the_arguments(traced):
+    record = traced("by_size")[1]
+    assert (record.block, record.dynamic_shared, record.constraints) == (("n", 2, 1), ("mul", 4, "M"), ())
+
+
 def test_an_overflow_of_the_host_code_is_refused_in_words(traced):
     (guard,) = traced("overflow")[1].constraints
     assert "M * M must be at most 2147483647" in guard.message
@@ -117,12 +135,10 @@ def test_an_overflow_of_the_host_code_is_refused_in_words(traced):
 
 
 REFUSED = {
-    "either": r"a branch on the arguments decides whether _cudaLaunchKernelEx is called: .*functions.py, line \d+\)",
     "many": "a loop on the arguments makes calls: .*a launch record launches always the same",
     "loop": "a loop on the arguments makes it: .*no launch can be made of it",
     "float_grid": "a launch record cannot compute .*fptosi",
     "other_stream": "another stream than the one that it is given",
-    "shared_by_size": r"the size of shared memory of a launch is 4 \* M, a launch record has a constant there",
     "nothing": "launches no kernel",
     "wide_number": "argument 1 has 64 bits, the source gives a number of 32; give it in the parameter's own type",
 }

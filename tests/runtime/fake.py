@@ -126,7 +126,7 @@ class FakeDriver:
         self.cuuint32_t = self.cuuint64_t = int
         self.CUlaunchConfig = SimpleNamespace
         self.CUlaunchAttribute = lambda: SimpleNamespace(
-            value=SimpleNamespace(clusterDim=SimpleNamespace(x=0, y=0, z=0))
+            value=SimpleNamespace(clusterDim=SimpleNamespace(), preferredClusterDim=SimpleNamespace())
         )
 
     def __getattribute__(self, name: str) -> Any:
@@ -176,7 +176,7 @@ class FakeDriver:
         major, minor = self.capabilities.get(device, self.capability)
         count = self.sm_counts.get(device, self.sm_count)
         values = {"CAPABILITY_MAJOR": major, "CAPABILITY_MINOR": minor, "MULTIPROCESSOR_COUNT": count}
-        values["CLOCK_RATE"] = 1_980_000
+        values |= {"CLOCK_RATE": 1_980_000, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 232448}
         return OK, next((value for key, value in values.items() if kind.endswith(key)), 0)
 
     # -- contexts
@@ -259,6 +259,9 @@ class FakeDriver:
         self.settings[kind, device] = value
         return (OK,)
 
+    def cuKernelGetAttribute(self, kind: str, kernel: Any, device: int) -> Any:  # noqa: N802
+        return OK, {"CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES": 1024}[kind]
+
     def cuKernelGetFunction(self, kernel: Any) -> Any:  # noqa: N802
         return OK, (kernel, self.stack[-1])
 
@@ -294,9 +297,8 @@ class FakeDriver:
         sizes = [size for _, size in self.parameters_of(function[0])]
         pointers = (ctypes.c_void_p * max(len(sizes), 1)).from_address(parameters) if sizes else []
         values = {
-            "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION": lambda value: (
-                value.clusterDim.x, value.clusterDim.y, value.clusterDim.z,
-            ),
+            "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION": lambda value: _dims(value.clusterDim),
+            "CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION": lambda value: _dims(value.preferredClusterDim),
             "CU_LAUNCH_ATTRIBUTE_PRIORITY": lambda value: value.priority,
             "CU_LAUNCH_ATTRIBUTE_COOPERATIVE": lambda value: value.cooperative,
             "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION": lambda value: (
@@ -424,3 +426,7 @@ class FakeDriver:
         if kind.endswith("CONTEXT"):
             return OK, 0 if mapped else 1000 + self.owner[address]
         return OK, self.owner[address] if mapped else 0  # as a driver was seen to answer
+
+
+def _dims(value: Any) -> tuple[int, int, int]:
+    return value.x, value.y, value.z

@@ -14,6 +14,7 @@ from fusekit.abi import (
     FloatParameter,
     IntegerParameter,
     LaunchRecord,
+    LaunchStep,
     PointerParameter,
     ScalarArgument,
     TensorArgument,
@@ -47,6 +48,18 @@ def over_x() -> LaunchRecord:
     dx = TensorArgument("dx", "output", "bf16", ("M", "K"), ("dx.stride0", 1), 8, in_place_of="x")
     pointer = PointerParameter("dx_pointer", "dx", 296)
     return record(arguments=(*launch_record.arguments, dx), parameters=(*launch_record.parameters, pointer))
+
+
+def following() -> LaunchRecord:
+    """Two launches: the first from 65 rows on, its block and shared memory following the arguments, with a preferred
+    cluster; the second always.
+    """
+    launch_record = record()
+    step = LaunchStep((PointerParameter("y_pointer", "y", 0),), ("E", 1, 1), (32, 1, 1), symbol="second")
+    return record(
+        when=("lt", 64, "M"), block=(("mul", 32, ("min", "E", 33)), 1, 1), dynamic_shared=("mul", 8, "I"),
+        preferred_cluster=(4, 1, 1), then=(step,), parameters=launch_record.parameters,
+    )  # fmt: skip
 
 
 def with_workspace(**changes: Any) -> LaunchRecord:

@@ -8,7 +8,8 @@ address), and else becomes a guard: the record refuses arguments with which the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 
@@ -89,6 +90,15 @@ class Lowering:
         term, needs = self._known[bits]
         self._needs.add_all(needs, self._path)
         return term
+
+    @contextmanager
+    def under(self, condition: Term) -> Iterator[None]:
+        """What is lowered inside matters only where `condition` is 1."""
+        outside, self._path = self._path, self._path if condition.is_const else self._path | {condition}
+        try:
+            yield
+        finally:
+            self._path = outside
 
     def unsigned(self, bits: Bits) -> Term:
         """The value of `bits` without a sign."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from fusekit.compiler import dsl
 from fusekit.compiler.hostcode import encoded, loops
-from fusekit.compiler.hostcode.bits import FLOAT_OPERATIONS, PREDICATES, Bits, Graph, Pointer, Symbol, UndecidedError
+from fusekit.compiler.hostcode.bits import FLOAT_OPERATIONS, PREDICATES, Bits, Graph, Pointer, Symbol
 from fusekit.compiler.hostcode.layout import Layout, Layouts, Leaf
 from fusekit.compiler.hostcode.program import EXIT, Function, Instruction, functions
 from fusekit.errors import BuildError
@@ -37,12 +37,13 @@ _NOTHING = frozenset({"intr.assume", "intr.lifetime.start", "intr.lifetime.end"}
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a function outside the module, with `memory` as it was then."""
+    """A call of a function outside the module, with `memory` as it was then. conditions: under which it is made."""
 
     name: str
     arguments: list[Value]
     memory: Memory
     at: Instruction
+    conditions: tuple[Bits, ...] = ()
 
     def cell(self, at: Pointer, offset: int) -> Value:
         """What was written `offset` bytes after `at`; None where nothing was."""
@@ -359,17 +360,10 @@ class Run:
         if name in _HARMLESS:
             return self.graph.const(0, 32)
         copied = {number: dict(cells) for number, cells in memory.items()}
-        called = Call(name, operands, copied, instruction)
+        called = Call(name, operands, copied, instruction, tuple(machine.conditions))
         if name == encoded.ENCODE:
             self._encode(called, memory)
             return self.graph.const(0, 32)
-        if machine.conditions:
-            raise UndecidedError(
-                f"host code: a branch on the arguments decides whether {name} is called: {instruction.place}; a launch"
-                " record launches always the same; let the arguments decide inside the kernel, or build one spec a way,"
-                " with a number that decides fixed, such as arguments.n.value = 1",
-                machine.conditions,
-            )
         machine.calls.append(called)
         if _answers(name) and isinstance(at := operands[0], Pointer):
             layout = machine.types[at.memory]

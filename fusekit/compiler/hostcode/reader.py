@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from fusekit.abi import Argument, Constraint, Expr, LaunchRecord, LaunchStep, TensorArgument, render
+from fusekit.abi.limits import THREADS
 from fusekit.compiler import cubin as cubins
 from fusekit.compiler.dsl import ENTRY
 from fusekit.compiler.hostcall import given, layout, tensor_of
@@ -26,7 +27,7 @@ _KERNELS = "kernels_"
 # cudaLaunchConfig_t in bytes: grid, block, dynamic shared memory, stream, attributes and their count.
 _GRID, _BLOCK, _SHARED, _STREAM, _ATTRIBUTES, _ATTRIBUTE_COUNT = 0, 12, 24, 32, 40, 48
 _ATTRIBUTE_BYTES, _ATTRIBUTE_VALUE = 72, 8
-_COOPERATIVE, _CLUSTER, _PROGRAMMATIC = 2, 4, 6  # cudaLaunchAttributeID
+_COOPERATIVE, _CLUSTER, _PROGRAMMATIC, _PREFERRED_CLUSTER = 2, 4, 6, 11  # cudaLaunchAttributeID
 _LARGEST_SHARED, _CARVEOUT, _NON_PORTABLE = 8, 9, 14  # cudaFuncAttribute
 _PORTABLE_CLUSTER = 8
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
@@ -69,6 +70,9 @@ def _read(machine: Machine, entry: str, arguments: Arguments, plan: TracePlan, c
         )
     if not calls:
         raise BuildError("host code: it launches nothing; a spec is a host function that launches one kernel or more")
+    deciding = [condition for call in calls for condition in call.conditions]
+    if arguments.variables(deciding) & plan.traced.keys():
+        raise UndecidedError("host code: a number that the trace fixes decides what is launched", deciding)
     return _Record(plan, machine, arguments, _kernel_attributes(machine), cubin).make(calls)
 
 
@@ -112,19 +116,25 @@ class _Record:
         self._algebra = Algebra(arguments.ranges)
         terms = {name: self._algebra.term(expr) for name, expr in arguments.expressions.items()}
         self._lowering = Lowering(machine.graph, self._algebra, terms, arguments.floats)
-        # What a launcher refuses by itself: term -> the range that it allows.
-        self._allowed: dict[Term, tuple[int, int]] = {}
+        # What a launcher refuses by itself: (term, the condition of the launch) -> the range that it allows.
+        self._allowed: dict[tuple[Term, Term], tuple[int, int]] = {}
+        self._when = self._always = self._algebra.const(1)  # the condition of the launch that is being read
+        self._reaches: list[tuple[Term, str, Term]] = []
         self._parameters = Parameters(machine.types, self._lowering, plan.signature, self._allow)
 
     def make(self, calls: Sequence[Call]) -> LaunchRecord:
-        drafts = [self._launch(call) for call in calls]
+        drafts = [draft for call in calls if (draft := self._conditional(call)) is not None]
+        if not drafts:
+            raise BuildError("host code: it launches nothing, whatever its arguments; widen the dims or the bounds")
         traps = [self._lowering.condition(bits) for bits, _ in self._machine.traps]
         guards = [guard for guard in self._lowering.guards if not self._implied(guard)]
-        bounds = [*self._spans(), *self._parameters.reaches]
-        roots = [guard.term for guard in guards] + [term for term, _ in bounds]
+        bounds = [*((term, message, self._always) for term, message in self._spans()), *self._reaches]
+        roots = [guard.term for guard in guards] + [term for term, _, _ in bounds]
         writer = ExpressionWriter([*self._parameters.terms, *roots, *traps])
         constraints = [_constraint(guard, writer) for guard in guards]
-        constraints += [Constraint(("max", 0, writer.write(term)), message) for term, message in bounds]
+        constraints += [
+            Constraint(_where(when, ("max", 0, writer.write(term)), writer), message) for term, message, when in bounds
+        ]
         constraints += [
             Constraint(writer.write(trap), f"the host function stops the program where {render(writer.write(trap))}")
             for trap in traps
@@ -179,6 +189,22 @@ class _Record:
                     ),
                 )
 
+    def _conditional(self, call: Call) -> Callable[[ExpressionWriter], LaunchStep] | None:
+        """The launch `call`; None for one that no arguments lead to."""
+        lowering, when = self._lowering, self._always
+        for condition in call.conditions:
+            with lowering.under(when):
+                when = self._algebra.both(when, lowering.condition(condition))
+        if when.is_const and not when.value:
+            return None
+        self._when = when
+        self._parameters.terms.append(when)
+        with lowering.under(when):
+            draft = self._launch(call)
+        self._reaches += [(term, message, when) for term, message in self._parameters.reaches]
+        self._parameters.reaches.clear()
+        return draft
+
     def _launch(self, call: Call) -> Callable[[ExpressionWriter], LaunchStep]:
         config, kernel, parameters = call.arguments
         if not isinstance(kernel, Symbol) or not isinstance(config, Pointer) or not isinstance(parameters, Pointer):
@@ -188,17 +214,25 @@ class _Record:
         grid = [self._lowering.lower(self._number(call, config, _GRID + 4 * axis)) for axis in range(3)]
         for extent, limit in zip(grid, _GRID_LIMITS, strict=True):
             self._allow(extent, 1, limit)
-        cluster, attributes = self._launch_attributes(call, config, symbol)
-        x, y, z = (self._constant(call, config, _BLOCK + 4 * axis, "the block") for axis in range(3))
-        shared = self._constant(call, config, _SHARED, "the size of shared memory")
-        self._parameters.terms += grid
+        cluster, preferred, attributes = self._launch_attributes(call, config, symbol)
+        block = [self._open(call, config, _BLOCK + 4 * axis, "the block") for axis in range(3)]
+        shared = self._open(call, config, _SHARED, "the size of shared memory")
+        for extent in block:
+            self._allow(extent, 1, THREADS)
+        self._allow(shared, 0, 2**31 - 1)
+        self._parameters.terms += [*grid, *block, shared]
+        when = self._when
         drafts = self._parameters.of(call, parameters, cubins.read(self._cubin, symbol))
 
         def draft(writer: ExpressionWriter) -> LaunchStep:
             names: set[str] = set()
             gx, gy, gz = (writer.write(extent) for extent in grid)
+            x, y, z = (writer.write(extent) for extent in block)
             parameters = tuple(write(writer, names) for write in drafts)
-            return LaunchStep(parameters, (gx, gy, gz), (x, y, z), cluster, shared, symbol, attributes)
+            bytes_, condition = writer.write(shared), writer.write(when)
+            return LaunchStep(
+                parameters, (gx, gy, gz), (x, y, z), cluster, bytes_, symbol, attributes, preferred, condition
+            )
 
         return draft
 
@@ -218,6 +252,13 @@ class _Record:
             raise BuildError(f"host code: a launch configuration that is not filled in: {call.at.place}")
         return value
 
+    def _open(self, call: Call, at: Pointer, offset: int, what: str) -> Term:
+        """A number that may follow the arguments; not those that the trace fixes."""
+        number = self._number(call, at, offset)
+        if self._arguments.variables([number]) & self._plan.traced.keys():
+            return self._algebra.const(self._constant(call, at, offset, what))
+        return self._lowering.lower(number)
+
     def _constant(self, call: Call, at: Pointer, offset: int, what: str) -> int:
         number = self._number(call, at, offset)
         term = self._lowering.lower(number)
@@ -233,16 +274,21 @@ class _Record:
 
     def _launch_attributes(
         self, call: Call, config: Pointer, symbol: str
-    ) -> tuple[tuple[int, int, int], dict[str, int]]:
+    ) -> tuple[tuple[int, int, int], tuple[int, ...], dict[str, int]]:
+        """Cluster, preferred cluster and attributes."""
         cluster, attributes = (1, 1, 1), {}
+        preferred: tuple[int, ...] = ()
         base = call.cell(config, _ATTRIBUTES)
         for index in range(self._constant(call, config, _ATTRIBUTE_COUNT, "the number of attributes")):
             at = Pointer(base.memory, base.offset + index * _ATTRIBUTE_BYTES)
             kind = self._constant(call, at, 0, "a launch attribute")
             value = [self._constant(call, at, _ATTRIBUTE_VALUE, f"launch attribute {kind}")]
-            if kind == _CLUSTER:
+            if kind in (_CLUSTER, _PREFERRED_CLUSTER):
                 value += [self._constant(call, at, _ATTRIBUTE_VALUE + 4 * axis, "the cluster") for axis in (1, 2)]
-                cluster = (value[0], value[1], value[2])
+                if kind == _CLUSTER:
+                    cluster = (value[0], value[1], value[2])
+                else:
+                    preferred = tuple(value)
             elif kind == _COOPERATIVE:
                 attributes["cooperative"] = value[0]
             elif kind == _PROGRAMMATIC:
@@ -251,22 +297,30 @@ class _Record:
                 raise BuildError(f"host code: launch attribute {kind} is not known to launch records: {call.at.place}")
         attributes = {name: value for name, value in attributes.items() if value}
         kernel = self._attributes.get(symbol, {})
-        if cluster[0] * cluster[1] * cluster[2] > _PORTABLE_CLUSTER and kernel.get(_NON_PORTABLE):
+        if max(math.prod(cluster), math.prod(preferred)) > _PORTABLE_CLUSTER and kernel.get(_NON_PORTABLE):
             attributes["non_portable_cluster_size_allowed"] = 1
         if kernel.get(_CARVEOUT, -1) >= 0:
             attributes["preferred_shared_memory_carveout"] = kernel[_CARVEOUT]
-        return cluster, attributes
+        return cluster, preferred, attributes
 
     def _allow(self, term: Term, low: int, high: int) -> None:
-        before = self._allowed.get(term, (low, high))
-        self._allowed[term] = max(low, before[0]), min(high, before[1])
+        before = self._allowed.get((term, self._when), (low, high))
+        self._allowed[term, self._when] = max(low, before[0]), min(high, before[1])
 
     def _implied(self, guard: Guard) -> bool:
-        low, high = self._allowed.get(guard.term, (guard.low - 1, guard.high + 1))
-        return max(low, guard.term.low) >= guard.low and min(high, guard.term.high) <= guard.high
+        for when in (self._always, guard.condition):
+            low, high = self._allowed.get((guard.term, when), (guard.low - 1, guard.high + 1))
+            if max(low, guard.term.low) >= guard.low and min(high, guard.term.high) <= guard.high:
+                return True
+        return False
 
 
-_STEP = ("symbol", "parameters", "grid", "block", "cluster", "dynamic_shared", "attributes")
+_STEP = tuple(item.name for item in fields(LaunchStep))
+
+
+def _where(when: Term, expr: Expr, writer: ExpressionWriter) -> Expr:
+    """0 where `when` is 0."""
+    return expr if when.is_const else ("if", writer.write(when), expr, 0)
 
 
 def _constraint(guard: Guard, writer: ExpressionWriter) -> Constraint:
@@ -282,8 +336,7 @@ def _constraint(guard: Guard, writer: ExpressionWriter) -> Constraint:
         over.append(("sub", term, most))
         rules.append(f"at most {most}")
     expr: Expr = ("max", 0, *over)
-    if not guard.condition.is_const:
-        expr = ("if", writer.write(guard.condition), expr, 0)
     return Constraint(
-        expr, f"{render(term)} must be {' and '.join(rules)}: the kernel's host code computes with no more bits"
+        _where(guard.condition, expr, writer),
+        f"{render(term)} must be {' and '.join(rules)}: the kernel's host code computes with no more bits",
     )
