@@ -39,6 +39,7 @@ class Experts:
     router_dtype: str = ""
     shared: int = 0
     shared_gate: bool = False
+    weights: str = "none"
 
     @classmethod
     def of(cls, options: Options | LayerOptions) -> Experts:
@@ -79,20 +80,22 @@ class Experts:
         if self.recipe != "none":
             lines += [f"recipe = {_toml(self.recipe)}"]
             lines += [f"weight_dtype = {_toml(self.weight_dtype)}"] if self.weight_dtype == "f32" else []
-        lines += ['keep = "none"'] if inference else []
+        lines += [f"weights = {_toml(self.weights)}"] if self.weights != "none" else []
+        lines += ['keep = "none"'] if inference or self.weights != "none" else []
         return "\n".join(lines) + "\n"
 
     def size(self) -> str:
         """In words, for messages."""
         bias = ", with biases" if self.bias else ""
+        weights = f", {self.weights} weights" if self.weights != "none" else ""
         return (
             f"experts {self.experts} x [{self.hidden} -> {self.intermediate}], top {self.topk}, {self.activation[0][1]}"
-            f" ({self.glu_layout}){bias}, {self.dtype}"
+            f" ({self.glu_layout}){bias}, {self.dtype}{weights}"
         )
 
 
 _COPIED = ("hidden", "intermediate", "experts", "topk", "dtype", "glu_layout", "bias", "b_major", "recipe", "shared",
-           "shared_gate")  # fmt: skip
+           "shared_gate", "weights")  # fmt: skip
 
 
 def layer_for(library: Library, layers: str, experts: Experts, module: str, accumulate: bool = False) -> str:

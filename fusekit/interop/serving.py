@@ -6,7 +6,7 @@ Without a framework: what the doors to servers share.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from logging import Logger
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fusekit.layers import Layer
 
 _SIZES_KEPT = 256
+_TOKENS = ("x", "indices", "weights")
 
 
 class Served:
@@ -27,14 +28,14 @@ class Served:
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
-        self._inputs = frozenset(layer.inputs("inference"))
+        self._parameters = tuple(name for name in layer.inputs("inference") if name not in _TOKENS)
         self.scratch_bytes: Callable[[int], int] = lru_cache(_SIZES_KEPT)(self._scratch_bytes)
 
     def _scratch_bytes(self, tokens: int) -> int:
         return self.layer.record.scratch("inference", ("y",), self.layer.dims(tokens), ("y",))[1]
 
     def __call__(
-        self, y: Any, x: Any, indices: Any, weights: Any, w1: Any, w2: Any, b1: Any, b2: Any, scratch: Any,
+        self, y: Any, x: Any, indices: Any, weights: Any, parameters: Mapping[str, Any], scratch: Any,
         stream: int | None,
     ) -> None:  # fmt: skip
         """Queues y = the experts of x.
@@ -45,18 +46,17 @@ class Served:
             [T, H], of the layer's dtype. y must not overlap the others.
         indices, weights : tensor
             [T, K]. An index outside the experts, such as -1, adds nothing.
-        w1, w2, b1, b2 : tensor
-            As the layer reads them; the biases None if it has none.
+        parameters : mapping
+            Tensors as the layer reads them: w1, w2, biases b1, b2 and scales w1_s, w2_s where it has such.
         scratch : tensor
             Of at least `scratch_bytes(T)` bytes.
         stream : int, optional
             None on the CPU.
         """
-        biases = {"b1": b1, "b2": b2} if "b1" in self._inputs else {}
+        given = {name: parameters[name] for name in self._parameters}
         self.layer.forward(
-            x=x, indices=indices.int(), weights=weights.float(), w1=w1, w2=w2, **biases, y=y, scratch=scratch,
-            stream=stream,
-        )  # fmt: skip
+            x=x, indices=indices.int(), weights=weights.float(), **given, y=y, scratch=scratch, stream=stream
+        )
 
 
 class Chooser:

@@ -1,7 +1,8 @@
 """fusekit as an MoE runner of SGLang 0.5.23: a plugin, by the entry point `sglang.srt.plugins`.
 
-SGLang keeps routing and communication. Where its runner for bf16 experts would be Triton's and a layer of the store
-computes these experts, fusekit runs them, on SGLang's weights as they are; elsewhere SGLang's choice stays.
+SGLang keeps routing and communication. Where its runner for bf16 experts, or for FP8 experts with 128 x 128 scales,
+would be Triton's and a layer of the store computes these experts, fusekit runs them, on SGLang's weights and scales as
+they are; elsewhere SGLang's choice stays.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ NAME = "fusekit"
 TOKENS = 8192
 """Most tokens of a step that kernels are loaded for before the first."""
 
-_HOOKED = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.create_moe_runner"
+_METHOD = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod"
+_FP8_METHOD = "sglang.srt.layers.quantization.fp8.Fp8MoEMethod"
+_FP8 = "fp8-block"  # of a layer's weights
 _GATED: dict[str, dict[str, Any]] = {"gelu": {"kind": "geglu"}, "gelu_tanh": {"kind": "geglu", "approximate": "tanh"}}
 _PLAIN: dict[str, dict[str, Any]] = {"silu": {"kind": "silu"}, "gelu": {"kind": "gelu"}, "relu2": {"kind": "srelu"}}
 
 
 def register(library: Library | None = None, layers: str = "*") -> None:
-    """Lets SGLang's unquantized experts choose fusekit. The entry point calls it in each process of SGLang.
+    """Lets SGLang's unquantized and FP8 experts choose fusekit. The entry point calls it in each process of SGLang.
 
     Parameters
     ----------
@@ -47,10 +50,20 @@ def register(library: Library | None = None, layers: str = "*") -> None:
         original(method, layer, moe_runner_config)
         _replace(chooser, method, layer, moe_runner_config)
 
-    HookRegistry.register(_HOOKED, create_moe_runner, HookType.AROUND)
+    def apply(original: Any, method: Any, layer: Any, dispatch_output: Any) -> Any:
+        if method.runner is None or method.runner.runner_backend.value != NAME:
+            return original(method, layer, dispatch_output)
+        return method.runner.run(dispatch_output, method.get_triton_quant_info(layer))
+
+    for target, hook in (
+        (f"{_METHOD}.create_moe_runner", create_moe_runner),
+        (f"{_FP8_METHOD}.create_moe_runner", create_moe_runner),
+        (f"{_FP8_METHOD}.apply", apply),  # which knows its own runners alone
+    ):
+        HookRegistry.register(target, hook, HookType.AROUND)
 
 
-def described(config: Any, bias: bool) -> Experts | None:
+def described(config: Any, bias: bool, weights: str = "none") -> Experts | None:
     """SGLang's experts as keys of a spec; None if fusekit has no kernels for their activation or dtype."""
     import torch
 
@@ -68,7 +81,7 @@ def described(config: Any, bias: bool) -> Experts | None:
         return None
     return Experts(
         config.hidden_size, config.intermediate_size_per_partition, config.num_local_experts, config.top_k, "bf16",
-        given_parameters(activation), layout, bias, "k",
+        given_parameters(activation), layout, bias, "k", weights=weights,
     )  # fmt: skip
 
 
@@ -91,12 +104,20 @@ def _refusal(config: Any, experts: Experts | None) -> str:
 def _replace(chooser: Chooser, method: Any, layer: Any, config: Any) -> None:
     """Gives a method of Triton's the runner of fusekit, if there is a layer."""
     from sglang.srt.layers.moe.moe_runner import MoeRunner
-    from sglang.srt.layers.moe.utils import get_moe_runner_backend
+    from sglang.srt.layers.moe.utils import MoeRunnerBackend, get_moe_runner_backend
 
     wanted = get_moe_runner_backend()
-    if not method.runner.runner_backend.is_triton() or not (wanted.is_auto() or wanted.value == NAME):
+    if method.runner is None and wanted.value == NAME:  # a name that the method for FP8 experts does not know
+        method.runner, method._owns_moe_runner = MoeRunner(MoeRunnerBackend.TRITON, config), True
+    if method.runner is None or not method.runner.runner_backend.is_triton():
         return
-    experts = described(config, method.with_bias)
+    if not (wanted.is_auto() or wanted.value == NAME):
+        return
+    weights = _weights(method)
+    if weights is None:
+        chooser.refuse("no kernels for FP8 weights other than a checkpoint's e4m3 with 128 x 128 scales")
+        return
+    experts = described(config, method.with_bias, weights)
     if why := _refusal(config, experts):
         chooser.refuse(why)
         return
@@ -105,6 +126,16 @@ def _replace(chooser: Chooser, method: Any, layer: Any, config: Any) -> None:
     if served is not None:
         method.runner = MoeRunner(_backend(), config)
         method.runner.runner_core.served = served
+
+
+def _weights(method: Any) -> str | None:
+    """A layer's `weights` for those of a method, or None."""
+    quant = getattr(method, "quant_config", None)
+    if quant is None:
+        return "none"
+    plain = method.block_quant and not method.use_mxfp8 and not method.is_fp4_expert
+    blocks = [*(method.weight_block_size or ())] == [128, 128]
+    return _FP8 if plain and blocks and quant.is_checkpoint_fp8_serialized else None
 
 
 def _backend() -> Any:
@@ -144,9 +175,11 @@ def _core_class() -> Any:
                     weights = weights * factor
                 biases = [None if bias is None else bias.to(x.dtype) for bias in (quant_info.b13, quant_info.b2)]
                 scratch = torch.empty(self.served.scratch_bytes(len(x)), dtype=torch.uint8, device=x.device)
-                self.served(
-                    y, x, indices, weights, quant_info.w13_weight, quant_info.w2_weight, *biases, scratch, stream_of(x)
-                )
+                parameters = {
+                    "w1": quant_info.w13_weight, "w2": quant_info.w2_weight, "w1_s": quant_info.w13_scale,
+                    "w2_s": quant_info.w2_scale, "b1": biases[0], "b2": biases[1],
+                }  # fmt: skip
+                self.served(y, x, indices, weights, parameters, scratch, stream_of(x))
             return StandardCombineInput(hidden_states=y)
 
     return FusekitRunnerCore

@@ -4,7 +4,8 @@
     model = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16", experts_implementation="fusekit")
 
 Transformers keeps the router; fusekit runs the experts, forward and backward, on the model's own parameters. The layer
-is found in the store by what the module computes: `kind = "moe"` with `router = { input = "choices" }`.
+is found in the store by what the module computes: `kind = "moe"` with `router = { input = "choices" }`. FP8 checkpoints
+with 128 x 128 scales run in layers with `weights = "fp8-block"`, tokens in bf16.
 """
 
 from __future__ import annotations
@@ -23,13 +24,20 @@ from fusekit.interop.experts import Experts, given_parameters, layer_for
 from fusekit.interop.torch_layer import DTYPES, casting, launch, operator_of, quantised
 from fusekit.interop.torch_moe import main_grad
 from fusekit.library import Library, open_library
+from fusekit.plan.quant import BLOCK, SIDE
 
 NAMES = {"w1": ("gate_up_proj", "up_proj"), "w2": ("down_proj",) * 2, "b1": ("gate_up_proj_bias", "up_proj_bias"),
          "b2": ("down_proj_bias",) * 2}  # fmt: skip
 """A layer's parameters in an experts module: (gated, not gated)."""
 
+SCALED = ("w1", "w2", "shared_w1", "shared_w2")
+"""The parameters that are FP8 in an FP8 checkpoint."""
+
+SCALE = "_scale_inv"
+"""Added to the name of an FP8 weight, its scales'."""
+
 # Numbers that modules keep for their gate.
-_NUMBERS = ("alpha", "limit", "swiglu_alpha", "swiglu_limit")
+_NUMBERS = ("alpha", "limit", "swiglu_alpha", "swiglu_limit", "gate_softcap", "up_softcap")
 _Names = tuple[str, ...]
 _Found = tuple[str, _Names, _Names, _Names, _Names, _Names]  # an operator's name, inputs, their types, ...
 
@@ -70,11 +78,23 @@ def register(
     ArgumentError
         From a call of a module for which fusekit has no kernels; with `blocks`, when such a model is made.
     """
-    ExpertsInterface.register(name, backend(library, layers, recipe, in_place))
+    function = backend(library, layers, recipe, in_place)
+    for interface in _interfaces():
+        interface.register(name, function)
     if blocks:
         from fusekit.interop.transformers_blocks import install
 
         install(name, library, layers, recipe, in_place)
+
+
+def _interfaces() -> Iterator[Any]:
+    """Transformers' registries of experts backends."""
+    yield ExpertsInterface
+    try:
+        from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+    except ImportError:  # a version that has none of its own for FP8 checkpoints
+        return
+    yield FP8ExpertsInterface
 
 
 def fuse(
@@ -177,7 +197,7 @@ def backend(
         if key not in known:
             if not opened:
                 opened.append(open_library())
-            wanted = replace(described(*key), recipe=recipe)
+            wanted = with_recipe(described(*key), recipe, key[0].__name__)
             layer = opened[0].layer(layer_for(opened[0], layers, wanted, key[0].__name__))
             operator, buffers = operator_of(layer, in_place=in_place), layer.record.buffers
             types = tuple(buffers[name].dtype for name in operator.inputs)
@@ -192,8 +212,10 @@ def backend(
                 ' experts_implementation="grouped_mm" for this model'
             )
         weight_dtype, device = module.down_proj.dtype, hidden_states.device.type
-        cast = casting(device)
-        dtype = torch.get_autocast_dtype(device) if cast else weight_dtype
+        cast, scaled = casting(device), has_scales(module)
+        dtype = hidden_states.dtype if scaled else weight_dtype
+        if cast:
+            dtype = torch.get_autocast_dtype(device)
         shape = (*module.down_proj.shape, top_k_index.shape[-1])
         # As text: torch.compile would make symbols of floats.
         numbers = [_text(getattr(module, attribute, None)) for attribute in _NUMBERS]
@@ -204,6 +226,9 @@ def backend(
         for argument, (gated, plain) in NAMES.items():
             if argument in inputs:
                 tensors[argument] = getattr(module, gated if module.has_gate else plain)
+                if scaled and argument in SCALED:
+                    scales = getattr(module, f"{gated if module.has_gate else plain}{SCALE}")
+                    tensors[f"{argument}_s"] = scales.float()  # of e8m0 a copy
         if cast:
             for argument, kind in zip(inputs, types, strict=True):
                 if argument in ("x", *NAMES):
@@ -214,6 +239,19 @@ def backend(
         return launch(name, [tensors[argument] for argument in inputs], sums)[0]
 
     return experts
+
+
+def has_scales(module: Any) -> bool:
+    """Whether an experts module has FP8 weights. Raises ArgumentError for those that no layer reads."""
+    weights, block = module.down_proj, getattr(module, "block_size", None)
+    if weights.element_size() > 1:
+        return False
+    if weights.dtype == DTYPES["e4m3"] and block is not None and tuple(block) == (SIDE, SIDE):
+        return True
+    raise ArgumentError(
+        f"{type(module).__name__}: its weights are {weights.dtype} with scales of blocks of {block}; fusekit reads"
+        f' {DTYPES["e4m3"]} with scales of [{SIDE}, {SIDE}]; use experts_implementation="grouped_mm" for this model'
+    )
 
 
 def described(
@@ -230,13 +268,31 @@ def described(
     activation, layout = recognised(module, act_fn, has_gate, _numbers(numbers))
     major = "n" if is_transposed else "k"
     experts_ = Experts(hidden, intermediate, experts, topk, kind, given_parameters(activation), layout, has_bias, major)
-    return experts_ if weights == kind else replace(experts_, weight_dtype=weights)
+    return replace(experts_, **_of_weights(kind, weights))
 
 
 def described_layer(layer: Experts, dtype: Any, weight_dtype: Any, router_dtype: Any) -> Experts:
     """The layer with these types of PyTorch: of the products, of the experts' weights, of the router's."""
     kind, weights, router = map(_type_name, (dtype, weight_dtype, router_dtype))
-    return replace(layer, dtype=kind, weight_dtype="" if weights == kind else weights, router_dtype=router)
+    return replace(layer, dtype=kind, router_dtype=router, **_of_weights(kind, weights))
+
+
+def with_recipe(experts: Experts, recipe: str, module: str) -> Experts:
+    """The experts in layers with that recipe. Raises ArgumentError for FP8 weights, which no recipe quantises."""
+    if recipe != "none" and experts.weights != "none":
+        raise ArgumentError(
+            f'{module}: recipe = "{recipe}" quantises weights, and these are FP8 values already; leave recipe out of'
+            " fusekit.interop.transformers.register() for this model",
+            argument="recipe",
+        )
+    return replace(experts, recipe=recipe)
+
+
+def _of_weights(kind: str, weights: str) -> dict[str, Any]:
+    """What is said of weights of a type, for products of `kind`."""
+    if weights == "e4m3":
+        return {"weights": BLOCK}
+    return {"weight_dtype": "" if weights == kind else weights}
 
 
 def _type_name(torch_dtype: Any) -> str:
@@ -260,7 +316,7 @@ def recognised(module: type, act_fn: type, has_gate: bool, numbers: dict[str, fl
     z = torch.linspace(-widest, widest, 16 * 128, dtype=torch.float64, device="cpu")
     z = z[torch.randperm(z.numel(), generator=torch.Generator().manual_seed(0))].reshape(16, 128)
     try:
-        stand_in = SimpleNamespace(**numbers, act_fn=act_fn())
+        stand_in = SimpleNamespace(**dict.fromkeys(_NUMBERS) | numbers, act_fn=act_fn())
         want = module._apply_gate(stand_in, z) if has_gate else stand_in.act_fn(z)  # type: ignore[attr-defined]
     except Exception as error:  # of whatever the module's code needs beyond
         raise ArgumentError(

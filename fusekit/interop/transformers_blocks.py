@@ -28,7 +28,7 @@ from fusekit.interop import torch_fp8
 from fusekit.interop.experts import Experts, layer_for
 from fusekit.interop.torch_layer import DTYPES, casting, launch, operator_of, operators, quantised
 from fusekit.interop.torch_moe import at, joined, main_grad
-from fusekit.interop.transformers import NAMES, described_layer
+from fusekit.interop.transformers import NAMES, SCALE, SCALED, described_layer, has_scales, with_recipe
 from fusekit.library import Library, open_library
 
 ROUTERS = ("gate", "router")
@@ -101,8 +101,9 @@ class Backend:
                 self._opened.append(open_library())
             which, dtype, weight_dtype, router_dtype = key
             wanted = described_layer(_blocks()[which].layer, dtype, weight_dtype, router_dtype)
-            wanted = replace(wanted, recipe=self._recipe)
-            layer = self._opened[0].layer(layer_for(self._opened[0], self._layers, wanted, which.partition(" ")[0]))
+            module = which.partition(" ")[0]
+            wanted = with_recipe(wanted, self._recipe, module)
+            layer = self._opened[0].layer(layer_for(self._opened[0], self._layers, wanted, module))
             operator, buffers = operator_of(layer, in_place=self._in_place), layer.record.buffers
             types = tuple(buffers[name].dtype for name in operator.inputs)
             self._known[key] = operator.name, operator.inputs, types, operator.summed, operator.weights, operator.fp8
@@ -160,9 +161,14 @@ def is_watched(module: Any) -> bool:
 def _run(module: Any, name: str, x: Any) -> Any:
     """The block's output from its layer."""
     parameters = {argument: _tensor(module, paths) for argument, paths in module._fusekit_paths}
-    cast = casting(x.device.type)
-    operator, inputs, types, summed, weights, fp8 = _look_up(name, *_key(module, x.device.type, cast))
+    cast, scaled = casting(x.device.type), has_scales(module.experts)
+    key = _key(module, x.device.type, cast, x.dtype if scaled else None)
+    operator, inputs, types, summed, weights, fp8 = _look_up(name, *key)
     tensors = {"x": x, **parameters}
+    if scaled:
+        for argument, paths in module._fusekit_paths:
+            if argument in SCALED:
+                tensors[f"{argument}_s"] = _tensor(module, tuple(f"{path}{SCALE}" for path in paths)).float()
     for argument, kind in zip(inputs, types, strict=True):
         if argument in parameters and (cast or argument in ("router", "router_bias", "expert_bias")):
             tensors[argument] = tensors[argument].to(DTYPES[kind])
@@ -182,10 +188,10 @@ def _run(module: Any, name: str, x: Any) -> Any:
     return (y, None) if module._fusekit_tuple else y
 
 
-def _key(module: Any, device: str, cast: bool) -> tuple[Any, ...]:
-    """The arguments of `Backend.look_up`."""
+def _key(module: Any, device: str, cast: bool, dtype: Any = None) -> tuple[Any, ...]:
+    """The arguments of `Backend.look_up`. dtype: of the products; default: that of the experts' weights."""
     w2, router = (_tensor(module, paths) for name, paths in module._fusekit_paths if name in ("w2", "router"))
-    dtype = torch.get_autocast_dtype(device) if cast else w2.dtype
+    dtype = torch.get_autocast_dtype(device) if cast else dtype or w2.dtype
     return module._fusekit_block, dtype, w2.dtype, router.dtype
 
 
@@ -194,7 +200,7 @@ def hold_fp8(model: Any, hold: bool) -> int:
     count = 0
     for module in blocks_of(model):
         name = module.experts.config._experts_implementation
-        if "_fusekit_block" not in vars(module) or name not in _backends():
+        if "_fusekit_block" not in vars(module) or name not in _backends() or has_scales(module.experts):
             continue
         device = module.experts.down_proj.device
         operator = operators()[_backends()[name].look_up(*_key(module, device.type, casting(device.type)))[0]]

@@ -1,20 +1,23 @@
 """fusekit as an experts kernel of vLLM 0.33: a plugin, by the entry point `vllm.general_plugins`.
 
-vLLM keeps routing, expert maps and communication. Where its automatic choice for bf16 experts is Triton and a layer of
-the store computes these experts, fusekit runs them, on vLLM's weights as they are; elsewhere vLLM's choice stays.
+vLLM keeps routing, expert maps and communication. Where its automatic choice for bf16 experts, or for FP8 experts with
+128 x 128 scales, is Triton and a layer of the store computes these experts, fusekit runs them, on vLLM's weights and
+scales as they are; elsewhere vLLM's choice stays.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as method
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationConfig
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
-from vllm.model_executor.layers.fused_moe.oracle import unquantized as oracle
+from vllm.model_executor.layers.fused_moe.oracle import fp8, unquantized
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 from vllm.platforms import current_platform
 
 from fusekit.errors import NotBuiltError
@@ -24,6 +27,7 @@ from fusekit.interop.torch_layer import DTYPES, stream_of
 from fusekit.library import Library
 
 NAME = "FusekitExperts"
+_FP8 = "fp8-block"  # of a layer's weights
 _GATED: dict[str, dict[str, Any]] = {
     "silu": {"kind": "swiglu"},
     "gelu": {"kind": "geglu"},
@@ -40,7 +44,7 @@ _PLAIN: dict[str, dict[str, Any]] = {
 
 
 def register(library: Library | None = None, layers: str = "*") -> None:
-    """Lets vLLM's unquantized experts choose fusekit. The entry point calls it in each process of vLLM.
+    """Lets vLLM's unquantized and FP8 experts choose fusekit. The entry point calls it in each process of vLLM.
 
     Parameters
     ----------
@@ -50,27 +54,42 @@ def register(library: Library | None = None, layers: str = "*") -> None:
         Glob of the names of layers to choose from. If several fit, one without a backward pass is taken, then the
         first by name.
     """
-    if getattr(oracle.select_unquantized_moe_backend, "fusekit", False):  # vLLM may load plugins more than once
+    theirs, theirs_fp8 = unquantized.select_unquantized_moe_backend, fp8.select_fp8_moe_backend
+    if getattr(theirs, "fusekit", False):  # vLLM may load plugins more than once
         return
-    theirs = oracle.select_unquantized_moe_backend
     experts_class = _experts_class(Chooser(library, layers, init_logger("vllm.fusekit")))
 
-    def select(moe_config: Any) -> tuple[Any, Any]:
-        backend, kernel = theirs(moe_config)
-        if backend is oracle.UnquantizedMoeBackend.TRITON and moe_config.moe_backend == "auto":
+    def choose(selected: tuple[Any, Any], triton: Any, moe_config: Any, *keys: Any) -> tuple[Any, Any]:
+        backend, kernel = selected
+        if backend is triton and moe_config.moe_backend == "auto":
             standard = mk.FusedMoEActivationFormat.Standard
-            supported, why = experts_class.is_supported_config(experts_class, moe_config, None, None, standard)
+            supported, why = experts_class.is_supported_config(experts_class, moe_config, *keys, standard)
             if supported:
                 return backend, experts_class
             if why is not None:
                 experts_class.chooser.refuse(why)
         return backend, kernel
 
+    def select(moe_config: Any) -> tuple[Any, Any]:
+        return choose(theirs(moe_config), unquantized.UnquantizedMoeBackend.TRITON, moe_config, None, None)
+
+    def select_fp8(config: Any, weight_key: Any, activation_key: Any, allow_vllm_cutlass: bool = False) -> Any:
+        selected = theirs_fp8(config, weight_key, activation_key, allow_vllm_cutlass)
+        return choose(selected, fp8.Fp8MoeBackend.TRITON, config, weight_key, activation_key)
+
     select.fusekit = True  # type: ignore[attr-defined]
-    oracle.select_unquantized_moe_backend = method.select_unquantized_moe_backend = select
+    replace("select_unquantized_moe_backend", theirs, select)
+    replace("select_fp8_moe_backend", theirs_fp8, select_fp8)
 
 
-def described(moe_config: Any, quant_config: Any) -> Experts | None:
+def replace(name: str, old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Puts a function of vLLM's in the place of another, in each of its modules that has imported that."""
+    for module in [module for path, module in sys.modules.items() if path.partition(".")[0] == "vllm"]:
+        if getattr(module, "__dict__", {}).get(name) is old:
+            setattr(module, name, new)
+
+
+def described(moe_config: Any, quant_config: Any, weights: str = "none") -> Experts | None:
     """vLLM's experts as keys of a spec; None if fusekit has no kernels for their activation or dtype."""
     name = moe_config.activation.value
     activation = _GATED.get(name) or _PLAIN.get(name)
@@ -86,6 +105,7 @@ def described(moe_config: Any, quant_config: Any) -> Experts | None:
     return Experts(
         moe_config.hidden_dim, moe_config.intermediate_size_per_partition, moe_config.num_local_experts,
         moe_config.experts_per_token, dtypes[0], given_parameters(activation), layout, moe_config.has_bias, "k",
+        weights=weights,
     )  # fmt: skip
 
 
@@ -97,15 +117,20 @@ def _experts_class(chooser_: Chooser) -> Any:
 
         def __init__(self, moe_config: Any, quant_config: Any, **more: Any) -> None:
             super().__init__(moe_config, quant_config, **more)
-            served = _served(self.chooser, moe_config, quant_config)
+            weights = "none" if quant_config.weight_quant_dtype is None else _FP8
+            served = _served(self.chooser, moe_config, quant_config, weights)
             if served is None:  # the numbers of the activation came after the choice, and are others
-                experts = described(moe_config, quant_config)
+                experts = described(moe_config, quant_config, weights)
                 wanted = "" if experts is None else f"\n\n{experts.table(inference=True)}"
                 raise NotBuiltError(
                     f"no layer of the store computes these experts of vLLM, with the activation's numbers"
                     f" {self.activation_config}; build one, or serve with --moe-backend triton{wanted}"
                 )
             self._served = served
+
+        @property
+        def expects_unquantized_inputs(self) -> bool:
+            return self.quant_config.weight_quant_dtype is not None  # tokens stay bf16
 
         @staticmethod
         def is_supported_config(
@@ -118,7 +143,8 @@ def _experts_class(chooser_: Chooser) -> Any:
             quant_config = FusedMoEQuantConfig.make()
             if described(moe_config, quant_config) is None:
                 return False, f"kernel does not support {moe_config.activation} of {moe_config.in_dtype}"
-            return _served(cls.chooser, moe_config, quant_config) is not None, None
+            weights = "none" if weight_key is None else _FP8
+            return _served(cls.chooser, moe_config, quant_config, weights) is not None, None
 
         @staticmethod
         def activation_format() -> Any:
@@ -134,7 +160,7 @@ def _experts_class(chooser_: Chooser) -> Any:
 
         @staticmethod
         def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-            return weight_key is None and activation_key is None
+            return (weight_key, activation_key) in ((None, None), (kFp8Static128BlockSym, kFp8Dynamic128Sym))
 
         @staticmethod
         def _supports_activation(activation: Any) -> bool:
@@ -169,16 +195,17 @@ def _experts_class(chooser_: Chooser) -> Any:
                 topk_ids = expert_map[topk_ids].where(topk_ids >= 0, -1)
             if apply_router_weight_on_input:  # vLLM has multiplied x by them
                 topk_weights = topk_weights.new_ones(topk_weights.shape)
+            parameters = {"w1": w1, "w2": w2, "b1": self.w1_bias, "b2": self.w2_bias, "w1_s": self.w1_scale,
+                          "w2_s": self.w2_scale}  # fmt: skip
             self._served(
-                output, hidden_states, topk_ids, topk_weights, w1, w2, self.w1_bias, self.w2_bias, workspace2,
-                stream_of(hidden_states),
-            )  # fmt: skip
+                output, hidden_states, topk_ids, topk_weights, parameters, workspace2, stream_of(hidden_states)
+            )
 
     FusekitExperts.__qualname__ = NAME
     return FusekitExperts
 
 
-def _served(chooser: Chooser, moe_config: Any, quant_config: Any) -> Served | None:
-    experts = described(moe_config, quant_config)
+def _served(chooser: Chooser, moe_config: Any, quant_config: Any, weights: str) -> Served | None:
+    experts = described(moe_config, quant_config, weights)
     cpu = "cpu" in str(moe_config.device)
     return None if experts is None else chooser.served(experts, moe_config.max_num_tokens, cpu)

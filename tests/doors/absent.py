@@ -17,6 +17,9 @@ class _Any(metaclass=_Names):
     def __init__(self, *args, **kwargs):
         pass
 
+    def __init_subclass__(cls, **options):
+        pass
+
     def __class_getitem__(cls, item):
         return cls
 

@@ -3,9 +3,10 @@
 import torch
 
 from fusekit.cpu import CpuLayer
+from fusekit.plan.quant import SIDE
 from tests.plan.test_layer_program import options
 
-E, H, I, K, T = 8, 128, 96, 2, 33  # noqa: E741
+E, H, I, K, T = 8, 256, 128, 2, 33  # noqa: E741
 GPT_OSS = {"kind": "swiglu", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
 
 
@@ -17,7 +18,7 @@ class Library:
                   "router": {"input": "choices"}}  # fmt: skip
         self._layers = {f"store/{name}": CpuLayer(options(**shared | spec, file="store", name=name))
                         for name, spec in specs.items()}  # fmt: skip
-        self.searched = 0
+        self.searched, self.ran = 0, set()
 
     def layers(self):
         self.searched += 1
@@ -25,6 +26,7 @@ class Library:
 
     def layer(self, name, device=None):
         assert device == "cpu"
+        self.ran.add(name)
         return self._layers[name]
 
 
@@ -37,17 +39,22 @@ def library():
         one={"topk": 1},
         one_trained={"topk": 1, "keep": "z", "grad_dtype": "bf16"},
         gpt_oss=gpt_oss,
+        fp8={"weights": "fp8-block"},
     )
 
 
 class Problem:
-    """Random experts and tokens; biases where `bias`."""
+    """Random experts and tokens; biases where `bias`; with `fp8` e4m3 weights, and their scales s1 and s2."""
 
-    def __init__(self, bias=False, bias_dtype=torch.bfloat16):
+    s1 = s2 = None
+
+    def __init__(self, bias=False, bias_dtype=torch.bfloat16, fp8=False):
         generator = torch.Generator().manual_seed(0)
         randn = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
         self.x = randn(T, H).bfloat16()
         self.w1, self.w2 = (randn(E, 2 * I, H) * H**-0.5).bfloat16(), (randn(E, H, I) * I**-0.5).bfloat16()
+        if fp8:
+            (self.w1, self.s1), (self.w2, self.s2) = quantised(self.w1), quantised(self.w2)
         self.b1 = randn(E, 2 * I).bfloat16().to(bias_dtype) if bias else None
         self.b2 = randn(E, H).bfloat16().to(bias_dtype) if bias else None
         weights, ids = randn(T, E).softmax(-1).topk(K)
@@ -55,20 +62,36 @@ class Problem:
 
     def wanted(self, gpt_oss=False, local=range(E), limit=None):
         """y in float32, of the experts in `local`."""
-        y = torch.zeros(T, H)
+        y, w1, w2 = torch.zeros(T, H), dequantised(self.w1, self.s1), dequantised(self.w2, self.s2)
         for token in range(T):
             for expert, weight in zip(self.ids[token].tolist(), self.weights[token], strict=True):
                 if expert not in local:
                     continue
-                z = self.w1[expert].float() @ self.x[token].float()
+                z = w1[expert] @ self.x[token].float()
                 z = z if self.b1 is None else z + self.b1[expert].float()
                 gate, up = (z[0::2], z[1::2]) if gpt_oss else z.chunk(2)
                 if gpt_oss or limit:
                     gate, up = gate.clamp(max=limit or 7.0), up.clamp(-(limit or 7.0), limit or 7.0)
                 h = gate * torch.sigmoid((1.702 if gpt_oss else 1.0) * gate) * (up + (1.0 if gpt_oss else 0.0))
-                out = self.w2[expert].float() @ h
+                out = w2[expert] @ h
                 y[token] += weight * (out if self.b2 is None else out + self.b2[expert].float())
         return y
+
+
+def quantised(weights):
+    """e4m3 values and float32 scales of 128 x 128, as an FP8 checkpoint has them: weights are values times scales."""
+    blocks = weights.float().unflatten(-1, (-1, SIDE)).unflatten(-3, (-1, SIDE))
+    scales = blocks.abs().amax((-3, -1), keepdim=True) / 448
+    values = (blocks / scales).to(torch.float8_e4m3fn)
+    return values.reshape(weights.shape), scales[..., 0, :, 0].contiguous()
+
+
+def dequantised(weights, scales):
+    """In float32."""
+    if scales is None:
+        return weights.float()
+    each = scales.float().repeat_interleave(SIDE, -2).repeat_interleave(SIDE, -1)
+    return weights.float() * each[..., : weights.shape[-2], : weights.shape[-1]]
 
 
 def error(result, wanted):

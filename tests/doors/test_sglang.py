@@ -9,7 +9,16 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from tests.doors.absent import stand_in  # noqa: E402
 
-stand_in("IPython", "compressed_tensors", "gguf", "partial_json_parser", "sentencepiece", "starlette", "torchvision")
+stand_in(
+    "IPython",
+    "compressed_tensors",
+    "gguf",
+    "openai",
+    "partial_json_parser",
+    "sentencepiece",
+    "starlette",
+    "torchvision",
+)
 pytest.importorskip("sglang", reason="sglang is not installed")
 
 from sglang.srt.layers.moe import utils  # noqa: E402
@@ -17,18 +26,25 @@ from sglang.srt.layers.moe.fused_moe_native import moe_forward_native  # noqa: E
 from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig  # noqa: E402
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput  # noqa: E402
 from sglang.srt.layers.moe.topk import StandardTopKOutput  # noqa: E402
+from sglang.srt.layers.quantization import fp8 as fp8_module  # noqa: E402
+from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod  # noqa: E402
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 
 from fusekit.interop import sglang as door  # noqa: E402
 from tests.doors.served import E, H, I, K, Problem, error, library  # noqa: E402
 
+FP8 = {"is_checkpoint_fp8_serialized": True, "weight_block_size": [128, 128]}
 GPT_OSS = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}
+
+
+HOOKED = [(kind, "create_moe_runner") for kind in (UnquantizedFusedMoEMethod, Fp8MoEMethod)]
+HOOKED += [(Fp8MoEMethod, "apply")]
 
 
 @pytest.fixture
 def store(monkeypatch):
-    original = UnquantizedFusedMoEMethod.create_moe_runner
+    originals = [(kind, name, getattr(kind, name)) for kind, name in HOOKED]
     lora = SimpleNamespace(enable_lora=False, lora_paths=None)
     monkeypatch.setattr("sglang.srt.runtime_context.get_lora", lambda: lora)
     stored = library()
@@ -36,7 +52,8 @@ def store(monkeypatch):
     door.register(stored)
     HookRegistry.apply_hooks()
     yield stored
-    UnquantizedFusedMoEMethod.create_moe_runner = original
+    for original in originals:
+        setattr(*original)
     door.MOE_RUNNER_BACKEND_CHOICES.remove(door.NAME)
     HookRegistry.reset()
 
@@ -44,7 +61,7 @@ def store(monkeypatch):
 class Served:
     """A method of SGLang's with the weights of a problem."""
 
-    def __init__(self, problem, **changed):
+    def __init__(self, problem, fp8=None, **changed):
         fields = {
             "num_experts": E,
             "num_local_experts": E,
@@ -57,15 +74,19 @@ class Served:
         self.config = MoeRunnerConfig(**fields | changed)
         self.layer, self.problem = torch.nn.Module(), problem
         self.layer.moe_runner_config, self.layer.num_experts = self.config, self.config.num_local_experts
-        self.method = UnquantizedFusedMoEMethod()
+        self.layer.moe_tp_size = 1
+        self.method = UnquantizedFusedMoEMethod() if fp8 is None else Fp8MoEMethod(Fp8Config(**fp8))
         sizes = self.config.num_local_experts, H, I, torch.bfloat16
         self.method.create_weights(self.layer, *sizes, with_bias=problem.b1 is not None)
         given = {"w13_weight": problem.w1, "w2_weight": problem.w2, "w13_weight_bias": problem.b1,
-                 "w2_weight_bias": problem.b2}  # fmt: skip
+                 "w2_weight_bias": problem.b2, "w13_weight_scale_inv": problem.s1,
+                 "w2_weight_scale_inv": problem.s2}  # fmt: skip
         for name, parameter in self.layer.named_parameters():
-            if parameter.shape == given[name].shape:
+            if name in given and parameter.shape == given[name].shape:
                 parameter.data.copy_(given[name])
         self.method.create_moe_runner(self.layer, self.config)
+        if fp8 and problem.s1 is not None and self.method.block_quant:
+            self.method.process_weights_after_loading(self.layer)
 
     @property
     def backend(self):
@@ -77,7 +98,8 @@ class Served:
     def run(self):
         with torch.inference_mode():
             given = StandardDispatchOutput(self.problem.x, None, self.topk())
-            return self.method.forward_cuda(self.layer, given).hidden_states
+            run = getattr(self.method, "forward_cuda", self.method.apply)
+            return run(self.layer, given).hidden_states
 
 
 def test_silu_as_the_native_implementation(store):
@@ -103,6 +125,31 @@ def test_experts_of_another_rank_add_nothing(store):
     wanted = problem.wanted(local=range(4))
     problem.w1, problem.w2, problem.ids = problem.w1[:4], problem.w2[:4], problem.ids.where(problem.ids < 4, -1)
     assert error(Served(problem, num_local_experts=4).run(), wanted) < 0.01
+
+
+def test_an_fp8_checkpoint_by_its_own_method(store):
+    served = Served(problem := Problem(fp8=True), FP8)
+    assert served.layer.w13_weight.dtype == torch.float8_e4m3fn
+    assert served.backend == door.NAME and error(served.run(), problem.wanted()) < 0.01
+    assert store.ran == {"store/fp8"}
+    served.layer.w2_weight_scale_inv.data.mul_(2)  # a reload in place is read
+    assert error(served.run(), 2 * problem.wanted()) < 0.01
+
+
+def test_fp8_experts_elsewhere(store, monkeypatch):
+    records = []
+    logger = logging.getLogger("sglang.fusekit")
+    monkeypatch.setattr(logger, "warning", lambda text, *given: records.append(text % given))
+    wanted = utils.get_moe_runner_backend
+    for _ in range(2):
+        for backend in (wanted, door._backend):  # auto, and --moe-runner-backend fusekit
+            for module in (utils, fp8_module):
+                monkeypatch.setattr(module, "get_moe_runner_backend", backend)
+            assert Served(Problem(fp8=True), FP8, top_k=3).backend == "triton"
+            assert Served(Problem(fp8=True), FP8 | {"weight_block_size": None}).backend == "triton"
+            assert Served(Problem(fp8=True), FP8).backend == door.NAME
+    assert len(records) == 2 and 'weights = "fp8-block"' in records[0] and "topk = 3" in records[0]
+    assert "128 x 128 scales" in records[1]
 
 
 def test_no_tokens(store):

@@ -16,6 +16,8 @@ stand_in(
 pytest.importorskip("vllm", reason="vllm is not installed")
 
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk  # noqa: E402
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method  # noqa: E402
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
 from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
     FusedMoEConfig,
@@ -25,13 +27,18 @@ from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
     biased_moe_quant_config,
 )
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts  # noqa: E402
-from vllm.model_executor.layers.fused_moe.oracle import unquantized as oracle  # noqa: E402
+from vllm.model_executor.layers.fused_moe.oracle import fp8, unquantized  # noqa: E402
 from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep  # noqa: E402
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod  # noqa: E402
+from vllm.model_executor.layers.quantization.utils import quant_utils  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from fusekit.errors import NotBuiltError  # noqa: E402
 from fusekit.interop import vllm as door  # noqa: E402
 from tests.doors.served import E, H, I, K, Problem, error, library  # noqa: E402
+
+BLOCK = quant_utils.kFp8Static128BlockSym, quant_utils.kFp8Dynamic128Sym
+ORACLES = (unquantized, "select_unquantized_moe_backend"), (fp8, "select_fp8_moe_backend")
 
 
 @pytest.fixture
@@ -39,10 +46,19 @@ def stock(monkeypatch):
     """vLLM on the CPU, whose oracle chooses as on a Hopper GPU."""
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: True)
     monkeypatch.setattr(TritonExperts, "_supports_current_device", staticmethod(lambda: True))
-    monkeypatch.setattr(oracle, "_get_priority_backends", lambda config: [oracle.UnquantizedMoeBackend.TRITON])
-    original = oracle.select_unquantized_moe_backend
+    scheme = TritonExperts._supports_quant_scheme
+    monkeypatch.setattr(
+        TritonExperts, "_supports_quant_scheme", staticmethod(lambda *keys: keys == BLOCK or scheme(*keys))
+    )
+    first = {unquantized: [unquantized.UnquantizedMoeBackend.TRITON], fp8: [*fp8.Fp8MoeBackend]}
+    first[fp8].sort(key=lambda backend: backend is not fp8.Fp8MoeBackend.TRITON)
+    for oracle, backends in first.items():
+        monkeypatch.setattr(oracle, "_get_priority_backends", lambda *_, chosen=backends: [*chosen])
+    monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_world_size", lambda: 1)
+    originals = {name: getattr(oracle, name) for oracle, name in ORACLES}
     yield
-    oracle.select_unquantized_moe_backend = door.method.select_unquantized_moe_backend = original
+    for oracle, name in ORACLES:
+        door.replace(name, getattr(oracle, name), originals[name])
 
 
 @pytest.fixture
@@ -63,12 +79,12 @@ def config(**changed):
 
 
 def chosen(**changed):
-    return door.method.select_unquantized_moe_backend(config(**changed))[1]
+    return method.select_unquantized_moe_backend(config(**changed))[1]
 
 
 def run(problem, quant=None, expert_map=None, on_input=False, **changed):
     settings = config(**changed)
-    _, experts = door.method.select_unquantized_moe_backend(settings)
+    _, experts = method.select_unquantized_moe_backend(settings)
     assert experts.__qualname__ == door.NAME
     kernel = mk.FusedMoEKernel(
         no_dp_ep.MoEPrepareAndFinalizeNoDPEPModular(), experts(settings, quant or FusedMoEQuantConfig.make())
@@ -134,8 +150,53 @@ def test_a_reload_of_weights_is_read(store):
     ids=str,
 )  # fmt: skip
 def test_elsewhere_vllm_chooses(store, changed, monkeypatch):
-    monkeypatch.setattr(oracle, "_trtllm_bf16_lora_supported", lambda config: False)
+    monkeypatch.setattr(unquantized, "_trtllm_bf16_lora_supported", lambda config: False)
     assert chosen(**changed) is TritonExperts
+
+
+def fp8_layer(problem, block=(128, 128), **changed):
+    """A method of vLLM's for FP8 checkpoints, and its layer with the weights of a problem."""
+    layer = torch.nn.Module()
+    layer.moe_config = settings = config(**changed)
+    layer.activation, layer.global_num_experts, layer.expert_map = settings.activation, E, None
+    layer.apply_router_weight_on_input, layer._expert_routing_tables = False, lambda: None
+    given = Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[*block])
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+        method_ = Fp8MoEMethod(given, layer)
+        method_.create_weights(layer, E, H, I, torch.bfloat16)
+        for name, value in {"w13_weight": problem.w1, "w2_weight": problem.w2, "w13_weight_scale_inv": problem.s1,
+                            "w2_weight_scale_inv": problem.s2}.items():  # fmt: skip
+            getattr(layer, name).data.copy_(value)
+        method_.process_weights_after_loading(layer)
+    return method_, layer
+
+
+def test_an_fp8_checkpoint_by_its_own_method(store):
+    method_, layer = fp8_layer(problem := Problem(fp8=True))
+    assert method_.experts_cls.__qualname__ == door.NAME and method_.fp8_backend is fp8.Fp8MoeBackend.TRITON
+    addresses = [parameter.data_ptr() for parameter in layer.parameters()]
+    with torch.inference_mode():
+        y = method_.apply(layer, problem.x, problem.weights, problem.ids, None, None)
+    assert error(y, problem.wanted()) < 0.01
+    assert store.ran == {"store/fp8"} and store.searched == 1
+    assert addresses == [parameter.data_ptr() for parameter in layer.parameters()]
+
+
+def test_fp8_experts_elsewhere(store, monkeypatch):
+    records = []
+    logger = logging.getLogger("vllm.fusekit")
+    monkeypatch.setattr(logger, "warning", lambda text, *given: records.append(text % given))
+    for _ in range(2):
+        assert fp8_layer(Problem(fp8=True), experts_per_token=3)[0].experts_cls is TritonExperts
+    (text,) = records
+    assert 'weights = "fp8-block"' in text and "topk = 3" in text
+    tensor = quant_utils.kFp8StaticTensorSym, quant_utils.kFp8DynamicTensorSym
+    monkeypatch.setattr(TritonExperts, "_supports_quant_scheme", staticmethod(lambda *keys: True))
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+        assert fp8.select_fp8_moe_backend(config(), *tensor)[1] is TritonExperts
+        assert fp8.select_fp8_moe_backend(config(moe_backend="triton"), *BLOCK)[1] is TritonExperts
+        assert fp8.select_fp8_moe_backend(config(), *BLOCK)[1].__qualname__ == door.NAME
+    assert "quantization scheme" in records[1]
 
 
 def test_a_refusal_is_logged_once_with_the_spec_to_build(store, monkeypatch):

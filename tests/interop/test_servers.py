@@ -1,6 +1,7 @@
 """Layers for the experts of servers, and the door to vLLM with stand-ins for its classes."""
 
 import enum
+import importlib
 import logging
 import sys
 from types import ModuleType, SimpleNamespace
@@ -43,6 +44,17 @@ def test_a_layer_for_inference_is_preferred_and_named_once(records):
     assert chooser(library(), "*/trained").served(experts(), 64, cpu=True).layer.options.keep == "z"
 
 
+def test_fp8_weights_have_layers_of_their_own(records):
+    names = []
+    for weights in ("none", "fp8-block"):
+        served = chooser(library()).served(experts(weights=weights), 64, cpu=True)
+        names.append((served.layer.name, "w1_s" in served.layer.inputs("inference")))
+    assert names == [("store/plain", False), ("store/fp8", True)]
+    assert chooser(library(), "*/fp8").served(experts(), 64, cpu=True) is None
+    assert chooser(library(), "*/plain").served(experts(weights="fp8-block"), 64, cpu=True) is None
+    assert 'weights = "fp8-block"' in records.records[-1].message
+
+
 def test_a_layer_that_does_not_load_leaves_the_next(records):
     stored = library()
 
@@ -80,18 +92,20 @@ class Base:
     def __init__(self, moe_config, quant_config):
         self.quant_config = quant_config
         self.w1_bias, self.w2_bias = quant_config.biases
+        self.w1_scale, self.w2_scale = quant_config.scales
 
     @staticmethod
     def is_supported_config(cls, config, weight_key, activation_key, activation_format):
-        return cls._supports_activation(
-            config.activation
-        ) and activation_format is cls.activation_format(), "it says so"
+        supported = cls._supports_activation(config.activation) and cls._supports_quant_scheme(
+            weight_key, activation_key
+        )
+        return supported and activation_format is cls.activation_format(), "it says so"
 
 
 @pytest.fixture
 def vllm(monkeypatch):
     """vLLM's modules as far as the door reads them."""
-    select = lambda config: (Backend.TRITON, Base)  # noqa: E731
+    select, select_fp8 = lambda config: (Backend.TRITON, Base), lambda config, *keys: (Backend.TRITON, Base)
     quant = SimpleNamespace(make=lambda: SimpleNamespace(biases=(None, None)))
     numbers = SimpleNamespace(
         from_configs=lambda moe, quant: SimpleNamespace(clamp_limit=moe.swiglu_limit, alpha=1.0, beta=0.0)
@@ -104,10 +118,15 @@ def vllm(monkeypatch):
             "FusedMoEExperts": Base, "FusedMoEExpertsModular": Base, "FusedMoEActivationFormat": Format,
         },
         f"{fused_moe}.unquantized_fused_moe_method": {"select_unquantized_moe_backend": select},
+        "vllm.model_executor.layers.quantization.fp8": {"select_fp8_moe_backend": select_fp8},
+        "vllm.model_executor.layers.quantization.utils.quant_utils": {
+            "kFp8Static128BlockSym": "w128", "kFp8Dynamic128Sym": "x128",
+        },
         f"{fused_moe}.activation": {"ApplyMoEActivationConfig": numbers},
         f"{fused_moe}.config": {"FusedMoEQuantConfig": quant},
         f"{fused_moe}.oracle": {},
         f"{fused_moe}.oracle.unquantized": {"select_unquantized_moe_backend": select, "UnquantizedMoeBackend": Backend},
+        f"{fused_moe}.oracle.fp8": {"select_fp8_moe_backend": select_fp8, "Fp8MoeBackend": Backend},
         f"{fused_moe}.topk_weight_and_reduce": {"TopKWeightAndReduceNoOP": object},
     }  # fmt: skip
     names = {".".join(name.split(".")[:count]) for name in modules for count in range(1, name.count(".") + 2)}
@@ -119,9 +138,7 @@ def vllm(monkeypatch):
         if parent:
             setattr(sys.modules[parent], last, module)
     monkeypatch.delitem(sys.modules, "fusekit.interop.vllm", raising=False)
-    from fusekit.interop import vllm as door
-
-    yield door
+    yield importlib.import_module("fusekit.interop.vllm")
     sys.modules.pop("fusekit.interop.vllm", None)
 
 
@@ -136,7 +153,8 @@ def config(**changed):
 def test_vllm_chooses_and_falls_back(vllm):
     vllm.register(library())
     vllm.register(library())
-    for select in (vllm.oracle.select_unquantized_moe_backend, vllm.method.select_unquantized_moe_backend):
+    method = sys.modules["vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"]
+    for select in (vllm.unquantized.select_unquantized_moe_backend, method.select_unquantized_moe_backend):
         assert select(config())[1].__qualname__ == vllm.NAME
         for changed in (
             {"moe_backend": "triton"}, {"topk": 3, "experts_per_token": 3}, {"activation": Activation.SITU},
@@ -145,14 +163,30 @@ def test_vllm_chooses_and_falls_back(vllm):
             assert select(config(**changed)) == (Backend.TRITON, Base)
 
 
-@pytest.mark.parametrize("gpt_oss", [False, True])
-def test_vllm_runs_a_layer(vllm, gpt_oss):
+def test_vllm_chooses_for_fp8_experts(vllm):
     vllm.register(library())
-    problem = Problem(bias=gpt_oss)
-    settings = config(activation=Activation.SWIGLUOAI if gpt_oss else Activation.SILU, has_bias=gpt_oss)
-    kernel = vllm.oracle.select_unquantized_moe_backend(settings)[1](
-        settings, SimpleNamespace(biases=(problem.b1, problem.b2))
+    method = sys.modules["vllm.model_executor.layers.quantization.fp8"]
+    assert (
+        method.select_fp8_moe_backend(config(), "w128", "x128", allow_vllm_cutlass=False)[1].__qualname__ == vllm.NAME
     )
+    for keys, changed in ((("w128", "x128"), {"experts_per_token": 3}), (("tensor", "tensor"), {})):
+        assert method.select_fp8_moe_backend(config(**changed), *keys) == (Backend.TRITON, Base)
+
+
+@pytest.mark.parametrize("which", ["plain", "gpt_oss", "fp8"])
+def test_vllm_runs_a_layer(vllm, which):
+    vllm.register(library())
+    gpt_oss, fp8 = which == "gpt_oss", which == "fp8"
+    problem = Problem(bias=gpt_oss, fp8=fp8)
+    settings = config(activation=Activation.SWIGLUOAI if gpt_oss else Activation.SILU, has_bias=gpt_oss)
+    select, keys = vllm.unquantized.select_unquantized_moe_backend, ()
+    if fp8:
+        select, keys = vllm.fp8.select_fp8_moe_backend, ("w128", "x128")
+    quant = SimpleNamespace(
+        biases=(problem.b1, problem.b2), scales=(problem.s1, problem.s2), weight_quant_dtype="e4m3" if fp8 else None
+    )
+    kernel = select(settings, *keys)[1](settings, quant)
+    assert kernel.expects_unquantized_inputs is fp8
     first, second, out = kernel.workspace_shapes(len(problem.x), 2 * I, H, K, E, E, None, settings.activation)
     output = torch.empty(out, dtype=torch.bfloat16)
     given = output, problem.x, problem.w1, problem.w2, problem.weights, problem.ids, settings.activation, E
