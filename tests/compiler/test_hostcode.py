@@ -38,7 +38,7 @@ def value_of(record, name, env):
 
 READ = (
     "tiles", "fast_division", "branch", "floats", "two", "inside", "cooperative", "overflow", "idle_loop", "either",
-    "by_size",
+    "by_size", "next_power",
 )  # fmt: skip
 
 
@@ -120,6 +120,13 @@ def test_a_branch_decides_what_is_launched(traced):
     assert (second.cluster, second.preferred_cluster, first.preferred_cluster) == ((2, 1, 1), (4, 1, 1), ())
     (guard,) = record.constraints
     assert evaluate(guard.expr, {"n": 4, "M": 2**30}) == 0 < evaluate(guard.expr, {"n": 8, "M": 2**30})
+
+
+def test_the_next_power_of_two(traced):
+    _, record, _ = traced("next_power")
+    for extent, power in ((-5, 4), (4, 4), (5, 8), (8, 8), (9, 16), (2**20, 2**20), (2**20 + 1, 2**21), (2**30, 2**30)):
+        assert evaluate(record.grid[0], {"n": extent}) == power
+    assert evaluate(record.constraints[0].expr, {"n": 2**30 + 1}) > 0  # the host code would not end
 
 
 def test_block_and_shared_memory_follow_the_arguments(traced):

@@ -1,7 +1,7 @@
 """Loops whose end depends on the arguments.
 
-One form is known, that of fast division's logarithm: while p < x: p = 2 * p, c = c + 1. It is recognised by what one
-round does to the loop's variables, not by trying it. What any other loop leaves is unknown.
+One form is known, that of the next power of two and of fast division's logarithm: while p < x: p = 2 * p, c = c + 1. It
+is recognised by what one round does to the loop's variables, not by trying it. What any other loop leaves is unknown.
 """
 
 from __future__ import annotations
@@ -87,9 +87,10 @@ def _results(
         value if new is variable else graph.unknown(why, value.width)
         for value, variable, new in zip(before, fresh, after, strict=True)
     ]
-    if way == 0 or condition.op not in ("icmp_ult", "icmp_slt") or condition.args[0] not in fresh:
+    less = {"icmp_ult": 1, "icmp_slt": 1, "icmp_ugt": -1, "icmp_sgt": -1}.get(condition.op, 0)
+    power, limit = condition.args[::less] if less else (None, None)
+    if way == 0 or power not in fresh:
         return known
-    power, limit = condition.args
     at = fresh.index(power)
     start = before[at]
     doubled = (
@@ -102,9 +103,11 @@ def _results(
     if after[at] not in doubled or not power_of_two or _reads(limit, set(fresh)):
         return known
     exponent = start.number.bit_length() - 1
+    most = power.width - (1 if condition.op[5] == "u" else 2)  # the last power that the width holds
+    rounds = graph.make("doublings", power.width, limit, exponent, most, f"{condition.op[5]}lt")
+    known[at] = graph.make("shl", power.width, start, rounds)
     for index, (variable, new) in enumerate(zip(fresh, after, strict=True)):
         if new is graph.make("add", variable.width, variable, graph.const(1, variable.width)):
-            most = power.width - (1 if condition.op == "icmp_ult" else 2)  # the last power that the width holds
             rounds = graph.make("doublings", variable.width, limit, exponent, most, condition.op[5:])
             known[index] = graph.make("add", variable.width, before[index], rounds)
     return known
