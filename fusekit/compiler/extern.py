@@ -18,6 +18,7 @@ from fusekit.compiler import dsl, fakes, hardware
 from fusekit.compiler.hostfunction import (
     HostArgument,
     HostInteger,
+    HostMemory,
     HostPointer,
     HostScalar,
     HostStream,
@@ -211,20 +212,34 @@ class _Reading:
     def _workspace(self, leaf: Leaf, table: Mapping[str, Any]) -> HostArgument:
         if leaf.kind not in (TENSOR, POINTER):
             raise BuildError(f"arguments.{leaf.name}: {leaf} is no memory; a workspace is a pointer or a tensor")
-        if leaf.kind == TENSOR and not all(isinstance(extent, int) for extent in (*leaf.fake.shape, *leaf.fake.stride)):
-            raise BuildError(
-                f"arguments.{leaf.name}: a workspace's extents are fixed in the trace, those of {leaf} not"
-            )
-        size = self._expr(table["bytes"])
-        least = _bytes_of(leaf)
-        if isinstance(size, int) and size < least:
-            raise BuildError(f"arguments.{leaf.name}.bytes is {size}; {leaf} takes {least}; say {least} or more")
+        size, where = self._expr(table["bytes"]), f"arguments.{leaf.name}"
         memory = "workspace" if table.get("zeroed") else "scratch"
-        if self._memory[memory] != 0:
-            words = "that begins as zeros" if table.get("zeroed") else "that does not begin as zeros"
-            raise BuildError(f"arguments.{leaf.name}: a launch record has one workspace {words}; this is the second")
-        self._memory[memory] = size
-        return HostPointer(memory)
+        # A launch record has one of each; several lie in it one after the other.
+        begin = _rounded_up(self._memory[memory], MEMORY_ALIGNMENT)
+        self._memory[memory] = size if begin == 0 else _plus(begin, size)
+        fixed = leaf.kind == POINTER or all(isinstance(item, int) for item in (*leaf.fake.shape, *leaf.fake.stride))
+        if fixed and not {"shape", "strides"} & table.keys():
+            least = _bytes_of(leaf)
+            if isinstance(size, int) and size < least:
+                raise BuildError(f"{where}.bytes is {size}; {leaf} takes {least}; say {least} or more")
+            return HostPointer(memory, begin)
+        shape, strides = ([self._expr(item) for item in table.get(key, ())] for key in ("shape", "strides"))
+        if len(shape) != leaf.rank or len(strides) != leaf.rank:
+            raise BuildError(
+                f"{where}: the trace leaves extents of {leaf} open; say {where}.shape and {where}.strides, with"
+                f" {leaf.rank} expressions each"
+            )
+        fake = leaf.fake
+        for key, exprs, symbols in (("shape", shape, fake.shape), ("strides", strides, fake.stride)):
+            for mode, (expr, symbol) in enumerate(zip(exprs, symbols, strict=True)):
+                if isinstance(symbol, int) or not isinstance(expr, int):
+                    exprs[mode] = self._extent(expr, symbol, 1, f"{where}.{key}[{mode}]")
+        steps = (("mul", ("sub", extent, 1), stride) for extent, stride in zip(shape, strides, strict=True))
+        needed = _times(("add", 1, *steps), DTYPES[leaf.dtype].bytes)
+        self._constraints.append(
+            Constraint(("max", 0, ("sub", needed, size)), f"{where}.bytes is {_shown(size)}; its extents take more")
+        )
+        return HostMemory(memory, begin, tuple(shape), tuple(strides))
 
     def _tensor(self, leaf: Leaf, name: str, table: Mapping[str, Any]) -> tuple[HostTensor, TensorArgument]:
         shape, fake = table["shape"], leaf.fake
@@ -358,6 +373,14 @@ def _bytes_of(leaf: Leaf) -> int:
         return DTYPES[leaf.dtype].bytes
     last: int = sum((extent - 1) * stride for extent, stride in zip(leaf.fake.shape, leaf.fake.stride, strict=True))
     return (last // leaf.packed + 1) * DTYPES[leaf.dtype].bytes
+
+
+def _plus(one: Expr, other: Expr) -> Expr:
+    return one + other if isinstance(one, int) and isinstance(other, int) else ("add", one, other)
+
+
+def _rounded_up(size: Expr, step: int) -> Expr:
+    return -(-size // step) * step if isinstance(size, int) else ("mul", step, ("ceildiv", size, step))
 
 
 def _times(expr: Expr, factor: int) -> Expr:

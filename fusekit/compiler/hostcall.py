@@ -12,11 +12,12 @@ from typing import Any
 
 from fusekit.abi import TensorArgument
 from fusekit.abi.arguments import OPTIONS
-from fusekit.abi.expr import Expr, evaluate, render
+from fusekit.abi.expr import Expr, evaluate, evaluate_address, render
 from fusekit.compiler import dsl
 from fusekit.compiler.hostfunction import (
     HostArgument,
     HostInteger,
+    HostMemory,
     HostPointer,
     HostScalar,
     HostTensor,
@@ -85,9 +86,13 @@ def given(plan: TracePlan) -> list[Any]:
 
 def _bytes(signature: Signature, fake: Any, host: HostArgument, arguments: ArgumentSet) -> bytes:
     if isinstance(host, HostTensor):
-        return _tensor_bytes(tensor_of(signature, host.argument), fake, host, arguments)
+        address = f"{host.argument}.address"
+        modes = layout(tensor_of(signature, host.argument), host)
+        return _tensor_bytes(host.argument, address, modes, fake, arguments)
+    if isinstance(host, HostMemory):
+        return _tensor_bytes(host.argument, host.address, (host.shape, host.strides), fake, arguments)
     if isinstance(host, HostPointer):
-        return struct.pack("<Q", arguments.values[f"{host.argument}.address"])
+        return struct.pack("<Q", evaluate_address(host.address, arguments.values))
     if isinstance(host, HostScalar):
         if host.argument in arguments.floats:
             return struct.pack("<f", arguments.floats[host.argument])
@@ -97,9 +102,11 @@ def _bytes(signature: Signature, fake: Any, host: HostArgument, arguments: Argum
     return struct.pack("<Q", arguments.stream)
 
 
-def _tensor_bytes(tensor: TensorArgument, fake: Any, host: HostTensor, arguments: ArgumentSet) -> bytes:
-    packed = struct.pack("<Q", arguments.values[f"{tensor.name}.address"])
-    shape, strides = layout(tensor, host)
+def _tensor_bytes(
+    name: str, address: Expr, modes: tuple[tuple[Expr, ...], tuple[Expr, ...]], fake: Any, arguments: ArgumentSet
+) -> bytes:
+    packed = struct.pack("<Q", evaluate_address(address, arguments.values))
+    shape, strides = modes
     for kind, declared, exprs in (("extent", fake.shape, shape), ("stride", fake.stride, strides)):
         for mode, (symbol, expr) in enumerate(zip(declared, exprs, strict=True)):
             value = evaluate(expr, arguments.values)
@@ -108,10 +115,10 @@ def _tensor_bytes(tensor: TensorArgument, fake: Any, host: HostTensor, arguments
             if wrong:
                 rule = f"compiled as {symbol}" if fixed else f"compiled as a multiple of {symbol.divisibility}"
                 raise ProofError(
-                    f"{tensor.name}: {kind} of mode {mode} is {rule}, the launch record allows {render(expr)} = {value}"
+                    f"{name}: {kind} of mode {mode} is {rule}, the launch record allows {render(expr)} = {value}"
                     "; give the dim that divisor (dims.NAME.divisor) or the stride an expression that has it, or trace"
                     f" with a divisor of 1. Argument set {arguments}",
-                    parameter=tensor.name,
+                    parameter=name,
                 )
             if not fixed:
                 width = symbol.width // 8

@@ -29,9 +29,26 @@ class HostTensor:
 
 @dataclass(frozen=True, slots=True)
 class HostPointer:
-    """The host function takes the address of the record's tensor `argument`, of its workspace or of its scratch."""
+    """The host function takes the address of the record's tensor `argument`, of its workspace or of its scratch, and
+    `shift` bytes more.
+    """
 
     argument: str
+    shift: Expr = 0
+
+    @property
+    def address(self) -> Expr:
+        """The address as an expression."""
+        base = f"{self.argument}.address"
+        return base if self.shift == 0 else ("add", base, self.shift)
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory(HostPointer):
+    """The same, traced as a tensor of which more than the address is dynamic. shape, strides: of its modes."""
+
+    shape: tuple[Expr, ...] = ()
+    strides: tuple[Expr, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

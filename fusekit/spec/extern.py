@@ -192,7 +192,10 @@ def _meaningless(table: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(field, rule) of fields that mean nothing with the table's other fields."""
     role = table.get("role")
     if role == "workspace":
-        odd, words = _OF_TENSORS | OF_CALLERS | {"value"}, "says nothing of a workspace; leave it out"
+        odd, words = (
+            _OF_TENSORS - {"shape", "strides"} | OF_CALLERS | {"value"},
+            "says nothing of a workspace; leave it out",
+        )
     elif role is not None:
         odd, words = _OF_WORKSPACES | OF_CALLERS | {"value"}, f'says nothing of a tensor with role = "{role}"'
     elif "value" in table:

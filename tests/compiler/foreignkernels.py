@@ -77,6 +77,25 @@ def filled(clusters=4, by_size=False):
     return (fill_by_size if by_size else fill), (y, memory, cutlass.Int64(0), clusters, CUstream(0))
 
 
+@cute.kernel
+def memories_kernel(y: cute.Tensor, first: cute.Tensor, second: cute.Tensor, third: cute.Tensor):
+    column = cute.arch.thread_idx()[0]
+    if column < y.shape[0]:
+        y[column] = first[column] + second[column] + third[column] + cutlass.Float32(third.shape[0])
+
+
+@cute.jit
+def with_memories(y: cute.Tensor, first: cute.Tensor, second: cute.Tensor, third: cute.Tensor, stream: CUstream):
+    memories_kernel(y, first, second, third).launch(grid=[1, 1, 1], block=[128, 1, 1], stream=stream)
+
+
+def memories():
+    """Three workspaces, the extent of one of them open."""
+    y, third = (make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=16) for _ in range(2))
+    first, second = (make_fake_tensor(cutlass.Float32, (128,), (1,), assumed_align=16) for _ in range(2))
+    return with_memories, (y, first, second, third, CUstream(0))
+
+
 def broken():
     raise RuntimeError("no luck")
 

@@ -132,7 +132,7 @@ def loop(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.
 
 @cute.jit
 def next_power(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
-    power = cutlass.Int32(4)
+    power = cutlass.Int32(1)
     while power < n:
         power = power * 2
     store(x, n).launch(grid=(power, 1, 1), block=(THREADS, 1, 1), stream=stream)

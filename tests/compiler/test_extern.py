@@ -170,6 +170,28 @@ def test_a_workspace_and_a_computed_integer(tmp_path):
     assert (record.scratch, record.workspace, record.workspace_zeroed) == (0, 64, True)
 
 
+SEVERAL = """
+arguments.y = { role = "output", shape = ["N"] }
+arguments.first = { role = "workspace", bytes = 1000 }
+arguments.second = { role = "workspace", bytes = 512, zeroed = true }
+arguments.third = { role = "workspace", bytes = ["mul", 8, "N"], shape = [["mul", 2, "N"]], strides = [1] }
+"""
+
+
+def test_several_workspaces_lie_one_after_the_other(tmp_path):
+    record, kernel = compiled(tmp_path, "memories", SEVERAL)
+    assert (record.workspace, record.scratch) == (512, ("add", 1024, ("mul", 8, "N")))
+    pointers = {item.argument: item.shift for _, item in flat(record.parameters) if hasattr(item, "shift")}
+    assert pointers == {"y": 0, "workspace": 0, "scratch": 1024}
+    extents = [item.value for _, item in flat(record.parameters) if hasattr(item, "value")]
+    assert (extents, kernel.proof["launches"] >= 64) == (["N", ("mul", 2, "N")], True)
+    too_few = SEVERAL.replace('["mul", 8, "N"]', '["mul", 4, "N"]')
+    with pytest.raises(BuildError, match=r"arguments.third.bytes is 4 \* N; its extents take more"):
+        compiled(tmp_path, "memories", too_few)
+    with pytest.raises(BuildError, match=r"open; say arguments.third.shape and arguments.third.strides, with 1"):
+        compiled(tmp_path, "memories", SEVERAL.replace(", strides = [1]", ""))
+
+
 CHOSEN = """
 arguments.x = { role = "input", shape = ["N"] }
 arguments.y = { role = "output", shape = ["N"] }

@@ -124,7 +124,19 @@ def test_a_branch_decides_what_is_launched(traced):
 
 def test_the_next_power_of_two(traced):
     _, record, _ = traced("next_power")
-    for extent, power in ((-5, 4), (4, 4), (5, 8), (8, 8), (9, 16), (2**20, 2**20), (2**20 + 1, 2**21), (2**30, 2**30)):
+    for extent, power in (
+        (-5, 1),
+        (1, 1),
+        (2, 2),
+        (3, 4),
+        (4, 4),
+        (5, 8),
+        (8, 8),
+        (9, 16),
+        (2**20, 2**20),
+        (2**20 + 1, 2**21),
+        (2**30, 2**30),
+    ):
         assert evaluate(record.grid[0], {"n": extent}) == power
     assert evaluate(record.constraints[0].expr, {"n": 2**30 + 1}) > 0  # the host code would not end
 

@@ -75,7 +75,7 @@ def test_tables_of_defaults_and_of_a_kernel_are_joined():
         ("arguments.x = { shape = [1.5] }", "arguments.x.shape = [1.5]: must be a list of names, integers"),
         ('arguments.x = { role = "workspace" }', "a workspace needs its size; say bytes"),
         ('arguments.x = { role = "workspace", bytes = 0 }', "an expression: the size of a workspace, 1 or more"),
-        ('arguments.x = { role = "workspace", bytes = 4, shape = [1] }', "shape = [1]: says nothing of a workspace"),
+        ('arguments.x = { role = "workspace", bytes = 4, large = true }', "large = true: says nothing of a workspace"),
         ('arguments.x = { role = "input", value = 3 }', 'value = 3: says nothing of a tensor with role = "input"'),
         ("arguments.x = { value = 3, default = 4 }", "default = 4: says nothing of an integer that is computed"),
         ("arguments.x = { zeroed = true }", 'zeroed = true: is of a workspace; say role = "workspace"'),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fusekit.abi import Expr, LaunchRecord, TensorArgument, variables
@@ -14,6 +14,7 @@ from fusekit.compiler.hostcode.terms import Range
 from fusekit.compiler.hostfunction import (
     HostArgument,
     HostInteger,
+    HostMemory,
     HostPointer,
     HostScalar,
     HostTensor,
@@ -84,21 +85,28 @@ class Arguments:
         """(label, expression) of each machine word; the stream has no expression."""
         if isinstance(host, HostTensor):
             tensor = tensor_of(signature, host.argument)
-            shape, strides = layout(tensor, host)
-            words: list[tuple[str, Expr | None]] = [(tensor.name, f"{tensor.name}.address")]
-            for kind, declared, exprs in (("extent", fake.shape, shape), ("stride", fake.stride, strides)):
-                for mode, (symbol, expr) in enumerate(zip(declared, exprs, strict=True)):
-                    if not isinstance(symbol, int):
-                        words.append((f"{kind} {mode} of {tensor.name}", expr))
-            return words
+            return _tensor_words(fake, tensor.name, f"{tensor.name}.address", *layout(tensor, host))
+        if isinstance(host, HostMemory):
+            return _tensor_words(fake, host.argument, host.address, host.shape, host.strides)
         if isinstance(host, HostPointer):
             # Traced as a pointer or as a tensor of which only the address is dynamic.
-            return [(host.argument, f"{host.argument}.address")]
+            return [(host.argument, host.address)]
         if isinstance(host, HostScalar):
             return [(host.argument, host.argument)]
         if isinstance(host, HostInteger):
             return [("", host.value)]
         return [("stream", None)]
+
+
+def _tensor_words(
+    fake: Any, name: str, address: Expr, shape: Sequence[Expr], strides: Sequence[Expr]
+) -> list[tuple[str, Expr | None]]:
+    words: list[tuple[str, Expr | None]] = [(name, address)]
+    for kind, declared, exprs in (("extent", fake.shape, shape), ("stride", fake.stride, strides)):
+        for mode, (symbol, expr) in enumerate(zip(declared, exprs, strict=True)):
+            if not isinstance(symbol, int):
+                words.append((f"{kind} {mode} of {name}", expr))
+    return words
 
 
 def _check_width(index: int, host: HostArgument, width: int) -> None:
