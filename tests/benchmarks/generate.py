@@ -4,7 +4,9 @@
     python tests/benchmarks/run.py generate [--models qwen3-30b-a3b] [--backends grouped_mm,fusekit] [--batches 1]
 
 Backends: grouped_mm, Transformers' own; fusekit, its experts; blocks, whole blocks; skip, without experts: what the
-rest takes. Each generates greedily, by `generate` (eager), and by a step with a static cache in one CUDA graph (graph).
+rest takes. Models whose names end in -fp8 have e4m3 experts with 128 x 128 scales, as a checkpoint has them; grouped_mm
+then has what they dequantise to in bf16, and own is Transformers' own way with them, if its kernels can be loaded. Each
+backend generates greedily, by `generate` (eager), and by a step with a static cache in one CUDA graph (graph).
 Where the tokens of a sequence first differ from those of grouped_mm in eager mode, `gap` is how far the logit of the
 other token is below the best one there, in standard deviations of the logits. Where two scores of a router are close,
 a rounding sends a token to another expert, so grouped_mm in a graph differs from itself, too. A gap above 0.1 and above
@@ -13,12 +15,14 @@ Prints a line of JSON each, and a table.
 """
 
 import argparse
+import copy
 import json
 import statistics
 import sys
 import time
 
 VOCABULARY, PROMPT, WITHIN, ROUNDS = 32768, 32, 0.1, 3
+SIDE, LARGEST = 128, 448  # of a block with one scale; the largest e4m3 value
 MODELS = {
     "gpt-oss-20b": ("GptOssConfig", {
         "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8,
@@ -31,7 +35,9 @@ MODELS = {
         "norm_topk_prob": True, "num_hidden_layers": 4,
     }),
 }  # fmt: skip
+MODELS["qwen3-30b-a3b-fp8"] = MODELS["qwen3-30b-a3b"]
 BACKENDS = ("grouped_mm", "fusekit", "blocks", "skip")
+OWN = "own"
 
 
 def register(library=None, layers="generate/*") -> None:
@@ -64,6 +70,27 @@ def network_of(kind: str, sizes: dict, device: str):
             if "norm" not in path:
                 parameter.normal_(std=0.02 if parameter.dim() > 1 else 0.1, generator=generator)
     return network
+
+
+def in_fp8(network):
+    """A copy of the model whose experts are FP8 modules of Transformers; its own become what those dequantise to."""
+    import torch
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    twin, apart = copy.deepcopy(network), [".*self_attn", "lm_head"]
+    given = FineGrainedFP8Config(modules_to_not_convert=apart)
+    replace_with_fp8_linear(twin, modules_to_not_convert=apart, quantization_config=given)
+    for layer, plain in zip(twin.model.layers, network.model.layers, strict=True):
+        for name in ("gate_up_proj", "down_proj"):
+            weights = getattr(plain.mlp.experts, name).data
+            blocks = weights.float().unflatten(-1, (-1, SIDE)).unflatten(-3, (-1, SIDE))
+            scales = blocks.abs().amax((-3, -1), keepdim=True) / LARGEST
+            values = (blocks / scales).to(torch.float8_e4m3fn)
+            weights.copy_((values.float() * scales).reshape(weights.shape))
+            for end, tensor in (("", values.reshape(weights.shape)), ("_scale_inv", scales[..., 0, :, 0].contiguous())):
+                setattr(layer.mlp.experts, f"{name}{end}", torch.nn.Parameter(tensor, requires_grad=False))
+    return twin.eval()
 
 
 def generated(network, ids, new: int):
@@ -167,18 +194,27 @@ def differences(tokens, wanted, logits) -> dict:
     return {"differ": len(gaps), "gap": round(max(gaps, default=0.0), 4)}
 
 
-def measure(model: str, network, backends, batch: int, new: int) -> list[dict]:
-    """A row for each backend, the first of which the others are compared with."""
+def measure(model: str, network, backends, batch: int, new: int, twin=None) -> list[dict]:
+    """A row for each backend, the first of which the others are compared with. twin: that of `in_fp8`, which all others
+    run then.
+    """
     import torch
 
-    device = next(network.parameters()).device
+    plain, device = network, next(network.parameters()).device
     generator = torch.Generator().manual_seed(batch)
     ids = torch.randint(1, VOCABULARY, (batch, PROMPT), generator=generator).to(device)
     rows, wanted = [], None
     for backend in backends:
-        network.set_experts_implementation(backend)
+        network = plain if twin is None or backend == backends[0] else twin
+        network.set_experts_implementation("grouped_mm" if backend == OWN else backend)
         with torch.inference_mode():
-            tokens, logits, ms = generated(network, ids, new)
+            try:
+                tokens, logits, ms = generated(network, ids, new)
+            except ImportError as error:
+                if backend != OWN:
+                    raise
+                say(json.dumps({"model": model, "backend": backend, "not run": str(error)}))
+                continue
             wanted = (tokens, logits) if wanted is None else wanted
             results = {"eager": (tokens, ms), "graph": replayed(network, ids, new)}
         for how, (found, each) in results.items():
@@ -222,15 +258,19 @@ def main() -> int:
     say(torch.cuda.get_device_name())
     for model in options.models.split(","):
         network = network_of(*MODELS[model], "cuda")
+        twin = in_fp8(network) if model.endswith("-fp8") else None
+        backends = options.backends.split(",")
+        if twin is not None:
+            backends.insert(1, OWN)
         for batch in map(int, options.batches.split(",")):
             if time.monotonic() - begin > options.budget:
                 say(f"not run: {model} with {batch}, the budget is spent")
                 continue
-            found = measure(model, network, options.backends.split(","), batch, options.new)
+            found = measure(model, network, backends, batch, options.new, twin)
             for row in found:
                 say(json.dumps(row))
             rows += found
-        del network
+        del network, twin
         torch.cuda.empty_cache()
     table(rows)
     return int(bool(unexplained(rows)))

@@ -19,6 +19,8 @@ TINY = {
     "qwen3-30b-a3b": {"intermediate_size": H, "moe_intermediate_size": I, "num_experts": 16, "norm_topk_prob": True},
 }
 BACKENDS = generate.BACKENDS[:3]  # without experts, tokens are others
+FP8 = {"hidden": 256, "intermediate": 128, "weights": "fp8-block", "keep": "none", "dtype": "bf16",
+       "grad_dtype": "bf16"}  # fmt: skip
 GPT = {"activation": GPT_OSS, "glu_layout": "interleaved", "bias": True, "b_major": "n"}
 
 
@@ -30,6 +32,7 @@ def library(restored, monkeypatch):  # noqa: F811
     common = {"dtype": "bf16", "grad_dtype": "bf16"}
     layers = Library(
         gpt=said(8, 4, **GPT, **common), qwen=said(16, 4, **common),
+        fp8=said(16, 4, **FP8), fp8_block=said(16, 4, **FP8 | {"router": {}}),
         gpt_block=said(8, 4, **GPT, **common, router={"bias": True}), qwen_block=said(16, 4, **common, router={}),
     )  # fmt: skip
     known = set(moe.ExpertsInterface._global_mapping)
@@ -37,6 +40,19 @@ def library(restored, monkeypatch):  # noqa: F811
     yield layers
     for name in set(moe.ExpertsInterface._global_mapping) - known:
         del moe.ExpertsInterface._global_mapping[name]
+
+
+def test_an_fp8_checkpoint_has_the_tokens_of_what_it_dequantises_to(library):
+    sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "num_experts": 16,
+             "num_experts_per_tok": 4, "norm_topk_prob": True}  # fmt: skip
+    network = generate.network_of("Qwen3MoeConfig", sizes, "cpu")
+    twin = generate.in_fp8(network)
+    assert twin.model.layers[0].mlp.experts.down_proj.dtype == torch.float8_e4m3fn
+    rows = generate.measure("tiny-fp8", network, ["grouped_mm", generate.OWN, "fusekit", "blocks"], 2, 4, twin)
+    assert {row["backend"] for row in rows} == {"grouped_mm", "fusekit", "blocks"}  # its own kernels want a GPU
+    assert max(row.get("gap", 0) for row in rows if row["backend"] != "blocks") <= generate.WITHIN
+    ran = {name for name, layer in library._layers.items() if layer.passes}
+    assert ran == {"store/fp8", "store/fp8_block"}
 
 
 @pytest.mark.parametrize("model", TINY)
