@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fusekit.errors import UsageError
 from fusekit_cli.options import Session, common
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _PASSED_ON = (
 
 
 @click.command("exec", context_settings={"allow_interspersed_args": False})
-@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] CMD...")
+@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="[--] CMD...")
 @click.option(
     "--level",
     type=click.Choice(["1", "2"]),
@@ -46,6 +47,10 @@ def command(session: Session, program: tuple[str, ...], level: str, records: boo
     reason, FUSEKIT_MISS=error refuses it. What the store has is machine code, which is loaded only from root, the
     caller and FUSEKIT_TRUSTED_USERS, or signed. The exit code is that of CMD.
     """
+    if not program:
+        raise UsageError("there is no program to run; name one: fusekit exec -- python serve.py")
+    if session.json:
+        raise UsageError("exec leaves stdout to the program; leave --json out, or put it behind the program's name")
     return execute(session, program, {}, int(level), records=records)
 
 
@@ -57,7 +62,7 @@ def execute(
     """
     import fusekit.cute
     from fusekit.config import CuteConfig, exec_environment
-    from fusekit.cute.report import counts, keys
+    from fusekit.cute.report import counts, keys, troubles
 
     cute = replace(CuteConfig.from_environment(session.config), level=level)
     with _report(session) as report, _lease(cute) as renew:
@@ -66,19 +71,33 @@ def execute(
         try:
             status = _run(program, environment, renew)
         except FileNotFoundError:
-            session.error(f"there is no program {program[0]}; check the name, and PATH")
+            session.error(f"there is no program {program[0]}; {_instead(program[0]) or 'check the name, and PATH'}")
             return _NOT_FOUND
         except OSError as error:
-            session.error(f"{program[0]} cannot be run: {error.strerror}; check its permissions")
+            remedy = _instead(program[0]) or "check its permissions"
+            session.error(f"{program[0]} cannot be run: {error.strerror}; {remedy}")
             return _NOT_EXECUTABLE
         if report is not None:
             hits, misses, saved = counts(report)
             session.note(f"fusekit: {hits} hits, {misses} misses, {saved:.1f} s saved")
+            for trouble in troubles(report):
+                session.note(f"fusekit: {trouble}")
             if records:
                 _adopt(session, cute, keys(report))
     if os.WIFSIGNALED(status):
         _die(os.WTERMSIG(status))
     return os.waitstatus_to_exitcode(status)
+
+
+def _instead(word: str) -> str:
+    """How to run what `word` is meant to be, if it is no program but looks like something else."""
+    if word.endswith(".py"):
+        return f"give it to Python: fusekit exec -- python {word}"
+    if " " in word:
+        return f"give a command as several words: fusekit exec -- {word}"
+    if "=" in word:
+        return f"variables are set before fusekit: {word} fusekit exec -- CMD"
+    return ""
 
 
 def _adopt(session: Session, cute: CuteConfig, used: frozenset[str]) -> None:

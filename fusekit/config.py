@@ -171,7 +171,10 @@ class CuteConfig:
         users = [part for part in environ.get("FUSEKIT_TRUSTED_USERS", "").split(":") if part.strip()]
         for user in users:
             if not user.isascii() or not user.isdecimal():
-                raise UsageError(f"FUSEKIT_TRUSTED_USERS names '{user}'; it takes numbers of users: id -u NAME")
+                raise UsageError(
+                    f"FUSEKIT_TRUSTED_USERS names '{user}'; it takes numbers of users, with : between"
+                    " them; `id -u NAME` gives one"
+                )
         if config is None:
             config = Config.from_environment(environ=environ)
         remote = environ.get("FUSEKIT_REMOTE", "")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusekit.config import CuteConfig
-from fusekit.cute import arguments
+from fusekit.cute import arguments, report
 from fusekit.cute.blobs import open_store, packed, unpacked
 from fusekit.cute.dependencies import Trace, times_refused, why_not
 from fusekit.cute.digest import UnnamedError
@@ -26,7 +26,6 @@ from fusekit.cute.dsl import VERSIONS, Artifact, Call, version
 from fusekit.cute.effects import Effects, apply
 from fusekit.cute.names import record_of
 from fusekit.cute.replaced import Replaced
-from fusekit.cute.report import add
 from fusekit.cute.tracing import Untried
 from fusekit.errors import FusekitError, IntegrityError, NotBuiltError, StoreError
 from fusekit.share.bounds import Bounds
@@ -220,7 +219,7 @@ class Cache:
                 self._say(f"{call.name} is traced: {_text(error)}")
             return None
         saved = ready.entry.seconds + ready.manifest["seconds"] - (time.perf_counter() - ready.begin)
-        add(self.cute.report, max(0.0, saved), ready.entry.key)
+        report.hit(self.cute.report, max(0.0, saved), ready.entry.key)
         return function
 
     def _manifests(self, key: str) -> list[dict[str, Any]]:
@@ -284,7 +283,7 @@ class Cache:
         try:
             kernel = self._fetched(call, key) if remote else self._store.load(key)
             if kernel is None:
-                return None, f"it is not in the store{' or at the remote' if remote else ''}"
+                return None, f"{report.ABSENT}{' or at the remote' if remote else ''}"
             entry, blob = kernel
             artifact = unpacked(blob, entry)
             ir = artifact.ir
@@ -294,7 +293,7 @@ class Cache:
             call.remember(function)
         except Exception as error:
             return None, _text(error)
-        add(self.cute.report, max(0.0, entry.seconds - (time.perf_counter() - begin)), key)
+        report.hit(self.cute.report, max(0.0, entry.seconds - (time.perf_counter() - begin)), key)
         return function, ""
 
     def _fetched(self, call: Call, key: str) -> tuple[Entry, bytes] | None:
@@ -354,6 +353,7 @@ class Cache:
             entry = self._store.publish(*packed(key, fields, artifact, arguments.written(call), seconds))
             self._store.publish_name(record_of(entry, call.function), entry)
         except Exception as error:
+            report.not_stored(self.cute.report, key, _text(error))
             if self.cute.miss == "warn":
                 self._say(f"{call.name}: not stored: {_text(error)}")
             return False
@@ -362,7 +362,7 @@ class Cache:
     # -- reports ------------------------------------------------------------------------------------------------------
 
     def _miss(self, call: Call, why: str, key: str = "") -> None:
-        add(self.cute.report, None, key)
+        report.miss(self.cute.report, key, why)
         if self.cute.miss == "error":
             raise NotBuiltError(
                 f"{call.name} would be compiled ({why}), and FUSEKIT_MISS is error; run the program once without it and"

@@ -20,6 +20,7 @@ from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
 from fusekit.config import Config, CuteConfig
 from fusekit.cute import blobs, cache, dsl, install
+from fusekit.cute.report import troubles
 from fusekit.errors import NotBuiltError, UsageError
 from fusekit.store import Store
 from fusekit.store.publishing import Disk
@@ -169,6 +170,8 @@ def test_trouble_compiles_and_does_not_hide_a_miss(tmp_path, monkeypatch, troubl
     with monkeypatch.context() as patch:
         trouble(rig.root, patch)
         assert rig.counted() == MISS
+        assert all(why.startswith("1 could not be ") for why in troubles(rig.report))
+        assert troubles(rig.report)
         with pytest.raises(NotBuiltError, match="FUSEKIT_MISS is error"):
             rig.counted(miss="error")
 

@@ -12,6 +12,7 @@ import pytest
 import fusekit.cute
 from fusekit.compiler.options import environment
 from fusekit.config import EXEC, Config, CuteConfig, exec_environment
+from fusekit.cute import report
 from tests.cute.command import EXECUTE, LINE, ROOT
 
 NO_DSL = "the CuTe DSL (extra `build`) is not installed"
@@ -131,6 +132,54 @@ def test_the_exit_code_is_the_programs(run):
     assert absent.err == "fusekit: there is no program no-such-program; check the name, and PATH\n"
     assert run(str(ROOT / "README.md")).code == 126
     assert run("true", FUSEKIT_MISS="fail").code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        ((), 2, "there is no program to run; name one: fusekit exec -- python serve.py"),
+        (("serve.py",), 127, "there is no program serve.py; give it to Python: fusekit exec -- python serve.py"),
+        (("a -b",), 127, "give a command as several words: fusekit exec -- a -b"),
+        (("A=1", "python"), 127, "variables are set before fusekit: A=1 fusekit exec -- CMD"),
+        ((str(ROOT / "docs/figures/draw.py"),), 126, "cannot be run: Permission denied; give it to Python"),
+    ],
+)
+def test_what_cannot_be_run_comes_with_what_can(run, words, code, text):
+    done = run(*words)
+    assert (done.code, done.out, done.counts) == (code, "", None)
+    assert text in done.err and done.err.count("\n") == 1
+
+
+def test_stdout_is_the_programs(run):
+    done = run("true", execute=(*EXECUTE[:-1], "--json", "--"))
+    assert done.code == 2 and "exec leaves stdout to the program" in done.out + done.err
+
+
+@pytest.mark.parametrize(("miss", "code"), [("warn", 0), ("error", 1)])
+def test_a_python_without_fusekit_is_told_how_to_get_it(run, tmp_path, miss, code):
+    for name in ("fusekit", "cutlass"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    script = tmp_path / "program.py"
+    script.write_text("try: import cutlass\nexcept ImportError: pass")
+    done = run(sys.executable, str(script), FUSEKIT_MISS=miss)
+    assert (done.code, done.out, done.counts) == (code, "", (0, 0))
+    assert f"{sys.executable} has no fusekit.cute; install fusekit there: {sys.executable} -m pip" in done.err
+
+
+def test_the_report_says_why_misses_stay_misses(tmp_path):
+    file = tmp_path / "report"
+    file.touch()
+    report.miss(file, "a", f"{report.ABSENT}; a value changed")
+    report.hit(file, 1.5, "b")
+    assert report.troubles(file) == []
+    report.miss(file, "", "it dumps SASS")
+    report.miss(file, "", "a hook\nchanges ✓")
+    report.not_stored(file, "a", "no space left " + "x" * 10_000)
+    (served, stored) = report.troubles(file)
+    assert served == "2 could not be hits: it dumps SASS; FUSEKIT_MISS=warn names all of them"
+    assert stored.startswith("1 could not be stored: no space left xxx") and len(stored) < 1000
+    assert (report.counts(file), report.keys(file)) == ((1, 3, 1.5), {"a", "b"})
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

@@ -20,9 +20,15 @@ class _Finder:
 
             install()
         except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, ModuleNotFoundError):
+                # Such as a Python of another environment than the one that `fusekit` is in.
+                python = sys.executable
+                reason = f"{python} has no {error.name}; install fusekit there: {python} -m pip install fusekit"
             if os.environ.get("FUSEKIT_MISS") == "error":
-                raise
-            sys.stderr.write(f"fusekit: the cache is off: {type(error).__name__}: {error}\n")
+                # No ImportError: programs take that as a DSL that is not there.
+                raise RuntimeError(f"fusekit: the cache is off, and FUSEKIT_MISS is error: {reason}") from error
+            sys.stderr.write(f"fusekit: the cache is off: {reason}\n")
             return None
         import importlib.util
 
