@@ -87,6 +87,8 @@ typedef struct { /* CUlaunchConfig */
     X(stream_capturing, "cuStreamIsCapturing", (void *, int *))                                                        \
     X(event_create, "cuEventCreate", (void **, unsigned))                                                              \
     X(event_query, "cuEventQuery", (void *))                                                                           \
+    X(event_record, "cuEventRecord", (void *, void *))                                                                 \
+    X(stream_wait_event, "cuStreamWaitEvent", (void *, void *, unsigned))                                              \
     X(event_destroy, "cuEventDestroy_v2", (void *))
 
 struct fusekit_driver {

@@ -29,7 +29,7 @@ from fusekit.abi.layer_pass import LayerPass
 from fusekit.abi.layer_record import LayerRecord
 from fusekit.abi.limits import LAUNCH_VARIABLES, WORD
 from fusekit.abi.parameters import ENCODINGS, INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZLE_BYTES, Scalar
-from fusekit.cabi.layout import DTYPES, KINDS, OPERATORS, PASSES, PLACES, TABLES, Field
+from fusekit.cabi.layout import DTYPES, KINDS, LAYER_VARIABLES, OPERATORS, PASSES, PLACES, TABLES, Field
 from fusekit.dtypes import DTYPES as TYPES
 from fusekit.errors import UsageError
 
@@ -133,14 +133,10 @@ def record_row(
 
 
 def layer(record: LayerRecord, keys: Sequence[str]) -> bytes:
-    """A layer record. keys: of the kernels, by the number that C has for each. Raises UsageError for one over ranks."""
-    if any(buffer.place not in PLACES for buffer in record.buffers.values()):
-        raise UsageError(
-            f"{record.name} is over ranks, whose windows C does not know; launch it from Python, or export its kernels"
-            " one by one by their names"
-        )
-    dims = list(record.dims)
-    names = {name: index for index, name in enumerate(("T", *dims))}
+    """A layer record. keys: of the kernels, by the number that C has for each."""
+    names = {name: index for index, name in enumerate((*LAYER_VARIABLES, *record.dims))}
+    windows = {name: index for index, name in enumerate(record.windows)}
+    places = {name: index for index, name in enumerate((*PLACES, *windows))}
     buffers = {name: index for index, name in enumerate(record.buffers)}
     parts = {name: index for index, name in enumerate(record.parts)}
     numbers = {key: index for index, key in enumerate(keys)}
@@ -151,6 +147,9 @@ def layer(record: LayerRecord, keys: Sequence[str]) -> bytes:
             {
                 "part": parts[step.part], "outputs": 0 if step.outputs is None else _mask(step.outputs, each.outputs),
                 "needs": bits.get(step.needs, -1), "unless": bits.get(step.unless, -1),
+                "window": windows.get(step.window, -1), "on_side": int(step.on_side), "awaits": int(step.awaits),
+                "apart": int(step.apart),
+                "writes": _indices(map(buffers.__getitem__, step.writes if step.on_side else ())),
                 "operands": [
                     {"name": argument, "buffer": buffers[name], "written": int(name in step.writes)}
                     for argument, name in step.arguments.items()
@@ -184,9 +183,13 @@ def layer(record: LayerRecord, keys: Sequence[str]) -> bytes:
     row = {
         "name": record.name, "arch": record.arch, "kernel_count": len(keys), "variable_count": len(names),
         "dims": [{"expression": _steps_of(expr, names)} for expr in record.dims.values()],
+        "ranges": names[record.range_of],
+        "windows": [{"name": name, "bytes": _steps_of(size, names)} for name, size in record.windows.items()],
+        "capacity": _steps_of(record.limits.get("capacity", 0), {"tokens": names["T"]}),
+        "most_rows": _steps_of(record.limits.get("rows", 0), names),
         "buffers": [
             {"name": name, "dtype": DTYPES.index(each.dtype), "itemsize": TYPES[each.dtype].bytes,
-             "rank": len(each.shape), "place": PLACES.index(each.place),
+             "rank": len(each.shape), "place": places[each.place], "offset": _steps_of(each.offset, names),
              "shape": [_steps_of(extent, names) for extent in each.shape]}
             for name, each in record.buffers.items()
         ],

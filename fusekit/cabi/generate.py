@@ -24,15 +24,22 @@ PARTS = (
     "driver.c", "layout", "record.c", "expressions.c", "reader.c", "arguments.c", "workspace.c", "maps.c", "launch.c",
     "load.c",
 )  # fmt: skip
-LAYER_PARTS = ("dims.c", "layer", "layer_load.c", "layer_memory.c", "layer.c")
-LOADER_PARTS = (
-    *LAYER_PARTS, "layer_tensors.c", "listing", "sha256.c", "bundle.c", "kernels.c", "named.c", "named_layer.c",
+LAYER_PARTS = (
+    "dims.c", "layer", "layer_load.c", "layer_memory.c", "layer_ranks.c", "layer_enough.c", "layer.c",
 )  # fmt: skip
-TVM_FFI_PARTS = ("core.h", "layer.h", *PARTS, *LAYER_PARTS, "layer_tensors.c", "dlpack", "tvm_ffi.c")
+LOADER_PARTS = (
+    *LAYER_PARTS, "layer_windows.c", "layer_tensors.c", "listing", "sha256.c", "bundle.c", "kernels.c", "named.c",
+    "named_layer.c",
+)  # fmt: skip
+TVM_FFI_PARTS = (
+    "core.h", "layer.h", *PARTS, *LAYER_PARTS, "layer_windows.c", "layer_tensors.c", "dlpack", "tvm_ffi.c",
+    "tvm_ffi_layers.c", "tvm_ffi_calls.c",
+)  # fmt: skip
 _ABOUT = "/* Written by fusekit; changes are lost when it is written again. */\n"
 _PREFIXED = re.compile(r"\b(fusekit|FUSEKIT)_")
 _PER_LINE = 6
 _SCRATCH = ("scratch?", "cluster_margin?")
+_RANKS = "ranks"
 _MOST_ARGUMENTS = 96
 
 
@@ -60,8 +67,8 @@ def generate(
     """File name -> text of ``<prefix>.h`` and ``<prefix>.c``, for C11 and C++17 alike.
 
     prefix: what every public name begins with, so that several exports can be linked into one program. layers: their
-    kernels are among `kernels`. Raises UsageError for a prefix that is no identifier, names that collide, a record
-    beyond the launcher's limits, or a layer over ranks.
+    kernels are among `kernels`. Raises UsageError for a prefix that is no identifier, names that collide, or a record
+    beyond the launcher's limits.
     """
     check_prefix(prefix)
     if not kernels:
@@ -78,15 +85,18 @@ def generate(
         wrapper = Wrapper(prefix, identifier, number, kernel.name, kernel.record, kernel.defaults)
         declarations.append(wrapper.declarations())
         definitions.append(f"/* ---- {kernel.name} */\n\n{source}\n{wrapper.definitions()}")
+    ranks = [_ranks_of(layer, kernels) for layer in layers]
     for number, (layer, identifier) in enumerate(zip(layers, identifiers[len(kernels) :], strict=True)):
-        layer_wrapper = LayerWrapper(prefix, identifier, number, layer.record)
+        layer_wrapper = LayerWrapper(prefix, identifier, number, layer.record, ranks[number])
         declarations.append(layer_wrapper.declarations())
         definitions.append(
             f"/* ---- {layer.record.name} */\n\n{_layer_source(number, layer, numbers)}\n{layer_wrapper.definitions()}"
         )
-    headers, parts = (
-        (("core.h", "layer.h"), (*PARTS, *LAYER_PARTS, "layer_handle.c")) if layers else (("core.h",), PARTS)
-    )
+    headers: tuple[str, ...] = ("core.h",)
+    parts: tuple[str, ...] = PARTS
+    if layers:
+        headers += ("layer.h",)
+        parts += (*LAYER_PARTS, *["layer_windows.c"] * any(ranks), "layer_handle.c")
     header = _header(prefix, [*(_part(part, prefix) for part in headers), *declarations])
     source = _source(
         prefix,
@@ -142,9 +152,17 @@ def generate_tvm_ffi(
     listed = [Function("prepare", ("device",))]
 
     def function(name: str, which: str, arguments: Iterable[str]) -> None:
+        given = tuple(arguments)
+        ranks = given.index(_RANKS) if _RANKS in given else -1
         bodies.append(f"FK_FFI_FUNCTION({name}, {len(rows)})")
-        rows.append(f'{{"{name}", &fk_ffi_items[{len(items)}], {which}, PTHREAD_MUTEX_INITIALIZER, {{{{0}}}}}}')
-        listed.append(Function(name, tuple(arguments)))
+        rows.append(
+            f'{{"{name}", &fk_ffi_items[{len(items)}], {which}, {ranks}, PTHREAD_MUTEX_INITIALIZER, {{{{0}}}}}}'
+        )
+        listed.append(Function(name, given))
+
+    def size(name: str, which: str, *arguments: str) -> None:
+        bodies.append(f"FK_FFI_BYTES({name}_bytes, {len(items)}, {which})")
+        listed.append(Function(f"{name}_bytes", arguments))
 
     for number, kernel in enumerate(kernels):
         kernel.record.check_complete()
@@ -155,18 +173,21 @@ def generate_tvm_ffi(
     for number, layer in enumerate(layers):
         sources.append(_layer_source(number, layer, numbers))
         name = identifiers[layer.record.name]
+        sized, over = (("tokens", "capacity", "rows?"), (_RANKS,)) if layer.record.windows else (("tokens",), ())
         for which, each in layer.record.passes.items():
             if not each.steps:
                 continue
-            extra: tuple[str, ...] = {"quantise": (), "inference": _SCRATCH}.get(which, ("kept", *_SCRATCH))
+            extra: tuple[str, ...] = {"quantise": (), "inference": (*over, *_SCRATCH)}.get(
+                which, ("kept", *over, *_SCRATCH)
+            )
             extra += ("in_place?",) if which == "backward" else ()
             outputs = (f"{output}?" for output in each.outputs)
             function(f"{name}_{which}", f"FK_PASS_{which.upper()}", (*each.inputs, *outputs, *extra))
             if which != "quantise":
-                bodies.append(f"FK_FFI_BYTES({name}_{which}_bytes, {len(items)}, FK_PASS_{which.upper()})")
-                listed.append(Function(f"{name}_{which}_bytes", ("tokens",)))
-        bodies.append(f"FK_FFI_BYTES({name}_kept_bytes, {len(items)}, FK_FFI_KEPT_BYTES)")
-        listed.append(Function(f"{name}_kept_bytes", ("tokens",)))
+                size(f"{name}_{which}", f"FK_PASS_{which.upper()}", *sized)
+        size(f"{name}_kept", "FK_FFI_KEPT_BYTES", *sized)
+        for index, window in enumerate(layer.record.windows):
+            size(f"{name}_{window}", f"FK_FFI_WINDOW_BYTES - {index}", "capacity")
         items.append(
             f"{{&fk_layer_source_{number}, fk_layer_name_{number}, fk_layer_kernels_{number},"
             f" fk_layer_titles_{number}, {{NULL}}, NULL}}"
@@ -189,6 +210,12 @@ def generate_tvm_ffi(
         *bodies, "",
     ])  # fmt: skip
     return text, listed
+
+
+def _ranks_of(layer: ExportedLayer, kernels: Iterable[Exported]) -> int:
+    """The ranks that a layer is over, which its kernels say; 0: it is on one GPU."""
+    names = set(layer.kernels.values()) if layer.record.windows else set()
+    return max((peers.count for kernel in kernels if kernel.name in names for peers in kernel.record.peers), default=0)
 
 
 def _arguments(kernel: Exported) -> Iterator[str]:

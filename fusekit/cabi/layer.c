@@ -40,23 +40,13 @@ static fusekit_status fk_check_apart(const fk_layer *layer, const fk_layer_pass 
     return FUSEKIT_OK;
 }
 
-static fusekit_status fk_check_memory(const fk_layer *layer, const char *name, const fusekit_memory *memory, int64_t bytes,
-                                      fusekit_error *error) {
-    if (bytes > 0 && (memory->data == NULL || memory->bytes < (size_t)bytes))
-        return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s has %llu bytes; the pass needs %lld", layer->name, name,
-                       (unsigned long long)(memory->data == NULL ? 0 : memory->bytes), (long long)bytes);
-    if ((uintptr_t)memory->data % FK_MEMORY_ALIGNMENT != 0)
-        return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s begins at %p; it must be a multiple of %d bytes",
-                       layer->name, name, memory->data, (int)FK_MEMORY_ALIGNMENT);
-    return FUSEKIT_OK;
-}
-
 static fusekit_status fk_check_memories(const fk_layer *layer, int64_t which, const fk_layer_call *call,
                                         const fk_layer_plan *plan, fusekit_error *error) {
     fusekit_status status = FUSEKIT_OK;
     if (which == FK_PASS_FORWARD || which == FK_PASS_BACKWARD)
-        status = fk_check_memory(layer, "kept", &call->kept, plan->kept_bytes, error);
-    return status == FUSEKIT_OK ? fk_check_memory(layer, "scratch", &call->scratch, plan->scratch_bytes, error) : status;
+        status = fk_check_memory(layer, "kept", &call->kept, plan->kept_bytes, FK_MEMORY_ALIGNMENT, error);
+    if (status != FUSEKIT_OK) return status;
+    return fk_check_memory(layer, "scratch", &call->scratch, plan->scratch_bytes, FK_MEMORY_ALIGNMENT, error);
 }
 
 /* Whether all is given that the launches read; of the quantise pass, which has no scratch memory, also what they write. */
@@ -89,11 +79,13 @@ static fusekit_status fk_plan_pass(const fk_layer *layer, int64_t which, const f
     const fk_layer_pass *pass = &layer->passes[which];
     int64_t spans[FK_MOST_BUFFERS], index;
     int compact, in_place = which == FK_PASS_BACKWARD && call->settings.in_place;
+    fk_counts counts;
     fusekit_status status;
     if (pass->step_count == 0)
         return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s has no %s pass; build it with one", layer->name,
                        fk_pass_names[which]);
-    status = fk_extents(layer, call->tokens, plan, error);
+    status = fk_count_pass(layer, which, call, &counts, error);
+    if (status == FUSEKIT_OK) status = fk_extents(layer, counts, plan, error);
     if (status != FUSEKIT_OK) return status;
     plan->asked = fk_asked(pass, call);
     plan->lent = 0;
@@ -106,7 +98,7 @@ static fusekit_status fk_plan_pass(const fk_layer *layer, int64_t which, const f
     fk_mark_used(pass, plan);
     status = fk_check_given(layer, which, call, plan, error);
     if (status == FUSEKIT_OK) status = fk_check_apart(layer, pass, call, spans, error);
-    return status == FUSEKIT_OK ? fk_choose_layout(layer, which, in_place, call->tokens, plan, error) : status;
+    return status == FUSEKIT_OK ? fk_choose_layout(layer, which, in_place, plan, error) : status;
 }
 
 /* ---- Launches. */
@@ -131,26 +123,48 @@ static fusekit_status fk_pack_step(const fk_loaded_layer *loaded, const fk_layer
     uint64_t addresses[FK_MOST_TENSORS];
     float floats[FK_MOST_SCALARS];
     fk_given given[FK_MOST_TENSORS];
-    int integer_count = 0, float_count = 0;
+    int64_t scalars[3] = {0, plan->variables[1], 0}; /* rank, capacity, timeout */
+    int integer_count = 0, float_count = 0, scalar;
     fk_call packed;
     for (index = 0; index < record->tensor_count; ++index) {
-        int64_t buffer = step->operands[operands[index]].buffer, compact = 1;
-        const int64_t *asked = call->strides[buffer];
-        int axis, own = call->addresses[buffer] != 0;
+        int64_t buffer, compact = 1;
+        const int64_t *asked;
+        int axis, own;
+        if (operands[index] >= FK_MOST_TENSORS) { /* a window, which has no dims */
+            fusekit_status status = fk_window_at(loaded->record, call, plan, step->window, operands[index] - FK_MOST_TENSORS,
+                                                 &addresses[index], error);
+            if (status != FUSEKIT_OK) return status;
+            given[index].shape = given[index].strides = strides[index];
+            continue;
+        }
+        buffer = step->operands[operands[index]].buffer;
+        asked = call->strides[buffer];
+        own = call->addresses[buffer] != 0;
         given[index].shape = plan->shape[buffer];
         for (axis = (int)record->tensors[index].rank - 1; axis >= 0; --axis) {
             strides[index][axis] = own && asked[axis] != 0 ? asked[axis] : compact;
             compact *= plan->shape[buffer][axis] > 1 ? plan->shape[buffer][axis] : 1;
         }
         given[index].strides = strides[index];
-        addresses[index] = fk_address(loaded->record, call, plan, buffer);
+        if (loaded->record->buffers[buffer].place >= FK_IN_CHECKED) {
+            fusekit_status status = fk_rank_address(loaded->record, call, plan, buffer, &addresses[index], error);
+            if (status != FUSEKIT_OK) return status;
+        } else {
+            addresses[index] = fk_address(loaded->record, call, plan, buffer);
+        }
     }
     fk_take_dims(record, given, dims);
+    if (call->ranks != NULL) {
+        scalars[0] = call->ranks->rank;
+        scalars[2] = call->ranks->timeout > 0 ? call->ranks->timeout : FK_MINUTE;
+    }
     for (index = 0; index < record->argument_count; ++index) {
         const fk_argument *argument = &record->arguments[index];
         double value;
         if (argument->tensor >= 0) continue;
         memcpy(&value, &argument->default_bits, sizeof value);
+        scalar = step->window < 0 ? -1 : fk_rank_scalar(argument);
+        if (scalar >= 0) value = (double)scalars[scalar];
         if (argument->dtype == FK_I32)
             integers[integer_count++] = (int64_t)value;
         else
@@ -168,35 +182,39 @@ static fusekit_status fk_pack_step(const fk_loaded_layer *loaded, const fk_layer
 
 /* Packs the launches of a pass into `memory`, which is zeroed, one after the other; NULL: counts the bytes. */
 static fusekit_status fk_pack_pass(const fk_loaded_layer *loaded, int64_t which, const fk_layer_call *call,
-                                   const fk_layer_plan *plan, unsigned char *memory, size_t *bytes,
-                                   fusekit_launch **launches, size_t *count, fusekit_error *error) {
+                                   const fk_layer_plan *plan, unsigned char *memory, size_t *bytes, fusekit_pass *packed,
+                                   fusekit_error *error) {
     const fk_layer *layer = loaded->record;
     const fk_layer_pass *pass = &layer->passes[which];
     int rows[FK_MOST_STEPS], row = loaded->first[which];
     int in_place = which == FK_PASS_BACKWARD && call->settings.in_place && pass->in_place_count > 0;
-    fusekit_status status = FUSEKIT_OK;
-    int64_t index, at, rung;
+    int64_t index, at, rung, tokens = plan->variables[layer->window_count > 0]; /* over ranks, capacity */
+    fusekit_status status = fk_check_ranks(loaded, call->ranks, error);
+    fk_side side;
     for (index = 0; index < pass->step_count; ++index) {
         rows[index] = row;
         row += (int)layer->parts[pass->steps[index].part].rung_count;
     }
-    *bytes = *count = 0;
+    memset(&side, 0, sizeof side);
+    packed->count = *bytes = 0;
+    packed->side_stream = NULL;
     for (index = 0; index < pass->step_count && status == FUSEKIT_OK; ++index) {
         const fk_layer_step *step = &pass->steps[at = in_place ? pass->in_place[index].index : index];
         const fk_layer_part *part = &layer->parts[step->part];
         const fk_kernel *kernel;
         if (!fk_is_queued(step, plan->asked)) continue;
-        for (rung = 0; call->tokens > part->rungs[rung].tokens; ++rung) continue;
+        for (rung = 0; tokens > part->rungs[rung].tokens; ++rung) continue;
         if (part->rungs[rung].kernel < 0) continue;
         kernel = loaded->kernels[part->rungs[rung].kernel];
         if (memory != NULL) {
             fusekit_launch *launch = fk_place_launch(kernel, memory + *bytes);
-            launches[*count] = launch;
+            packed->launches[packed->count] = launch;
             status = fk_pack_step(loaded, step, loaded->operands + (size_t)(rows[at] + rung) * FK_MOST_TENSORS, kernel, call,
                                   plan, launch, error);
         }
+        packed->turns[packed->count++] = (unsigned char)fk_turn(step, &side);
+        if (step->on_side && status == FUSEKIT_OK) status = fk_take_side_stream(layer, call->ranks, packed, error);
         *bytes += fk_launch_bytes(kernel->record);
-        ++*count;
     }
     return status;
 }
@@ -208,28 +226,26 @@ static fusekit_status fk_run_pass(const fk_loaded_layer *loaded, int64_t which, 
         unsigned char bytes[FK_PASS_BYTES];
         int64_t aligned;
     } memory;
-    fusekit_launch *launches[FK_MOST_STEPS];
-    size_t bytes, count;
+    fusekit_pass pass;
+    size_t bytes;
     fusekit_status status = fk_plan_pass(loaded->record, which, call, &plan, error);
     if (status == FUSEKIT_OK) status = fk_check_memories(loaded->record, which, call, &plan, error);
-    if (status == FUSEKIT_OK)
-        status = fk_pack_pass(loaded, which, call, &plan, memory.bytes, &bytes, launches, &count, error);
-    return status == FUSEKIT_OK ? fk_run_all((const fusekit_launch *const *)launches, count, stream, error) : status;
+    if (status == FUSEKIT_OK) status = fk_pack_pass(loaded, which, call, &plan, memory.bytes, &bytes, &pass, error);
+    return status == FUSEKIT_OK ? fk_run_launches(&pass, stream, error) : status;
 }
 
 /* A pass by its plan. */
 static fusekit_status fk_bind_planned(const fk_loaded_layer *loaded, int64_t which, const fk_layer_call *call,
                                       const fk_layer_plan *plan, fusekit_pass **out, fusekit_error *error) {
-    fusekit_pass *pass;
-    size_t bytes, count;
+    fusekit_pass *pass, counted;
+    size_t bytes;
     fusekit_status status = fk_check_memories(loaded->record, which, call, plan, error);
     *out = NULL;
-    if (status == FUSEKIT_OK) status = fk_pack_pass(loaded, which, call, plan, NULL, &bytes, NULL, &count, error);
+    if (status == FUSEKIT_OK) status = fk_pack_pass(loaded, which, call, plan, NULL, &bytes, &counted, error);
     if (status != FUSEKIT_OK) return status;
     pass = (fusekit_pass *)malloc(sizeof *pass + bytes);
     if (pass == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory for a pass", loaded->record->name);
-    status = fk_pack_pass(loaded, which, call, plan, (unsigned char *)(pass + 1), &bytes, pass->launches, &pass->count,
-                          error);
+    status = fk_pack_pass(loaded, which, call, plan, (unsigned char *)(pass + 1), &bytes, pass, error);
     if (status != FUSEKIT_OK) {
         free(pass);
         return status;
@@ -247,7 +263,7 @@ static fusekit_status fk_bind_pass(const fk_loaded_layer *loaded, int64_t which,
 }
 
 fusekit_status fusekit_pass_run(const fusekit_pass *pass, void *stream, fusekit_error *error) {
-    return fk_run_all((const fusekit_launch *const *)pass->launches, pass->count, stream, error);
+    return fk_run_launches(pass, stream, error);
 }
 
 void fusekit_pass_free(fusekit_pass *pass) { free(pass); }

@@ -13,6 +13,7 @@ typedef struct { /* a loaded layer */
     fk_kernel **kernels;
     unsigned char *operands; /* of each kernel of each step: which operand each of its tensors is */
     int first[FK_PASSES];    /* the row of `operands` of a pass's first step and rung */
+    int64_t ranks;           /* that its kernels are over, 0: none is */
 } fk_loaded_layer;
 
 typedef struct { /* a pass as its caller wants it; by the number of a buffer: address, 0 where it is not given; strides */
@@ -21,9 +22,15 @@ typedef struct { /* a pass as its caller wants it; by the number of a buffer: ad
     int64_t strides[FK_MOST_BUFFERS][FK_MOST_RANK]; /* 0: the compact one */
     fusekit_memory kept, scratch;
     fusekit_settings settings;
+    const fusekit_ranks *ranks; /* NULL: none are given */
 } fk_layer_call;
 
+typedef struct { /* what sizes follow from: the first variables of the record's expressions */
+    int64_t tokens, capacity, rows; /* the last two over ranks */
+} fk_counts;
+
 typedef struct { /* by the number of a buffer */
+    int64_t variables[FK_MOST_VARIABLES];
     int64_t shape[FK_MOST_BUFFERS][FK_MOST_RANK], bytes[FK_MOST_BUFFERS];
     int64_t kept[FK_MOST_BUFFERS], kept_bytes; /* where it begins in kept memory */
     int64_t begin[FK_MOST_BUFFERS];            /* in its home, which has a number, or -1 for scratch memory, -2: none */
@@ -35,6 +42,8 @@ typedef struct { /* by the number of a buffer */
 struct fusekit_pass {
     size_t count;
     fusekit_launch *launches[FK_MOST_STEPS];
+    unsigned char turns[FK_MOST_STEPS]; /* of each launch, fk_turn */
+    void *side_stream, *events[2];      /* NULL: all launches go to the caller's stream */
 };
 
 /* ---- Reading the record. */
@@ -52,8 +61,10 @@ static int fk_check_indices(const fk_reader *reader, const fk_place *place, cons
 static int fk_check_step(const fk_reader *reader, const fk_place *place, const fk_layer *layer, const fk_layer_pass *pass,
                          const fk_layer_step *step) {
     int64_t index, most = pass->output_count;
-    if (step->part >= layer->part_count || step->outputs >> most != 0 || step->needs >= most || step->unless >= most)
-        return fk_refuse(reader, place, "part", "or an output of it is none of the layer's");
+    if (step->part >= layer->part_count || step->outputs >> most != 0 || step->needs >= most || step->unless >= most ||
+        step->window >= layer->window_count)
+        return fk_refuse(reader, place, "part", "or an output or a window of it is none of the layer's");
+    if (!fk_check_indices(reader, place, "writes", step->writes, step->write_count, layer->buffer_count)) return 0;
     for (index = 0; index < step->operand_count; ++index)
         if (step->operands[index].buffer >= layer->buffer_count)
             return fk_refuse(reader, place, "operands", "has a buffer that is none of the layer's");
@@ -112,6 +123,10 @@ static int fk_check_layer(const fk_reader *reader, const fk_layer *layer) {
         if (part->rungs[part->rung_count - 1].tokens != INT64_MAX)
             return fk_refuse(reader, &at, "rungs", "has no last rung, for any number of tokens");
     }
+    at.name = "buffers";
+    for (at.row = 0; at.row < layer->buffer_count; ++at.row)
+        if (layer->buffers[at.row].place >= FK_IN_WINDOW + layer->window_count)
+            return fk_refuse(reader, &at, "place", "is a window that is none of the layer's");
     at.name = "passes";
     for (at.row = 0; at.row < FK_PASSES; ++at.row)
         if (!fk_check_pass(reader, &at, layer, &layer->passes[at.row])) return 0;
@@ -139,14 +154,45 @@ static fusekit_status fk_read_layer(const fk_source *source, const char *title, 
 
 /* ---- Loading. */
 
-/* Which operand of a step each tensor of a kernel is. */
-static fusekit_status fk_match_operands(const fk_layer *layer, const fk_layer_step *step, const fk_record *kernel,
+static const char *const fk_rank_scalars[] = {"rank", "capacity", "timeout"}; /* of kernels that ranks launch together */
+
+/* Which of them an argument is, or -1. */
+static int fk_rank_scalar(const fk_argument *argument) {
+    int which;
+    for (which = 0; which < 3; ++which)
+        if (argument->dtype == FK_I32 && strcmp(argument->name, fk_rank_scalars[which]) == 0) return which;
+    return -1;
+}
+
+/* The rank whose window a tensor of a kernel is, of which there are so many, or -1: "window.0", "window.1" and so on. */
+static int64_t fk_window_rank(const char *name, int64_t ranks) {
+    char own[16];
+    int64_t rank;
+    for (rank = 0; rank < ranks; ++rank) {
+        snprintf(own, sizeof own, "window.%d", (int)rank);
+        if (strcmp(name, own) == 0) return rank;
+    }
+    return -1;
+}
+
+/* Which operand of a step each tensor of a kernel is; from FK_MOST_TENSORS on, the window of which rank. */
+static fusekit_status fk_match_operands(fk_loaded_layer *loaded, const fk_layer_step *step, const fk_record *kernel,
                                         unsigned char *operands, fusekit_error *error) {
-    int64_t tensor, index, argument;
-    if (kernel->tensor_count != step->operand_count)
+    const fk_layer *layer = loaded->record;
+    int64_t tensor, index, argument, ranks = step->window < 0 ? 0 : kernel->tensor_count - step->operand_count;
+    if (step->window >= 0 && loaded->ranks == 0) loaded->ranks = ranks;
+    if (step->window >= 0 && (ranks < 1 || ranks > FK_MOST_RANKS || ranks != loaded->ranks))
+        return fk_fail(error, FUSEKIT_MISMATCH, "%s: %s is over %lld ranks, and another kernel is not; export it again",
+                       layer->name, kernel->name, (long long)ranks);
+    if (kernel->tensor_count != step->operand_count + ranks)
         return fk_fail(error, FUSEKIT_MISMATCH, "%s: %s takes %lld tensors, and the layer gives %lld; export it again",
                        layer->name, kernel->name, (long long)kernel->tensor_count, (long long)step->operand_count);
     for (tensor = 0; tensor < kernel->tensor_count; ++tensor) {
+        int64_t rank = fk_window_rank(kernel->tensors[tensor].name, ranks);
+        if (rank >= 0 && kernel->tensors[tensor].rank == 0) {
+            operands[tensor] = (unsigned char)(FK_MOST_TENSORS + rank);
+            continue;
+        }
         for (index = 0; index < step->operand_count; ++index)
             if (strcmp(step->operands[index].name, kernel->tensors[tensor].name) == 0) break;
         if (index == step->operand_count || layer->buffers[step->operands[index].buffer].rank != kernel->tensors[tensor].rank)
@@ -155,7 +201,8 @@ static fusekit_status fk_match_operands(const fk_layer *layer, const fk_layer_st
         operands[tensor] = (unsigned char)index;
     }
     for (argument = 0; argument < kernel->argument_count; ++argument)
-        if (kernel->arguments[argument].tensor < 0 && !kernel->arguments[argument].has_default)
+        if (kernel->arguments[argument].tensor < 0 && !kernel->arguments[argument].has_default &&
+            (ranks == 0 || fk_rank_scalar(&kernel->arguments[argument]) < 0))
             return fk_fail(error, FUSEKIT_MISMATCH, "%s: %s takes %s, which the layer does not give; export it again",
                            layer->name, kernel->name, kernel->arguments[argument].name);
     return FUSEKIT_OK;
@@ -184,7 +231,7 @@ static fusekit_status fk_match_passes(fk_loaded_layer *loaded, fusekit_error *er
                 size_t size = kernel == NULL ? 0 : fk_launch_bytes(kernel->record);
                 if (size > most) most = size;
                 if (kernel != NULL)
-                    status = fk_match_operands(layer, step, kernel->record,
+                    status = fk_match_operands(loaded, step, kernel->record,
                                                loaded->operands + (size_t)rows * FK_MOST_TENSORS, error);
                 ++rows;
             }

@@ -12,7 +12,7 @@ from fusekit.cabi.identifiers import members
 from fusekit.cabi.layout import PASSES
 
 BACKWARD, QUANTISE = "backward", "quantise"
-COMMON = ("tokens", "kept", "scratch", "settings")
+COMMON = ("tokens", "kept", "scratch", "settings", "ranks")
 
 FUNCTIONS = """\
 /* Loads the layer's kernels on a device (an ordinal). */
@@ -20,11 +20,26 @@ FUNCTIONS = """\
 
 /* For passes of at most so many tokens. like: arguments with the outputs that every backward pass will have, all
  * contiguous, and its settings, which takes less scratch memory; NULL: any. */
-{p}_status {p}_{k}_sizes(const {p}_{k} *layer, int64_t tokens, {like}, {p}_sizes *sizes,
+{p}_status {p}_{k}_sizes(const {p}_{k} *layer, {over}int64_t tokens, {like}, {p}_sizes *sizes,
     {p}_error *error);
-
+{windows}
 /* NULL is allowed. */
 {p}_status {p}_{k}_unload({p}_{k} *layer, {p}_error *error);
+"""
+
+WINDOWS = """
+/* The bytes of each window for the capacity of `ranks`, whose windows may be NULL. */
+{p}_status {p}_{k}_windows(const {p}_{k} *layer, const {p}_ranks *ranks, size_t bytes[{P}_{K}_WINDOWS],
+    {p}_error *error);
+"""
+
+WINDOW_BODY = """\
+{p}_status {p}_{k}_windows(const {p}_{k} *layer, const {p}_ranks *ranks, size_t bytes[{P}_{K}_WINDOWS],
+    {p}_error *error) {{
+    const fk_loaded_layer *loaded = (const fk_loaded_layer *)layer;
+    {p}_status status = fk_check_layer_handle(loaded, &fk_layer_source_{i}, fk_layer_name_{i}, bytes, error);
+    return status == {P}_OK ? fk_window_bytes(loaded->record, ranks, bytes, error) : status;
+}}
 """
 
 PASS_FUNCTIONS = """\
@@ -41,14 +56,14 @@ BODIES = """\
     return status;
 }}
 
-{p}_status {p}_{k}_sizes(const {p}_{k} *layer, int64_t tokens, {like}, {p}_sizes *sizes,
+{p}_status {p}_{k}_sizes(const {p}_{k} *layer, {over}int64_t tokens, {like}, {p}_sizes *sizes,
     {p}_error *error) {{
     const fk_loaded_layer *loaded = (const fk_loaded_layer *)layer;
     fk_layer_call call;
     {p}_status status = fk_check_layer_handle(loaded, &fk_layer_source_{i}, fk_layer_name_{i}, sizes, error);
     if (status != {P}_OK) return status;
     {take_like}
-    return fk_layer_sizes(loaded->record, tokens, like == NULL ? NULL : &call, sizes, error);
+    return fk_layer_sizes(loaded->record, {ranks}, tokens, like == NULL ? NULL : &call, sizes, error);
 }}
 
 {p}_status {p}_{k}_unload({p}_{k} *layer, {p}_error *error) {{
@@ -81,7 +96,8 @@ PASS_BODIES = """\
 class LayerWrapper:
     """Declarations and definitions for one layer, called `identifier`; `number` is that of its tables."""
 
-    def __init__(self, prefix: str, identifier: str, number: int, record: LayerRecord) -> None:
+    def __init__(self, prefix: str, identifier: str, number: int, record: LayerRecord, ranks: int = 0) -> None:
+        """ranks: that the layer is over; 0: it is on one GPU."""
         backward = bool(record.passes.get(BACKWARD) and record.passes[BACKWARD].steps)
         like = f"const {prefix}_{identifier}_backward_args *like" if backward else "const void *like"
         take = (
@@ -90,9 +106,12 @@ class LayerWrapper:
             else "memset(&call, 0, sizeof call);"
         )
         self._names = {
-            "p": prefix, "P": prefix.upper(), "k": identifier, "i": number, "like": like, "take_like": take
+            "p": prefix, "P": prefix.upper(), "k": identifier, "K": identifier.upper(), "i": number, "like": like,
+            "take_like": take, "over": f"const {prefix}_ranks *ranks, " if ranks else "",
+            "ranks": "ranks" if ranks else "NULL",
         }  # fmt: skip
-        self._record = record
+        self._names["windows"] = WINDOWS.format(**self._names) if ranks else ""
+        self._record, self._ranks = record, ranks
         self._passes = {which: record.passes[which] for which in PASSES if which in record.passes}
         self._passes = {which: each for which, each in self._passes.items() if each.steps}
 
@@ -101,7 +120,10 @@ class LayerWrapper:
         p, k = self._names["p"], self._names["k"]
         record = self._record
         shown = "; ".join(f"{name} = {render(expr)}" for name, expr in record.dims.items() if self._shown(name))
-        lines = [f"/* ---- {record.name} ({record.arch}), a layer; T: the tokens{shown and f'; {shown}'} */", ""]
+        over = f" over {self._ranks} ranks" if self._ranks else ""
+        lines = [f"/* ---- {record.name} ({record.arch}), a layer{over}; T: the tokens{shown and f'; {shown}'} */", ""]
+        if self._ranks:
+            lines += self._windows()
         lines += [f"typedef struct {p}_{k} {p}_{k};", ""]
         for which, each in self._passes.items():
             lines += [f"typedef struct {p}_{k}_{which}_args {{"]
@@ -114,6 +136,8 @@ class LayerWrapper:
                 lines.append(f"    {p}_memory kept;")
             if which != QUANTISE:
                 lines.append(f"    {p}_memory scratch;")
+            if self._ranks and which != QUANTISE:
+                lines.append(f"    const {p}_ranks *ranks;")
             lines += [f"    {p}_settings settings;", f"}} {p}_{k}_{which}_args;", ""]
         lines.append(FUNCTIONS.format(**self._names))
         lines += [PASS_FUNCTIONS.format(**self._names, w=which) for which in self._passes]
@@ -123,7 +147,28 @@ class LayerWrapper:
         """The part of the source, after the tables."""
         takes = [self._take(which, each) for which, each in self._passes.items()]
         bodies = [PASS_BODIES.format(**self._names, w=which, W=which.upper()) for which in self._passes]
-        return "\n".join([*takes, BODIES.format(**self._names), *bodies])
+        windows = [WINDOW_BODY.format(**self._names)] if self._ranks else []
+        return "\n".join([*takes, BODIES.format(**self._names), *windows, *bodies])
+
+    def _windows(self) -> Sequence[str]:
+        """Which windows there are, and the passes that need each."""
+        lines = [f"enum {{ {self._names['P']}_{self._names['K']}_RANKS = {self._ranks} }};", ""]
+        lines += [
+            "/* Its windows, and the passes that use each. */",
+            "typedef enum {p}_{k}_window {{".format(**self._names),
+        ]
+        for number, name in enumerate(self._record.windows):
+            users = ", ".join(which for which, each in self._passes.items() if name in self._in(each))
+            lines.append("    {P}_{K}_{w} = {n}, /* {users} */".format(
+                **self._names, w=name.upper(), n=number, users=users
+            ))  # fmt: skip
+        lines.append("    {P}_{K}_WINDOWS = {n}".format(**self._names, n=len(self._record.windows)))
+        return [*lines, "}} {p}_{k}_window;".format(**self._names), ""]
+
+    def _in(self, each: LayerPass) -> set[str]:
+        """The windows of a pass: those that it stores into, and those whose parts it reads."""
+        places = {self._record.buffers[name].place for step in each.steps for name in step.arguments.values()}
+        return places | {step.window for step in each.steps}
 
     def _shown(self, name: str) -> bool:
         """Whether an argument's shape reads the dim."""
@@ -166,4 +211,6 @@ class LayerWrapper:
             lines.append("    call->kept = args->kept;")
         if which != QUANTISE:
             lines.append("    call->scratch = args->scratch;")
+        if self._ranks and which != QUANTISE:
+            lines.append("    call->ranks = args->ranks;")
         return "\n".join([*lines, "    call->settings = args->settings;", "}", ""])

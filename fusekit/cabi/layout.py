@@ -59,10 +59,11 @@ DTYPES = tuple(_NUMBERED.get(number, "") for number in range(max(_NUMBERED) + 1)
 LIMITS = ("none", "first_stride", "first_value", "variable_count", "float_count", "tensor_count", "outer", "value")
 
 PASSES = ("forward", "inference", "backward", "quantise")
-PLACES = ("argument", "kept", "scratch")
-FIRST_LAYER_DIM = 1
-"""Before the dims of a layer come its tokens."""
-BUFFERS, STEPS, OUTPUTS = 128, 64, 30
+PLACES = ("argument", "kept", "scratch", "checked")
+LAYER_VARIABLES = ("T", "capacity", "rows")
+"""Before the dims of a layer; the last two of one over ranks."""
+BUFFERS, STEPS, OUTPUTS, WINDOWS = 128, 64, 30, 8
+RANKS = 32  # that a layer is over at most
 RANK = 5
 STACK = 40  # values of an expression that is nested as deep as a record allows
 DOCUMENT, CUBIN = 16 << 20, 1 << 30  # bytes
@@ -164,18 +165,21 @@ TABLES: dict[str, tuple[Field, ...]] = {
     ),
     "more": (_rows("nodes", "more_node", LAUNCHES, low=1),),
     # Of layers: see fusekit.abi.layer_record. Sets of outputs are masks over those of the pass.
-    "layer_buffer": (  # place: that of PLACES, or further on a window's
+    "layer_buffer": (  # place: that of PLACES, or further on a window's; offset: from the begin of that
         _text("name"), Field("dtype", high=len(DTYPES) - 1), Field("itemsize", low=1, high=8), Field("rank", high=RANK),
-        Field("place", high=len(PLACES) - 1), _expression("shape", "variable_count", RANK),
+        Field("place", high=len(PLACES) + WINDOWS - 1), _expression("offset", "variable_count"),
+        _expression("shape", "variable_count", RANK),
     ),
+    "layer_window": (_text("name"), _expression("bytes", "variable_count")),
     "layer_rung": (Field("tokens"), _index("kernel", -1)),  # -1: none is launched
     "layer_part": (_text("name"), _rows("rungs", "layer_rung", 256, 1)),
     "layer_operand": (_text("name"), _index("buffer"), _flag("written")),
-    "layer_step": (  # outputs: those for which it is queued, 0: always
-        _index("part"), Field("outputs", high=INT), _index("needs", -1), _index("unless", -1),
-        _rows("operands", "layer_operand", TENSORS),
-    ),
     "layer_index": (_index("index"),),
+    "layer_step": (  # outputs: those for which it is queued, 0: always; writes: the buffers of one on the side stream
+        _index("part"), Field("outputs", high=INT), _index("needs", -1), _index("unless", -1), _index("window", -1),
+        _flag("on_side"), _flag("awaits"), _flag("apart"), _rows("operands", "layer_operand", TENSORS),
+        _rows("writes", "layer_index", BUFFERS),
+    ),
     "layer_place": (_index("buffer"), _index("home", -1), _rows("above", "layer_index", BUFFERS)),
     "layer_layout": (
         Field("outputs", high=INT), Field("lends", high=INT), _flag("in_place"), Field("since"), Field("until"),
@@ -189,6 +193,9 @@ TABLES: dict[str, tuple[Field, ...]] = {
     "layer": (
         _text("name"), _text("arch"), Field("kernel_count", low=1, high=1 << 12),
         Field("variable_count", high=VARIABLES), _rows("dims", "own_value", VARIABLES),
+        # ranges: the variable that those of layouts are of; over ranks, capacity of T tokens, and rows of any routing
+        Field("ranges", limit="variable_count"), _rows("windows", "layer_window", WINDOWS),
+        _expression("capacity", "variable_count"), _expression("most_rows", "variable_count"),
         _rows("buffers", "layer_buffer", BUFFERS), _rows("parts", "layer_part", STEPS),
         _rows("passes", "layer_pass", len(PASSES), len(PASSES)),
     ),
@@ -213,7 +220,8 @@ LAYER_TABLES = tuple(name for name in TABLES if name.partition("_")[0] == "layer
 def layer_declarations() -> str:
     """The structures and rules of layers."""
     constants = {
-        "MOST_BUFFERS": BUFFERS, "MOST_STEPS": STEPS, "PASSES": len(PASSES), "FIRST_LAYER_DIM": FIRST_LAYER_DIM
+        "MOST_BUFFERS": BUFFERS, "MOST_STEPS": STEPS, "MOST_WINDOWS": WINDOWS, "MOST_RANKS": RANKS,
+        "PASSES": len(PASSES), "FIRST_LAYER_DIM": len(LAYER_VARIABLES),
     }  # fmt: skip
     names = ", ".join(f'"{name}"' for name in PASSES)
     return "\n".join([
@@ -221,7 +229,7 @@ def layer_declarations() -> str:
         f'#define FK_LAYER_ROW "{LAYER_ROW}" /* instead of a problem in a row of a bundle */\n',
         _enum(None, [f"FK_{name} = {value}" for name, value in constants.items()]),
         _enum("fk_pass", [f"FK_PASS_{name.upper()}" for name in PASSES]),
-        _enum("fk_where", [f"FK_IN_{name.upper()}" for name in PLACES]),
+        _enum("fk_where", [*(f"FK_IN_{name.upper()}" for name in PLACES), "FK_IN_WINDOW"]),
         f"static const char *const fk_pass_names[] = {{{names}}};\n",
         *(text(name, TABLES[name]) for name in LAYER_TABLES for text in (_structure, _rules)),
     ])  # fmt: skip

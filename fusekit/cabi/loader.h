@@ -125,6 +125,7 @@ typedef struct fusekit_layer_arguments {
     int tensor_count;
     fusekit_memory kept, scratch;
     fusekit_settings settings;
+    const fusekit_ranks *ranks; /* of a layer over ranks, else NULL */
 } fusekit_layer_arguments;
 
 /* Loads a layer's kernels, as fusekit_kernel_load does. */
@@ -133,6 +134,15 @@ fusekit_status fusekit_layer_load(const fusekit_driver *driver, const fusekit_bu
 
 /* For passes of at most so many tokens, with any outputs. */
 fusekit_status fusekit_layer_sizes(const fusekit_layer *layer, int64_t tokens, fusekit_sizes *sizes, fusekit_error *error);
+
+/* Of a layer over ranks: how many they are, 0 of any other; the windows by their numbers, NULL past the last; the bytes of
+ * each for the capacity of `ranks`, whose windows may be NULL; and its sizes. */
+int fusekit_layer_ranks(const fusekit_layer *layer);
+const char *fusekit_layer_window(const fusekit_layer *layer, int index);
+fusekit_status fusekit_layer_windows(const fusekit_layer *layer, const fusekit_ranks *ranks, size_t *bytes,
+                                     fusekit_error *error);
+fusekit_status fusekit_layer_rank_sizes(const fusekit_layer *layer, const fusekit_ranks *ranks, int64_t tokens,
+                                        fusekit_sizes *sizes, fusekit_error *error);
 
 /* Checks, packs and launches a pass. */
 fusekit_status fusekit_layer_launch(const fusekit_layer *layer, fusekit_pass_kind pass,

@@ -142,7 +142,24 @@ fusekit_status fusekit_layer_unload(fusekit_layer *layer, fusekit_error *error) 
 }
 
 fusekit_status fusekit_layer_sizes(const fusekit_layer *layer, int64_t tokens, fusekit_sizes *sizes, fusekit_error *error) {
-    return fk_layer_sizes(layer->loaded->record, tokens, NULL, sizes, error);
+    return fk_layer_sizes(layer->loaded->record, NULL, tokens, NULL, sizes, error);
+}
+
+int fusekit_layer_ranks(const fusekit_layer *layer) { return (int)layer->loaded->ranks; }
+
+const char *fusekit_layer_window(const fusekit_layer *layer, int index) {
+    const fk_layer *record = layer->loaded->record;
+    return index < 0 || index >= record->window_count ? NULL : record->windows[index].name;
+}
+
+fusekit_status fusekit_layer_windows(const fusekit_layer *layer, const fusekit_ranks *ranks, size_t *bytes,
+                                     fusekit_error *error) {
+    return fk_window_bytes(layer->loaded->record, ranks, bytes, error);
+}
+
+fusekit_status fusekit_layer_rank_sizes(const fusekit_layer *layer, const fusekit_ranks *ranks, int64_t tokens,
+                                        fusekit_sizes *sizes, fusekit_error *error) {
+    return fk_layer_sizes(layer->loaded->record, ranks, tokens, NULL, sizes, error);
 }
 
 /* The number of the buffer that a pass has for the name, or -1 with the error set. */
@@ -169,6 +186,7 @@ static fusekit_status fk_named_call(const fusekit_layer *layer, fusekit_pass_kin
                                     const fusekit_layer_arguments *arguments, fk_layer_call *call, fusekit_error *error) {
     const fk_layer *record;
     fk_layer_plan plan;
+    fk_counts counts;
     int64_t tokens = -1, number;
     int index, take;
     fusekit_status status = FUSEKIT_OK;
@@ -181,6 +199,7 @@ static fusekit_status fk_named_call(const fusekit_layer *layer, fusekit_pass_kin
     call->kept = arguments->kept;
     call->scratch = arguments->scratch;
     call->settings = arguments->settings;
+    call->ranks = arguments->ranks;
     for (take = 0; take < 2 && status == FUSEKIT_OK; ++take) { /* first the tokens, which all shapes follow from */
         for (index = 0; index < arguments->tensor_count && status == FUSEKIT_OK; ++index) {
             const fusekit_tensor *given = &arguments->tensors[index];
@@ -193,7 +212,8 @@ static fusekit_status fk_named_call(const fusekit_layer *layer, fusekit_pass_kin
                 tokens = fk_tokens_of(&record->buffers[number], given->shape);
         }
         call->tokens = tokens < 0 ? 0 : tokens;
-        if (!take) status = fk_extents(record, call->tokens, &plan, error);
+        if (!take && status == FUSEKIT_OK) status = fk_count_pass(record, which, call, &counts, error);
+        if (!take && status == FUSEKIT_OK) status = fk_extents(record, counts, &plan, error);
     }
     return status;
 }

@@ -1,6 +1,6 @@
 """Calls an exported library of TVM-FFI functions from PyTorch or JAX; prints the addresses of the tensors.
 
-python call_tvm_ffi.py torch|jax LIBRARY ON_CUDA
+python call_tvm_ffi.py torch|jax|ranks LIBRARY ON_CUDA
 """
 
 import json
@@ -11,22 +11,29 @@ import tvm_ffi
 SHAPES = {"x": (100, 512), "router": (8, 512), "w1": (8, 512, 512), "w2": (8, 512, 256), "y": (100, 512)}
 
 
-def of_torch(moe, shim):
+def memory(count):
     import torch
 
-    def memory(count):
-        whole = torch.zeros(count + 256, dtype=torch.uint8)
-        begin = -whole.data_ptr() % 256
-        return whole[begin : begin + count]
+    whole = torch.zeros(count + 256, dtype=torch.uint8)
+    begin = -whole.data_ptr() % 256
+    return whole[begin : begin + count]
 
-    def tensor(*shape, dtype=torch.bfloat16):
-        count = torch.Size(shape).numel() * dtype.itemsize
-        return memory(max(count, 1))[:count].view(dtype).view(*shape)
+
+def tensor(*shape, dtype=None):
+    import torch
+
+    dtype = dtype or torch.bfloat16
+    count = torch.Size(shape).numel() * dtype.itemsize
+    return memory(max(count, 1))[:count].view(dtype).view(*shape)
+
+
+def callers(moe, shim):
+    """Calls a function by its name, with tensors of the host as a device's; the same, but gives the error."""
 
     def called(name, *args):
         shim.aim(moe.get_function(name))
         with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda:0"), 77):
-            shim.on_cuda(*args)
+            return shim.on_cuda(*args)
 
     def refused(name, *args):
         try:
@@ -35,6 +42,13 @@ def of_torch(moe, shim):
             return [type(error).__name__, str(error)]
         return None
 
+    return called, refused
+
+
+def of_torch(moe, shim):
+    import torch
+
+    called, refused = callers(moe, shim)
     given = {name: tensor(*shape) for name, shape in SHAPES.items()}
     forward = [*given.values()]
     kept, scratch = memory(moe.layer_moe_kept_bytes(100)), memory(moe.layer_moe_forward_bytes(100))
@@ -79,6 +93,44 @@ def of_torch(moe, shim):
     }
 
 
+def of_ranks(moe, shim):
+    import torch
+
+    called, refused = callers(moe, shim)
+    results, name = [], "layers_choices_overlap"
+    for call in json.load(sys.stdin):
+        which, tokens = call["which"], call["tokens"]
+        _, _, capacity, rows, *_ = call["ranks"]
+        arguments = {
+            each: tensor(*shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+            for each, (shape, dtype) in call["tensors"].items()
+        }
+        sizes = [moe[f"{name}_{what}_bytes"](tokens, capacity, rows) for what in (which, "kept")]
+        sizes += [moe[f"{name}_{window}_bytes"](capacity) for window in ("sent", "grads", "sums", "returned")]
+        arguments |= {"scratch": memory(sizes[0]), "kept": memory(sizes[1])}
+        ranks = torch.tensor(call["ranks"])
+        *tensors, scratch, kept = arguments.values()
+        for _ in range(2):  # the second time, its launches are known
+            called(f"{name}_{which}", *tensors, kept, ranks, scratch)
+        results.append({"bytes": sizes, "addresses": {each: given.data_ptr() for each, given in arguments.items()}})
+    name = f"{name}_{which}"
+    wrong = {index: torch.tensor([*call["ranks"][:index], value, *call["ranks"][index + 1 :]]) for index, value in
+             ((0, 4), (1, 1 << 32))}  # fmt: skip
+    return {
+        "calls": results,
+        "refused": [
+            refused(name, *tensors, kept, ranks[:-1], scratch),
+            refused(name, *tensors, kept, kept, scratch),
+            refused(name, *tensors, kept, None, scratch),
+            refused(name, *tensors, kept, wrong[0], scratch),
+            refused(name, *tensors, kept, wrong[1], scratch),
+            refused("layers_choices_overlap_kept_bytes", 5),
+            refused("layers_choices_overlap_sent_bytes"),
+            refused("layers_choices_overlap_kept_bytes", 0, 0),
+        ],
+    }
+
+
 def of_jax(moe, shim):
     import jax
     import jax.numpy as jnp
@@ -102,4 +154,6 @@ def of_jax(moe, shim):
 
 if __name__ == "__main__":
     framework, *files = sys.argv[1:]
-    json.dump({"torch": of_torch, "jax": of_jax}[framework](*map(tvm_ffi.load_module, files)), sys.stdout)
+    json.dump(
+        {"torch": of_torch, "jax": of_jax, "ranks": of_ranks}[framework](*map(tvm_ffi.load_module, files)), sys.stdout
+    )

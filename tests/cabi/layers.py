@@ -35,6 +35,17 @@ class Sizes(ctypes.Structure):
     _fields_ = (("kept", c_size_t), ("forward", c_size_t), ("inference", c_size_t), ("backward", c_size_t))
 
 
+class Window(ctypes.Structure):
+    _fields_ = (("addresses", POINTER(c_void_p)), ("bytes", c_size_t))
+
+
+class Ranks(ctypes.Structure):
+    _fields_ = (
+        ("windows", POINTER(Window)), ("rank", c_int32), ("timeout", c_int32), ("capacity", c_int64),
+        ("rows", c_int64), ("checked", Memory), ("side_stream", c_void_p), ("events", c_void_p * 2),
+    )  # fmt: skip
+
+
 def exported(library: Library, layer: Any) -> tuple[ExportedLayer, list[Exported]]:
     """A layer of `library` and its kernels."""
     kernels = []
@@ -46,6 +57,11 @@ def exported(library: Library, layer: Any) -> tuple[ExportedLayer, list[Exported
 
 def with_ladders(library: Library, layer: Any, choose: Callable[[str, int], str]) -> Any:
     """The layer, with ladders by `choose`, which gives the full name of a part's kernel for so many tokens."""
+    return Layer(library, ladder_record(library, layer, choose))
+
+
+def ladder_record(library: Library, layer: Any, choose: Callable[[str, int], str]) -> LayerRecord:
+    """Its record."""
     names = {listed.record.name: listed.record for listed in library.store.names(layer.name)}
     table = Options(**layer.options.canonical())
     record = unproved(table, "sm_90a", lambda part, tokens: names[choose(part, tokens)].key)
@@ -56,7 +72,7 @@ def with_ladders(library: Library, layer: Any, choose: Callable[[str, int], str]
         for name, each in names.items()
         if each.key in used
     }
-    return Layer(library, replace(record, kernels=kernels))
+    return replace(record, kernels=kernels)
 
 
 class CLayer:
@@ -84,6 +100,7 @@ class CLayer:
                 fields.append((f"{name}_stride0", c_int64))
         fields += [("kept", Memory)] if which in ("forward", "backward") else []
         fields += [("scratch", Memory)] if which != "quantise" else []
+        fields += [("ranks", c_void_p)] if self.record.windows and which != "quantise" else []
         return type(which, (ctypes.Structure,), {"_fields_": [*fields, ("settings", Settings)]})
 
     def function(self, name: str, *types: Any, result: Any = c_int, own: bool = True) -> Any:
@@ -136,11 +153,15 @@ class CLayer:
     def free(self, bound: c_void_p) -> None:
         self.function("pass_free", c_void_p, result=None, own=False)(bound)
 
-    def sizes(self, tokens: int, like: Any = None) -> Sizes:
+    def sizes(self, tokens: int, like: Any = None, ranks: Ranks | None = None) -> Sizes:
         sizes = Sizes()
-        types = c_void_p, c_int64, c_void_p, POINTER(Sizes), POINTER(Error)
+        types = c_int64, c_void_p, POINTER(Sizes), POINTER(Error)
+        over = () if ranks is None else (POINTER(Ranks),)
         reference = None if like is None else byref(like)
-        status = self.function("sizes", *types)(self.layer, tokens, reference, byref(sizes), byref(self.error))
+        given = (tokens, reference, byref(sizes), byref(self.error))
+        status = self.function("sizes", c_void_p, *over, *types)(
+            self.layer, *(byref(each) for each in (ranks,) if each), *given
+        )
         assert status == OK, str(self.error)
         return sizes
 

@@ -28,7 +28,8 @@ int __tvm_ffi_on_cuda(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAn
             tensors[index] = *(DLTensor *)args[index].v_ptr;
         else
             continue;
-        tensors[index].device.device_type = kDLCUDA;
+        if (tensors[index].dtype.code != kDLInt || tensors[index].dtype.bits != 64) /* those of ranks are of the host */
+            tensors[index].device.device_type = kDLCUDA;
         changed[index].type_index = kTVMFFIDLTensorPtr;
         changed[index].v_ptr = &tensors[index];
     }

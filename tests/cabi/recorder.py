@@ -91,6 +91,10 @@ class Recorder:
     filled: list[tuple[int, int]] = field(default_factory=list)
     active_clusters: int = 66
     most_launches: int = 1 << 30  # those after them fail
+    recorded: dict[int, int] = field(default_factory=dict)  # the stream that an event was recorded in last
+    waits: list[tuple[int, int, int]] = field(
+        default_factory=list
+    )  # launches before, stream, the one that it waits for
     asked: list[tuple[int, tuple[int, ...], tuple[int, ...], int]] = field(default_factory=list)  # for clusters
 
     def __post_init__(self) -> None:
@@ -332,6 +336,18 @@ class Recorder:
 
     def cuEventQuery(self) -> Any:  # noqa: N802
         return (c_void_p,), lambda event: 0
+
+    def cuEventRecord(self) -> Any:  # noqa: N802
+        def record(event: int, stream: int | None) -> None:
+            self.recorded[event] = stream or 0
+
+        return (c_void_p, c_void_p), record
+
+    def cuStreamWaitEvent(self) -> Any:  # noqa: N802
+        def wait(stream: int | None, event: int, flags: int) -> None:
+            self.waits.append((len(self.launches), stream or 0, self.recorded[event]))
+
+        return (c_void_p, c_void_p, c_uint), wait
 
     def cuEventDestroy_v2(self) -> Any:  # noqa: N802
         return (c_void_p,), lambda event: 0

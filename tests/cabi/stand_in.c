@@ -55,6 +55,7 @@ int cuDevicePrimaryCtxRetain(void **out, int device) { (void)device; *out = &con
 int cuDevicePrimaryCtxRelease_v2(int device) { (void)device; return 0; }
 int cuCtxGetCurrent(void **out) { *out = current; return 0; }
 int cuCtxSetCurrent(void *now) { current = now; return 0; }
+int cuCtxEnablePeerAccess(void *other, unsigned flags) { (void)other, (void)flags; return 0; }
 int cuCtxPushCurrent_v2(void *now) { current = now; return 0; }
 int cuCtxPopCurrent_v2(void **out) { *out = current; return 0; }
 int cuLibraryLoadData(void **library, const void *code, int *a, void **b, unsigned c, int *d, void **e, unsigned f) {
@@ -128,6 +129,9 @@ int cuMemsetD8Async(unsigned long long address, unsigned char value, size_t coun
     memset((void *)(uintptr_t)address, value, count);
     return 0;
 }
+int cuMemsetD8_v2(unsigned long long address, unsigned char value, size_t count) {
+    return cuMemsetD8Async(address, value, count, NULL);
+}
 int cuMemsetD16_v2(unsigned long long address, unsigned short value, size_t count) {
     size_t index;
     for (index = 0; index < count; ++index) ((unsigned short *)(uintptr_t)address)[index] = value;
@@ -145,4 +149,6 @@ int cuThreadExchangeStreamCaptureMode(int *mode) { *mode = 0; return 0; }
 int cuStreamIsCapturing(void *stream, int *capturing) { (void)stream; *capturing = 0; return 0; }
 int cuEventCreate(void **event, unsigned flags) { (void)flags; *event = &context; return 0; }
 int cuEventQuery(void *event) { (void)event; return 0; }
+int cuEventRecord(void *event, void *stream) { (void)event, (void)stream; return 0; }
+int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { (void)stream, (void)event, (void)flags; return 0; }
 int cuEventDestroy_v2(void *event) { (void)event; return 0; }

@@ -12,10 +12,11 @@ import pytest
 
 from fusekit.cabi import Exported, generate, generate_loader
 from fusekit.spec import find
+from fusekit.spec.parse import parse_file
 from tests.layers.samples import library
 from tests.records import read_record
 
-from .launcher import CUBIN, complete
+from .launcher import CUBIN, FLAGS, complete
 from .layers import exported
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "c"
@@ -47,12 +48,16 @@ def test_it_compiles(example, tmp_path):
 @pytest.fixture(scope="module")
 def layer(tmp_path_factory):
     """moe.h, moe.c and moe.o of the layer of the examples, whose kernels take the addresses of their tensors."""
+    table = next(spec.layer for spec in find(["layer"]) if "." in spec.name)
+    return exported_to(tmp_path_factory.mktemp("layer"), table)[0]
+
+
+def exported_to(folder, table):
+    """(the folder with the files of a layer and a driver, the layer in Python)."""
     if shutil.which("gcc") is None:
         pytest.skip("gcc is not installed")
-    folder = tmp_path_factory.mktemp("layer")
-    table = next(spec.layer for spec in find(["layer"]) if "." in spec.name)
     opened, _ = library(folder / "store", table)
-    python = opened.layer("layer/moe")
+    python = opened.layer(f"{table.file}/{table.name}")
     of_layer, kernels = exported(opened, python)
     for name, text in generate(kernels, "moe", [of_layer]).items():
         (folder / name).write_text(text)
@@ -63,7 +68,7 @@ def layer(tmp_path_factory):
     (folder / "kernels.txt").write_text("\n".join(rows))
     driver = [Path(__file__).parent / "stand_in.c", "-o", "libcuda.so.1"]
     run(folder, "gcc", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", *driver)
-    return folder
+    return folder, python
 
 
 no_driver = pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="it says that there is no driver")
@@ -95,6 +100,34 @@ def test_a_layer_is_trained_in_c(layer):
     command = ["gcc", "-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-Wpedantic", "-I."]
     run(layer, *command, EXAMPLES / "train.c", "moe.o", "-ldl", "-o", "train")
     assert "usage" in run(layer, "./train", status=2)
+
+
+def test_both_ranks_of_a_layer_are_launched_by_c(tmp_path):
+    """On a driver that launches nothing: each rank's passes, on windows of both."""
+    folder, python = exported_to(tmp_path, parse_file(EXAMPLES.parent / "ranks.toml")[0].layer)
+    warnings = ["-Wall", "-Wextra", "-Werror", "-Wpedantic", *os.environ.get(FLAGS, "").split()]
+    run(folder, "gcc", "-std=c11", "-O1", *warnings, "-I.", EXAMPLES / "ranks.c", "moe.o", "-ldl", "-o", "ranks")
+    assert "usage" in run(folder, "./ranks", status=2)
+    tokens, sizes = (3, 0), {"w1": 8 * 256 * 512, "w2": 8 * 256 * 256}
+    for rank, count in enumerate(tokens):
+        (folder / "data" / str(rank)).mkdir(parents=True)
+        own = {"x": 512, "dy": 512, "indices": 16, "weights": 16}
+        for name, size in (sizes | {name: count * each for name, each in own.items()}).items():
+            (folder / "data" / str(rank) / f"{name}.bin").write_bytes(bytes(size))
+    driver = {"LD_LIBRARY_PATH": str(folder), "STAND_IN_KERNELS": "kernels.txt", "STAND_IN_LOG": "log"}
+    run(folder, "./ranks", "data", *map(str, tokens), **driver)
+    assert [(folder / "data" / str(rank) / "y.bin").stat().st_size for rank in (0, 1)] == [3 * 512, 0]
+    lines = [line.split() for line in (folder / "log").read_text().splitlines() if not line.startswith("allocate")]
+    steps = [
+        step for which in ("forward", "backward")
+        for step in python.record.launched(which, python.outputs(which), python.capacity)
+    ]  # fmt: skip
+    assert [line[0] for line in lines] == 2 * [step.part.replace("-", "_") for step in steps]
+    windows = {}
+    for step, line, other in zip(steps, lines, lines[len(steps) :], strict=False):
+        if step.window:  # the last pointers
+            assert line[5][-32:] == other[5][-32:] == windows.setdefault(step.window, line[5][-32:])
+    assert len({*windows.values()}) == len(windows) == 3
 
 
 @no_driver

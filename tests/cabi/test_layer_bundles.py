@@ -37,7 +37,7 @@ CALLS = 24
 class LayerArguments(ctypes.Structure):
     _fields_ = (
         ("tensors", POINTER(Tensor)), ("tensor_count", c_int), ("kept", Memory), ("scratch", Memory),
-        ("settings", Settings),
+        ("settings", Settings), ("ranks", c_void_p),
     )  # fmt: skip
 
 
@@ -66,15 +66,16 @@ class NamedLayer:
         return result
 
     def arguments(
-        self, record: LayerRecord, given: dict[str, Any], kept: Any, scratch: Any, margin: Any, in_place: bool
-    ) -> LayerArguments:
+        self, record: LayerRecord, given: dict[str, Any], kept: Any, scratch: Any, margin: Any, in_place: bool,
+        ranks: Any = None,
+    ) -> LayerArguments:  # fmt: skip
         tensors = [
             tensor(name, each.address, record.buffers[name].dtype, each.shape, each.strides)
             for name, each in given.items()
         ]
         return LayerArguments(
             (Tensor * max(len(tensors), 1))(*tensors[::-1]), len(tensors), Memory(kept.address, kept.shape[0]),
-            Memory(scratch.address, scratch.shape[0]), Settings(margin is not None, margin or 0, in_place),
+            Memory(scratch.address, scratch.shape[0]), Settings(margin is not None, margin or 0, in_place), ranks,
         )  # fmt: skip
 
     def run(self, which: str, args: LayerArguments, stream: int = 0) -> int:

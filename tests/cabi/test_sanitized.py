@@ -15,7 +15,9 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.soak("runs the tests of layers in C once more, slower")
-@pytest.mark.parametrize("module", ["test_layers.py", "test_layer_bundles.py", "test_tvm_ffi.py"])
+@pytest.mark.parametrize(
+    "module", ["test_layers.py", "test_layer_bundles.py", "test_layer_ranks.py", "test_tvm_ffi.py"]
+)
 def test_no_access_is_out_of_bounds(module, tmp_path):
     if shutil.which("gcc") is None:
         pytest.skip("gcc is not installed")

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,20 @@ from tests.runtime.samples import Torchlike
 
 from .launcher import CUBIN, WARNINGS, complete
 from .layers import exported
+from .test_layer_ranks import Both, given_to_c
 
 libinfo = pytest.importorskip("tvm_ffi.libinfo")
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
+NOWHERE = 4096  # where a tensor of PyTorch without elements counts as given
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
 
 
-def run(command: list[Any], **environment: Any) -> subprocess.CompletedProcess[str]:
-    settings = {name: str(value) for name, value in environment.items()}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | settings, timeout=300)
+def run(command: list[Any], given: str = "", **environment: Any) -> subprocess.CompletedProcess[str]:
+    settings = os.environ | {name: str(value) for name, value in environment.items()}
+    return subprocess.run(
+        command, input=given, capture_output=True, text=True, check=False, env=settings, timeout=300
+    )  # fmt: skip
 
 
 def built(*command: Any) -> None:
@@ -45,19 +50,15 @@ def built(*command: Any) -> None:
 class Library:
     """The exported library, the layer in it, a stand-in for libcuda.so.1, and what that was handed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, opened: Any, fake: Any, layer: Any, more: Sequence[Exported] = ()) -> None:
         self.folder, self.runtime = folder, Path(libinfo.find_libtvm_ffi()).parent
         self.headers = [f"-isystem{path}" for path in libinfo.include_paths()]
-        table = next(spec.layer for spec in find(["layer"]) if "." in spec.name)
-        opened, self.fake = library(folder / "store", table)
-        self.layer = opened.layer("layer/moe")
-        layer, kernels = exported(opened, self.layer)
-        spec = find(["quickstart/moe-fc1"])[0]
-        fc1 = Exported(spec.full_name, complete(read_record(spec)), CUBIN, spec.defaults())
-        self.text, self.functions = generate_tvm_ffi([*kernels, fc1], [layer], [fc1.name])
+        self.fake, self.layer = fake, layer
+        of_layer, kernels = exported(opened, layer)
+        self.text, self.functions = generate_tvm_ffi([*kernels, *more], [of_layer], [each.name for each in more])
         self.file = folder / "libmoe.so"
         self.file.write_bytes(compiled(self.text))
-        launches = [step for kernel in (*kernels, fc1) for step in kernel.record.launches]
+        launches = [step for kernel in (*kernels, *more) for step in kernel.record.launches]
         rows = (
             " ".join([step.symbol, *(f"{each.offset} {each.size}" for each in sorted(step.parameters, key=_offset))])
             for step in launches
@@ -70,13 +71,13 @@ class Library:
         built("gcc", "-O1", "-shared", "-fPIC", *self.headers, HERE / "on_cuda.c", f"-L{self.runtime}", "-ltvm_ffi",
               "-o", self.shim)  # fmt: skip
 
-    def run(self, *command: Any) -> tuple[str, list[list[str]]]:
-        """What a program printed, and the launches and allocations that the driver was asked for."""
+    def run(self, *command: Any, given: str = "") -> tuple[str, list[list[str]]]:
+        """What a program printed, and the launches and allocations that the driver was asked for. given: its input."""
         log = self.folder / "log"
         log.unlink(missing_ok=True)
         done = run(
-            [*command], LD_LIBRARY_PATH=f"{self.folder / 'driver'}:{self.folder}:{self.runtime}", STAND_IN_LOG=log,
-            STAND_IN_KERNELS=self.folder / "kernels.txt", JAX_PLATFORMS="cpu",
+            [*command], given, LD_LIBRARY_PATH=f"{self.folder / 'driver'}:{self.folder}:{self.runtime}",
+            STAND_IN_LOG=log, STAND_IN_KERNELS=self.folder / "kernels.txt", JAX_PLATFORMS="cpu",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return done.stdout, [line.split() for line in log.read_text().splitlines()]
@@ -99,10 +100,15 @@ class Library:
                 given[name] = Torchlike((1 << 40,), "torch.uint8", addresses[name])
         self.fake.launches.clear()
         (layer.bind_backward if which == "backward" else layer.bind_forward)(**given, **settings)(stream)
-        return [
-            [each.function[0], *map(str, each.grid), str(each.stream), b"".join(each.parameters).hex()]
-            for each in self.fake.launches
-        ]
+        return logged(self.fake)
+
+
+def logged(fake: Any) -> list[list[str]]:
+    """Launches as the stand-in writes them."""
+    return [
+        [each.function[0], *map(str, each.grid), str(each.stream), b"".join(each.parameters).hex()]
+        for each in fake.launches
+    ]
 
 
 def _offset(parameter: Any) -> Any:
@@ -111,7 +117,11 @@ def _offset(parameter: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def exported_library(tmp_path_factory):
-    return Library(tmp_path_factory.mktemp("tvm_ffi"))
+    folder = tmp_path_factory.mktemp("tvm_ffi")
+    opened, fake = library(folder / "store", next(spec.layer for spec in find(["layer"]) if "." in spec.name))
+    spec = find(["quickstart/moe-fc1"])[0]
+    fc1 = Exported(spec.full_name, complete(read_record(spec)), CUBIN, spec.defaults())
+    return Library(folder, opened, fake, opened.layer("layer/moe"), [fc1])
 
 
 def test_the_source_has_no_warnings(exported_library, tmp_path):
@@ -195,6 +205,54 @@ def test_rust_calls_a_layer(exported_library):
     built("rustc", "--edition", "2021", "-L", exported_library.folder, "-L", exported_library.runtime, "-o", program,
           EXAMPLES / "rust" / "layer_tvm_ffi.rs")  # fmt: skip
     of_example(exported_library, exported_library.run(program)[1])
+
+
+def test_a_layer_over_ranks_takes_them_as_words_of_the_host(tmp_path):
+    pytest.importorskip("torch")
+    both = Both(tmp_path, "choices-overlap")
+    ranked = both.open(300, 400)
+    exported_library = Library(tmp_path, both.library, both.fake, ranked[0])
+    calls, windows = [], [ranked[0].sizes().windows[name] for name in both.record.windows]
+    for number, (layer, which) in enumerate((layer, which) for layer in ranked for which in ("forward", "backward")):
+        c = given_to_c(layer)
+        words = [c.rank, c.timeout, c.capacity, c.rows, c.checked.data, c.side_stream, *c.events]
+        words += [word for each in c.windows[: len(windows)] for word in (each.bytes, *each.addresses[: both.ranks])]
+        buffers, dims = layer.inputs(which) | layer.outputs(which), layer.dims(tokens := 10 * number)
+        shapes = {name: (each.extents(dims), TYPES[each.dtype]) for name, each in buffers.items()}
+        calls.append({"which": which, "tokens": tokens, "ranks": words, "tensors": shapes})
+    program = HERE / "call_tvm_ffi.py"
+    out, log = exported_library.run(
+        sys.executable, program, "ranks", exported_library.file, exported_library.shim, given=json.dumps(calls)
+    )
+    results, want = json.loads(out), []
+    for call, result in zip(calls, results["calls"], strict=True):
+        layer, at = ranked[call["ranks"][0]], {"device": call["ranks"][0]}
+        sizes = layer.sizes(call["tokens"])
+        assert result["bytes"] == [getattr(sizes, call["which"]), sizes.kept, *windows]
+        both.fake.launches.clear()
+        both.fake.stream_contexts[77] = 1000 + at["device"]
+        given = {
+            name: Torchlike(shape, dtype, result["addresses"][name] or NOWHERE, **at)
+            for name, (shape, dtype) in call["tensors"].items()
+        }
+        memory = {
+            name: Torchlike((1 << 40,), "torch.uint8", result["addresses"][name], **at) for name in ("kept", "scratch")
+        }
+        (layer.bind_backward if call["which"] == "backward" else layer.bind_forward)(**given, **memory)(77)
+        want += 2 * logged(both.fake)
+    assert [line for line in log if line[0] != "allocate"] == want
+    texts = [
+        "ranks has 27 words; it must have 28, 8 and 5 for each of 4 windows",
+        "layers_choices_overlap_backward: ranks must be a tensor of the CPU, int64, contiguous, of rank 1",
+        "ranks has 0 words; it must have 28",
+        "rank is 4; it must be 0 to 3",
+        "word 1 of ranks is 4294967296; it must have 32 bits",
+        "_kept_bytes takes the number of tokens, the capacity and, if it is given, rows, each from 0",
+        "layers_choices_overlap_sent_bytes takes one argument, the capacity, from 0",
+        "capacity is 0; it must be the most tokens of a rank",
+    ]
+    for got, text in zip(results["refused"], texts, strict=True):
+        assert got is not None and got[0] == "ValueError" and text in got[1], (got, text)
 
 
 def test_the_functions_are_listed(exported_library):
