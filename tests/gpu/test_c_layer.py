@@ -1,6 +1,6 @@
 """Layers exported as C on the GPU: a program in C gives the bits that Python gives.
 
-fusekit --store STORE build layer gpt-oss-20b
+fusekit --store STORE build layer gpt-oss-20b examples/ranks.toml
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_c_layer.py
 """
 
@@ -14,6 +14,7 @@ import pytest
 
 from fusekit.cabi.identifiers import members
 from fusekit.runtime import DeviceArray
+from tests.exchange.layers import LayerRanks
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "c"
 STEPS, RATE = 10, np.float32(0.001)
@@ -31,20 +32,8 @@ def export(opened, tmp_path):
             pytest.skip(f"the store has no {name}; build it there")
         layer = opened.layer(name)
         store = opened.store.roots[0].path
-        command = [
-            sys.executable,
-            "-m",
-            "fusekit",
-            "--store",
-            store,
-            "export",
-            "--lang",
-            "c",
-            tmp_path,
-            name,
-            "--prefix",
-            "moe",
-        ]
+        command = [sys.executable, "-m", "fusekit", "--store", store, "export", "--lang", "c", tmp_path, name,
+                   "--prefix", "moe"]  # fmt: skip
         subprocess.run(command, check=True, capture_output=True)
         return layer, layer.record
 
@@ -205,3 +194,25 @@ def test_a_pass_in_c_has_the_bits_of_python(opened, export, tmp_path, name):
     assert done.returncode == 0, done.stdout + done.stderr
     for each in (*layer.outputs("forward"), *layer.outputs("backward")):
         assert (tmp_path / f"{each}.bin").read_bytes() == bytes(arrays[each].download()), f"{each} differs"
+
+
+@pytest.mark.parametrize("tokens", [(300, 400), (0, 128), (1, 77), (1280, 1280)])
+def test_both_ranks_in_c_have_the_bits_of_python(opened, export, tmp_path, tokens):
+    """On two devices, or on two streams of one."""
+    export("ranks/moe", max(tokens))
+    devices = [rank % opened.devices.count for rank in (0, 1)]
+    ranks = LayerRanks(opened, "ranks/moe", devices, max(tokens))
+    ranks.fill(list(tokens), 7)
+    for rank, (layer, arrays) in enumerate(zip(ranks.layers, ranks.tensors, strict=True)):
+        (tmp_path / str(rank)).mkdir()
+        for name in layer.inputs("forward") | layer.inputs("backward"):
+            (tmp_path / str(rank) / f"{name}.bin").write_bytes(bytes(arrays[name].download()))
+    ranks.launch()
+    program = compiled(tmp_path, EXAMPLES / "ranks.c")
+    command = [program, tmp_path, *map(str, (*tokens, *devices))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank, (layer, arrays) in enumerate(zip(ranks.layers, ranks.tensors, strict=True)):
+        for name in layer.outputs("forward") | layer.outputs("backward"):
+            assert (tmp_path / str(rank) / f"{name}.bin").read_bytes() == bytes(arrays[name].download()), (rank, name)
+    ranks.close()
