@@ -113,6 +113,7 @@ FRAMEWORKS = {
         "fusekit/interop/transformer_engine.py",
         "fusekit/interop/transformers.py",
         "fusekit/interop/transformers_blocks.py",
+        "fusekit/interop/transformers_decoders.py",
         "fusekit/interop/transformers_modules.py",
         "fusekit/interop/megatron.py",
         "fusekit/interop/torchtitan.py",

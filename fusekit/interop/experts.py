@@ -40,6 +40,7 @@ class Experts:
     shared: int = 0
     shared_gate: bool = False
     weights: str = "none"
+    residual: bool = False
 
     @classmethod
     def of(cls, options: Options | LayerOptions) -> Experts:
@@ -76,7 +77,7 @@ class Experts:
         lines += [f"glu_layout = {_toml(self.glu_layout)}"] if self.glu_layout != "none" else []
         lines += [f"bias = {_toml(self.bias)}", f"b_major = {_toml(self.b_major)}"]
         lines += [f"shared = {self.shared}"] if self.shared else []
-        lines += ["shared_gate = true"] if self.shared_gate else []
+        lines += [f"{name} = true" for name in ("shared_gate", "residual") if getattr(self, name)]
         if self.recipe != "none":
             lines += [f"recipe = {_toml(self.recipe)}"]
             lines += [f"weight_dtype = {_toml(self.weight_dtype)}"] if self.weight_dtype == "f32" else []
@@ -95,7 +96,7 @@ class Experts:
 
 
 _COPIED = ("hidden", "intermediate", "experts", "topk", "dtype", "glu_layout", "bias", "b_major", "recipe", "shared",
-           "shared_gate", "weights")  # fmt: skip
+           "shared_gate", "weights", "residual")  # fmt: skip
 
 
 def layer_for(library: Library, layers: str, experts: Experts, module: str, accumulate: bool = False) -> str:

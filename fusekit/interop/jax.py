@@ -117,6 +117,8 @@ def moe(
         if asked:
             arrays = {**arrays, **{f"d{arg_name}": _instantiate(value) for arg_name, value in cotangents.items()}}
             gradients = passes["backward"](arrays, asked)
+        if "residual" in inputs:
+            gradients["dresidual"] = _instantiate(cotangents["y"])
         types = {arg_name: DTYPES[buffer.dtype].array for arg_name, buffer in inputs.items()}
         return (
             {

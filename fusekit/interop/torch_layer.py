@@ -47,7 +47,8 @@ class Operator:
     inputs: of the forward pass, x first; with a recipe also the quantised weights of both passes.
     parameters: the weights and biases among them. weights, fp8: inputs and outputs of the operator NAME_quantise.
     summed: parameters whose gradients are added to a float32 tensor of the caller's. loss: whether there is a
-    load-balancing loss. cluster_margin: of forward and backward passes. in_place: of backward passes.
+    load-balancing loss. rows: inputs with a row for each token, as the caller's x has them. cluster_margin: of forward
+    and backward passes. in_place: of backward passes.
     """
 
     def __init__(self, layer: Layer, name: str, cluster_margin: int | None = None, in_place: bool = False) -> None:
@@ -63,6 +64,7 @@ class Operator:
         # What such a kernel gives of a bias is added to what is there, too.
         self.zeroed = added - {f"d{name}" for name in self.summed}
         self.loss = "loss" in layer.outputs("forward")
+        self.rows = ("x", *(["residual"] if "residual" in self.inputs else []))
         self._kept = layer.record.kept_line(layer.dims(1))
         self._types = {name: DTYPES[buffers[name].dtype] for name in self.inputs}
         self._others = {name for name in self.inputs if buffers[name].dtype != layer.options.dtype}
@@ -151,7 +153,7 @@ class Operator:
         dims = self.layer.dims(tokens)
         for name, tensor in zip(names, given, strict=False):
             buffer = self.layer.record.buffers[name]
-            shape = (tokens, *tensor.shape[-1:]) if name == "x" else tuple(tensor.shape)
+            shape = (prod(tensor.shape[:-1]), *tensor.shape[-1:]) if name in self.rows else tuple(tensor.shape)
             wanted = buffer.extents(dims)
             fits = tensor.dtype == DTYPES[buffer.dtype] and len(shape) == len(wanted)
             if not fits or any(
@@ -206,7 +208,8 @@ class Operator:
             name: _dense(tensor) for name, tensor in zip(self.inputs, given, strict=False) if name in self._reads
         }
         results = self._results(arguments["x"], keep)
-        arguments["x"] = x = _rows(arguments["x"])
+        arguments |= {name: _rows(arguments[name]) for name in self.rows}
+        x = arguments["x"]
         scratch = self._memory("forward" if keep else "inference", x, self._outputs)
         arguments["y"] = _rows(results[0])
         if self.loss:
@@ -284,6 +287,7 @@ class Operator:
         results = run(*given)
         results = dict(zip(self._returned, results if len(self._returned) > 1 else (results,), strict=True))
         gradients = {name: results[name] for name in asked if name in results} | self._announced(ctx, asked)
+        gradients["residual"] = grads[0]
         return *(gradients.get(name) for name in self.inputs), *(None for _ in self.summed), None
 
     def _announced(self, ctx: Any, asked: tuple[str, ...]) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class MoE(nn.Module):  # type: ignore[misc]
                 bound = float(tensor.shape[across]) ** -0.5
                 tensor.zero_() if name in _BIASES else tensor.uniform_(-bound, bound)
 
-    def forward(self, x: Any, *more: Any, total_tokens: Any = None) -> Any:
+    def forward(self, x: Any, *more: Any, total_tokens: Any = None, residual: Any = None) -> Any:
         """The layer's output.
 
         Parameters
@@ -137,6 +137,8 @@ class MoE(nn.Module):  # type: ignore[misc]
             Nothing; logits [..., X]; or indices and weights [..., K], as the spec's `router.input` says.
         total_tokens : int or torch.Tensor
             The tokens that the load-balancing loss counts: an int, or int32 [1] on the device. Default: those of x.
+        residual : torch.Tensor
+            As x, for a layer with `residual = true` and no other: added to the output before that is rounded.
 
         Returns
         -------
@@ -159,6 +161,7 @@ class MoE(nn.Module):  # type: ignore[misc]
                         argument=name,
                     )
                 tensors[name] = tensor.reshape(-1, *tensor.shape[-1:])
+        tensors |= self._added(x, residual)
         for name, path in self.names.items():
             tensors[name] = at(self, path)
         if operator.loss:
@@ -226,6 +229,26 @@ class MoE(nn.Module):  # type: ignore[misc]
                 f"{self.layer.name} takes x{''.join(f', {name}' for name in wanted)}; {1 + len(more)} were given"
             )
         return dict(zip(wanted, more, strict=True))
+
+    def _added(self, x: Any, residual: Any) -> dict[str, Any]:
+        """The call's residual, by name."""
+        if self.layer.options.residual and residual is None:
+            raise ArgumentError(
+                f"{self.layer.name} has residual = true, and was given none; call it with residual=tensor",
+                argument="residual",
+            )
+        if residual is not None and not self.layer.options.residual:
+            raise ArgumentError(
+                f"{self.layer.name} takes no residual; leave it out, or build the layer with residual = true",
+                argument="residual",
+            )
+        if residual is None:
+            return {}
+        if residual.shape != x.shape:
+            raise ArgumentError(
+                f"residual is {list(residual.shape)}, x {list(x.shape)}; they must agree", argument="residual"
+            )
+        return {"residual": residual}
 
     def _sums(self) -> list[Any]:
         return [main_grad(at(self, self.names[name]), self.names[name]) for name in self.operator.summed]

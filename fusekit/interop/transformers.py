@@ -98,8 +98,8 @@ def _interfaces() -> Iterator[Any]:
 
 
 def fuse(
-    model: Any, *, norms: bool = True, mlps: bool = False, compiled: bool = False, library: Library | None = None,
-    layers: str = "*",
+    model: Any, *, norms: bool = True, mlps: bool = False, residuals: bool = False, compiled: bool = False,
+    library: Library | None = None, layers: str = "*",
 ) -> dict[str, int]:  # fmt: skip
     """Lets fusekit compute modules of a model, in place; for models with and without experts.
 
@@ -116,12 +116,15 @@ def fuse(
         RMSNorms in bf16 on a GPU, also those of heads, with the kernels of `fusekit build rms-norm`.
     mlps : bool
         Dense MLPs of a gate, an up and a down projection, in layers with `kind = "mlp"`. A call joins the first two.
+    residuals : bool
+        The residuals around whole blocks, of a model made with `register(blocks=True)`: the sum after the attention
+        with the norm after it, the sum after the block in the block's layer, which has `residual = true`.
     compiled : bool
-        Under torch.compile, too, which by itself fuses norms with what is next to them.
+        Norms and MLPs under torch.compile, too, which by itself fuses norms with what is next to them.
     library : Library, optional
-        Has the layers. Default: that of the environment.
+        Has the layers of MLPs. Default: that of the environment.
     layers : str
-        Glob of the names of layers to choose from.
+        Glob of the names of those layers.
 
     Returns
     -------
@@ -131,15 +134,19 @@ def fuse(
     Raises
     ------
     NotBuiltError
-        If no layer fits an MLP. The message has the spec to build.
+        If no layer fits an MLP; with `residuals`, from a call of a block that no layer fits. The message has the spec
+        to build.
     ArgumentError
         For a module whose code computes something else; for a model with none.
     """
+    from fusekit.interop.transformers_decoders import fuse_residuals
     from fusekit.interop.transformers_modules import fuse_mlps, fuse_norms
 
     counts = {"norms": fuse_norms(model, compiled)} if norms else {}
     if mlps:
         counts["mlps"] = fuse_mlps(model, library, layers, compiled)
+    if residuals:
+        counts["residuals"] = fuse_residuals(model)
     if not any(counts.values()):
         raise ArgumentError(f"{type(model).__name__} has no module of {' or '.join(counts)} to fuse; leave fuse() out")
     return counts

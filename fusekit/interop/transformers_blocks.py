@@ -94,15 +94,16 @@ class Backend:
     def look_up(self, *key: Any) -> tuple[Any, ...]:
         """An operator's name, inputs, their types, summed parameters, weights, FP8 weights.
 
-        key: a key of `_blocks()`, dtype of the products, of the experts' weights, of the router's weight.
+        key: a key of `_blocks()`, dtype of the products, of the experts' weights, of the router's weight, and whether a
+        residual is added.
         """
         if key not in self._known:
             if not self._opened:
                 self._opened.append(open_library())
-            which, dtype, weight_dtype, router_dtype = key
+            which, dtype, weight_dtype, router_dtype, residual = key
             wanted = described_layer(_blocks()[which].layer, dtype, weight_dtype, router_dtype)
             module = which.partition(" ")[0]
-            wanted = with_recipe(wanted, self._recipe, module)
+            wanted = replace(with_recipe(wanted, self._recipe, module), residual=residual)
             layer = self._opened[0].layer(layer_for(self._opened[0], self._layers, wanted, module))
             operator, buffers = operator_of(layer, in_place=self._in_place), layer.record.buffers
             types = tuple(buffers[name].dtype for name in operator.inputs)
@@ -143,24 +144,36 @@ def _take_over(kind: type) -> None:
 
     @wraps(original)
     def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        experts = self.experts
-        name = experts.config._experts_implementation
-        if not _serves(name) or args or kwargs or getattr(experts, "_is_expert_parallel", False) or is_watched(self):
+        if args or kwargs or not is_served(self):
             return original(self, hidden_states, *args, **kwargs)
-        return _run(self, name, hidden_states)
+        y = run(self, hidden_states)
+        return (y, None) if self._fusekit_tuple else y
 
     forward._fusekit_blocks = True  # type: ignore[attr-defined]
     kind.forward = forward  # type: ignore[attr-defined]
 
 
+def is_served(module: Any) -> bool:
+    """Whether a layer computes the block."""
+    experts = module.experts
+    expert_parallel = getattr(experts, "_is_expert_parallel", False)
+    return _serves(experts.config._experts_implementation) and not expert_parallel and not is_watched(module)
+
+
 def is_watched(module: Any) -> bool:
     """Whether somebody asked to see what a part of the block takes or gives."""
-    return any(getattr(child, hooks) for child in module._modules.values() for hooks in _HOOKS)
+    return any(has_hooks(child) for child in module._modules.values())
 
 
-def _run(module: Any, name: str, x: Any) -> Any:
-    """The block's output from its layer."""
+def has_hooks(module: Any) -> bool:
+    """Whether somebody asked to see what the module takes or gives."""
+    return any(getattr(module, hooks) for hooks in _HOOKS)
+
+
+def run(module: Any, x: Any, residual: Any = None) -> Any:
+    """The block's output from its layer, which adds the residual if the block was fused with one."""
     parameters = {argument: _tensor(module, paths) for argument, paths in module._fusekit_paths}
+    name = module.experts.config._experts_implementation
     cast, scaled = casting(x.device.type), has_scales(module.experts)
     key = _key(module, x.device.type, cast, x.dtype if scaled else None)
     operator, inputs, types, summed, weights, fp8 = _look_up(name, *key)
@@ -174,6 +187,8 @@ def _run(module: Any, name: str, x: Any) -> Any:
             tensors[argument] = tensors[argument].to(DTYPES[kind])
     if cast:
         tensors["x"] = x.to(DTYPES[types[0]])
+    if "residual" in inputs:
+        tensors["residual"] = torch.zeros_like(tensors["x"]) if residual is None else residual
     if "total_tokens" in inputs:  # of the layer's own loss, which is of no use here
         tensors["total_tokens"] = torch.full((1,), prod(x.shape[:-1]), dtype=torch.int32, device=x.device)
         tensors["aux_coefficient"] = torch.zeros(1, dtype=torch.float32, device=x.device)
@@ -184,15 +199,14 @@ def _run(module: Any, name: str, x: Any) -> Any:
         else:
             tensors |= quantised(operator, weights, fp8, tensors)
     sums = [main_grad(parameters[weight], weight) for weight in summed]
-    y = launch(operator, [tensors[argument] for argument in inputs], sums)[0]
-    return (y, None) if module._fusekit_tuple else y
+    return launch(operator, [tensors[argument] for argument in inputs], sums)[0]
 
 
 def _key(module: Any, device: str, cast: bool, dtype: Any = None) -> tuple[Any, ...]:
     """The arguments of `Backend.look_up`. dtype: of the products; default: that of the experts' weights."""
     w2, router = (_tensor(module, paths) for name, paths in module._fusekit_paths if name in ("w2", "router"))
     dtype = torch.get_autocast_dtype(device) if cast else dtype or w2.dtype
-    return module._fusekit_block, dtype, w2.dtype, router.dtype
+    return module._fusekit_block, dtype, w2.dtype, router.dtype, getattr(module, "_fusekit_residual", False)
 
 
 def hold_fp8(model: Any, hold: bool) -> int:

@@ -15,7 +15,7 @@ from fusekit.interop.torch_layer import DTYPES, casting, launch, operator_of
 from fusekit.interop.torch_moe import joined
 from fusekit.interop.torch_norm import fits, rms_norm
 from fusekit.interop.transformers import activated, candidates
-from fusekit.interop.transformers_blocks import is_watched
+from fusekit.interop.transformers_blocks import has_hooks, is_watched
 from fusekit.library import Library, open_library
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -56,6 +56,17 @@ def _take_over(kind: type) -> None:
 
     forward._fusekit_norm = True  # type: ignore[attr-defined]
     kind.forward = forward  # type: ignore[attr-defined]
+
+
+def added_norm(module: Any, x: Any, residual: Any) -> tuple[Any, Any]:
+    """The norm of x + residual by the module, and that sum; in one kernel, where one computes the module."""
+    is_rounded, compiled = getattr(module, "_fusekit_norm", (None, False))
+    left_alone = torch.compiler.is_compiling() and not compiled
+    if is_rounded is None or left_alone or has_hooks(module) or not fits(x, module.weight) or x.dtype != residual.dtype:
+        total = residual + x
+        return module(total), total
+    y, total = rms_norm(x, module.weight, module.variance_epsilon, residual, rounded=is_rounded)
+    return y, total
 
 
 @cache

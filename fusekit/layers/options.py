@@ -38,6 +38,11 @@ class LayerOptions:
         return str(self._table.get("weights", "none"))
 
     @property
+    def residual(self) -> bool:
+        """Whether a residual is added to the results; records of layers without one do not say so."""
+        return bool(self._table.get("residual", False))
+
+    @property
     def projections(self) -> str:
         """Type of the projections' weights."""
         return "e4m3" if self.weights != "none" else str(self.weight_dtype or self.dtype)

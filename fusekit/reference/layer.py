@@ -7,6 +7,7 @@
     o[m] = a[m] . w2[e]^T + b2[e]
     y[t] = sum over the choices of t of r[m] o[m]             r: the choice's weight with `scale = "output"`, else 1
            + g[t] activation(x[t] . shared_w1^T) . shared_w2^T     the shared expert, which sees every token
+           + residual[t]                                           if there is one; its gradient is that of y
     g[t] = sigmoid(x[t] . shared_gate), or 1 without it
 
 No row is dropped. The choice itself has no gradient; the weights have one, through the logits. With `aux`, the logits
@@ -157,7 +158,7 @@ def forward(
 
     x [T, H]. tensors, by name: router [X, H]; w1 [X, N, H], N = 2I for a gated activation; w2 [X, H, I]; and, each
     optional: router_bias [X], expert_bias [X] (of the choice alone), b1 [X, N], b2 [X, H], shared_w1 [S, H],
-    shared_w2 [H, J] and shared_gate [1, H]. choices: indices and weights [T, K] instead of the router's.
+    shared_w2 [H, J], shared_gate [1, H], residual [T, H]. choices: indices and weights [T, K] instead of the router's.
     """
     logits = x @ tensors["router"].T + tensors.get("router_bias", 0.0)
     given = {"logits": logits, "expert_bias": tensors.get("expert_bias")}
@@ -177,6 +178,7 @@ def forward(
     if "shared_w1" in tensors:
         w1, w2 = (f.weights(tensors[name]) for name in ("shared_w1", "shared_w2"))
         y += _gate(tensors, x) * (f.rows(_activated(layer, f.rows(x) @ w1.T)) @ w2.T)
+    y += tensors.get("residual", 0.0)
     return y, _aux_loss(layer, kept), Kept(x, logits, indices, weights, kept.offsets, token, kept.inverse, z)
 
 
@@ -213,6 +215,7 @@ def backward(
     given = {"logits": kept.logits, "indices": kept.indices, "grad_weights": by_row[kept.inverse]}
     grad_logits = router.topk_gradient(layer.router, given)[0] + grad_loss * _aux_gradient(layer, kept)
     gradients |= {"logits": grad_logits, "router": grad_logits.T @ kept.x, "router_bias": grad_logits.sum(axis=0)}
+    gradients["residual"] = grad_y
     gradients = {name: gradient for name, gradient in gradients.items() if name in tensors or name == "logits"}
     gradients["weights"] = by_row[kept.inverse]
     return gradients | {"x": grad_x + grad_logits @ tensors["router"]}

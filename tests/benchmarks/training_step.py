@@ -3,12 +3,12 @@
     fusekit build tests/benchmarks/training_step.toml rms-norm
     python tests/benchmarks/run.py training_step [--models qwen3-30b-a3b] [--variants grouped_mm,fusekit,...]
 
-A variant is BACKEND[+norms][+mlps][+hold][+compile][+graph]. Backends: grouped_mm, Transformers' own; fusekit, its
-experts; blocks and blocks-fp8, whole blocks; skip, without experts: what the rest takes; torch: of a dense model.
-+norms, +mlps: RMSNorms and dense MLPs by fusekit; +hold: the weights' FP8 values are made after the optimiser's step,
-and count as part of it; +compile: torch.compile of the model; +graph: the whole step in one CUDA graph. Each variant is
-a process of its own, with the same weights and data. Prints a line of JSON each, and a table: `ms` of a step,
-`passes_ms` without the optimiser (timed alone), peak memory.
+A variant is BACKEND[+norms][+mlps][+residuals][+hold][+compile][+graph]. Backends: grouped_mm, Transformers' own;
+fusekit, its experts; blocks and blocks-fp8, whole blocks; skip, without experts: what the rest takes; torch: of a dense
+model. +norms, +mlps, +residuals: RMSNorms, dense MLPs and residuals by fusekit; +hold: the weights' FP8 values are made
+after the optimiser's step, and count as part of it; +compile: torch.compile of the model; +graph: the whole step in one
+CUDA graph. Each variant is a process of its own, with the same weights and data. Prints a line of JSON each, and a
+table: `ms` of a step, `passes_ms` without the optimiser (timed alone), peak memory.
 """
 
 import argparse
@@ -37,9 +37,10 @@ MODELS = {
     }),
 }  # fmt: skip
 VARIANTS = (
-    "grouped_mm", "fusekit", "blocks", "blocks+norms", "blocks-fp8", "grouped_mm+graph", "blocks+norms+graph",
-    "grouped_mm+compile+graph", "fusekit+compile+graph", "blocks+compile+graph", "blocks+norms+compile+graph",
-    "blocks-fp8+compile+graph", "blocks-fp8+hold+compile+graph", "skip+compile+graph",
+    "grouped_mm", "fusekit", "blocks", "blocks+norms", "blocks+norms+residuals", "blocks-fp8", "grouped_mm+graph",
+    "blocks+norms+graph", "grouped_mm+compile+graph", "fusekit+compile+graph", "blocks+compile+graph",
+    "blocks+norms+compile+graph", "blocks+residuals+compile+graph", "blocks-fp8+compile+graph",
+    "blocks-fp8+hold+compile+graph", "skip+compile+graph",
 )  # fmt: skip
 DENSE = ("torch", "torch+norms", "torch+norms+mlps", "torch+compile+graph", "torch+mlps+compile+graph")
 LAYERS = {"fusekit": ("{}", "none"), "blocks": ("{}*", "none"), "blocks-fp8": ("{}*", "fp8-block")}
@@ -88,7 +89,7 @@ def measure(model: str, variant: str, tokens: int, steps: int) -> dict:
     with torch.device("cuda"):
         experts = {} if backend == "torch" else {"experts_implementation": backend}
         network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **experts).train()
-    fused = {flag: flag in flags for flag in ("norms", "mlps")}
+    fused = {flag: flag in flags for flag in ("norms", "mlps", "residuals")}
     if any(fused.values()):
         interop.fuse(network, compiled=True, layers=f"training_step/{model}", **fused)
     with torch.no_grad():

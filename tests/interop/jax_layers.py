@@ -74,7 +74,7 @@ def floats(more):
     return {name: array for name, array in more.items() if name in ("logits", "weights")}
 
 
-@pytest.mark.parametrize("case", sample(PLAIN, "mlp-as-stored"))
+@pytest.mark.parametrize("case", sample(PLAIN, "residual", "mlp-as-stored"))
 def test_values_and_gradients_are_those_of_plain_jax(jax_layer, case):
     layer, f = jax_layer(layer_of(case))
     x, params, more = inputs_of(layer)

@@ -46,6 +46,7 @@ def experts(options, x, p, more):
     if options.shared:
         gate = jax.nn.sigmoid(x @ p["shared_gate"].T) if options.shared_gate else 1
         y += gate * mlp(options, x, p["shared_w1"], p["shared_w2"])
+    y += p.get("residual", 0)
     if not r["aux_loss"]:
         return y
     scores = jax.nn.softmax(logits) if r["score_function"] == "softmax" else normalised(score(r, logits))

@@ -24,6 +24,7 @@ from tests.interop.torch_layers import (  # noqa: E402
     module,
     plain,
     plain_of,
+    residual_of,
     total,
 )
 from tests.layers.host import host  # noqa: E402
@@ -32,12 +33,15 @@ from tests.soak import sample  # noqa: E402
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
-@pytest.mark.parametrize("name", sample(PLAIN, most=5))
+@pytest.mark.parametrize("name", sample(PLAIN, PLAIN[0], "deepseek", "residual", "llama4-choices", PLAIN[-1]))
 def test_values_and_gradients_are_those_of_plain_pytorch(name, tokens):
     moe = module(CASES[name])
     given = inputs_of(moe, tokens)
-    outputs = moe(*given)
+    added = residual_of(moe, given[0])
+    outputs = moe(*given, **added)
     total(outputs).backward()
+    for residual in added.values():
+        close(residual.grad, torch.arange(H).cos().expand(tokens, H))
     y, loss, of_inputs, of_parameters = plain(moe, given)
     assert isinstance(outputs, tuple) == (loss is not None)
     close(outputs[0] if loss is not None else outputs, y)

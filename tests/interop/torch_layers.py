@@ -36,6 +36,11 @@ def inputs_of(moe, tokens, seed=1, dtype=torch.float32):
     return (x,)
 
 
+def residual_of(moe, x):
+    """What a call is given to add, by name."""
+    return {"residual": x.detach().cos().requires_grad_()} if moe.layer.options.residual else {}
+
+
 def total(outputs):
     """A number that takes every output in."""
     y, loss = outputs if isinstance(outputs, tuple) else (outputs, None)
@@ -44,7 +49,7 @@ def total(outputs):
 
 
 def plain(moe, given, dtype=torch.float64):
-    """Output, loss and gradients by name of the same layer in plain PyTorch."""
+    """Output, loss and gradients by name of the same layer in plain PyTorch; with a residual, that of `residual_of`."""
     o = moe.layer.options
     tensors = {name: plain_of(moe, name, dtype) for name in moe.names}
     x, *more = (tensor.detach() for tensor in given)
@@ -55,6 +60,7 @@ def plain(moe, given, dtype=torch.float64):
     y, loss = plain_torch.forward(
         o, tensors, x, coefficient=COEFFICIENT, **dict(zip(names, more, strict=True))
     )  # fmt: skip
+    y = y + sum(residual_of(moe, given[0].to(dtype)).values())
     total(y if loss is None else (y, loss)).backward()
     return y, loss, [x.grad, *(each.grad for each in more)], {name: t.grad for name, t in tensors.items()}
 

@@ -29,6 +29,7 @@ CASES = {
                                          "group_topk": 3, "scaling_factor": 2.5, "aux_loss": True}},
     "router-f32": {"router": {"bias": True, "weight_dtype": "f32"}},
     "qwen2-moe": {"shared": J, "shared_gate": True, "router": {"pre_softmax": True}},
+    "residual": {"shared": J, "residual": True},
     "recompute-gate": {"keep": "x", "shared": J, "shared_gate": True, "activation": {"kind": "silu"}},
     "llama4": {"shared": J, "router": {"score_function": "sigmoid", "scale": "input"}},
     "llama4-choices": {"router": {"scale": "input", "input": "choices"}},
@@ -125,9 +126,11 @@ def forward(name, which=FORWARD):
     tensors, x = tensors_of(plan, rng), rng.standard_normal((o.tokens, o.hidden))
     router = rng.standard_normal((X, o.hidden))
     layer, theirs = defined(o, {"router": router} | tensors if o.kind == "moe" else tensors)
-    y, loss, kept = definition.forward(layer, x, theirs)
+    residual = rng.standard_normal(x.shape)
+    y, loss, kept = definition.forward(layer, x, theirs | ({"residual": residual} if o.residual else {}))
     given = {**tensors, "x": x, "logits": kept.logits, "indices": kept.indices, "weights": kept.weights}
     given |= {"total_tokens": np.array([o.tokens]), "aux_coefficient": np.array([0.25])}
+    given |= {"residual": residual} if o.residual else {}
     given |= layer_meaning.run(plan, QUANTISE, tensors, o.tokens)
     used = {item: value for item, value in given.items() if item in plan.arguments(which)[0]}
     return plan, given, layer_meaning.run(plan, which, used, o.tokens), (layer, theirs, y, loss, kept)

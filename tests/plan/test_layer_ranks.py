@@ -63,10 +63,11 @@ def test_a_forward_pass_is_the_definition(name, tokens, which):
     plan = program(o).within(ranks_meaning.room(o, max(tokens)))
     wants, given = [], []
     for rank, own in enumerate(x):
-        y, loss, kept = definition.forward(layer, own, theirs)
+        residual = 0.5 * own
+        y, loss, kept = definition.forward(layer, own, theirs | ({"residual": residual} if o.residual else {}))
         wants.append((y, loss))
         more = {"x": own, "logits": kept.logits, "indices": kept.indices, "weights": kept.weights}
-        more |= {"total_tokens": np.array([len(own)]), "aux_coefficient": np.array([0.25])}
+        more |= {"total_tokens": np.array([len(own)]), "aux_coefficient": np.array([0.25]), "residual": residual}
         given.append(only(plan, which, share(o, whole, rank) | more))
     for actual, (y, loss) in zip(ranks_meaning.World(plan, o.ranks).run(which, given), wants, strict=True):
         np.testing.assert_allclose(actual["y"], y, **CLOSE)
@@ -88,7 +89,7 @@ def test_a_backward_pass_is_the_definition(name, tokens):
         if "router" not in plan.buffers:  # what reaches x through logits is the caller's
             wants[-1]["x"] = wants[-1]["x"] - wants[-1]["logits"] @ theirs["router"]
         more = {"x": own, "logits": kept.logits, "indices": kept.indices, "weights": kept.weights}
-        more |= {"total_tokens": np.array([len(own)]), "aux_coefficient": np.array([0.25])}
+        more |= {"total_tokens": np.array([len(own)]), "aux_coefficient": np.array([0.25]), "residual": own}
         given.append(share(o, whole, rank) | more)
     forward = world.run(FORWARD, [only(plan, FORWARD, item) for item in given])
     world.run(FORWARD, [only(plan, FORWARD, item) | {"x": item["x"] + 1} for item in given])  # another layer's

@@ -75,6 +75,7 @@ class Options:
     overlap: bool = False
     shared_gate: bool = False
     weights: str = NONE
+    residual: bool = False
 
     @property
     def projections(self) -> str:
@@ -110,8 +111,9 @@ class Options:
         return "rows" if major == "k" else "gradients"
 
     def canonical(self) -> dict[str, Any]:
-        """The options in JSON types."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        """The options in JSON types; without `residual` where there is none, as before there was such an option."""
+        unsaid = () if self.residual else ("residual",)
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in unsaid}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
 
@@ -140,6 +142,8 @@ def layer_fields(activation: tuple[Field, ...], dtypes: tuple[str, ...]) -> tupl
             "J, the columns of a shared expert, which sees every token; 0: there is none.", default=0),
         Field("shared_gate", "bool", "The shared expert's rows are multiplied by sigmoid(x . shared_gate), "
             "shared_gate [1, H].", default=False),
+        Field("residual", "bool", "residual [T, H], as x, is added to the results before they are rounded.",
+            default=False),
         Field("keep", "choice", 'What stays for the backward pass besides x and the choices: "z", the first '
             'projection\'s result; "x", nothing: z is computed once more; or "none", for inference alone: there is no '
             "backward pass, and none of its kernels.", choices=("z", "x", NOTHING), default="z"),
@@ -191,7 +195,7 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
     router["weight_dtype"] = router["weight_dtype"] or values["dtype"]
     weights = values["weight_dtype"] or ("" if values["weights"] != NONE else values["dtype"])
     plain = ("name", "kind", "dtype", "hidden", "intermediate", "bias", "b_major", "shared", "keep", "accumulate",
-             "ranks", "recipe", "x_blocks", "overlap", "shared_gate", "weights")  # fmt: skip
+             "ranks", "recipe", "x_blocks", "overlap", "shared_gate", "weights", "residual")  # fmt: skip
     return Options(
         file=file,
         **{field: values[field] for field in plain},
@@ -243,9 +247,11 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
                 if options.router[field]:
                     yield f"router.{field}", True, 'needs logits, and input = "choices" gives none; leave it out'
     else:
-        for field, unsaid in {"experts": 0, "topk": 0, "shared": 0, "router": {}, "ranks": 1}.items():
-            if getattr(options, field) != unsaid:
+        for field in ("experts", "topk", "shared", "residual", "router"):
+            if getattr(options, field):
                 yield field, getattr(options, field), 'of kind = "moe" alone; leave it out'
+        if options.ranks != 1:
+            yield "ranks", options.ranks, 'of kind = "moe" alone; leave it out'
     if options.shared_gate and not options.shared:
         yield "shared_gate", True, "there is no shared expert; say shared, its columns, or leave it out"
     if options.overlap and options.recipe != NONE:

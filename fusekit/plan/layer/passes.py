@@ -325,7 +325,10 @@ class Experts:
         reads = {**given.reads, "offsets": "offsets", **({"bias": "b2"} if o.bias else {})}
         keys = {**p.gemm("grouped-gemm", o.hidden, o.intermediate, bias=o.bias), **given.keys}
         p.step(BOTH, "fc2", keys, reads, {"y": "o"})
-        self.unpermute(BOTH, "unpermute", "o", "y", ["shared_y"] if o.shared else [], not self.by_input)
+        more = ["shared_y"] * bool(o.shared)
+        if o.residual:  # its gradient is dy
+            more.append(p.buffer("residual", "T", o.hidden, place=ARGUMENT))
+        self.unpermute(BOTH, "unpermute", "o", "y", more, not self.by_input)
 
     @property
     def orders(self) -> bool:

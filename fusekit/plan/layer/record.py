@@ -40,7 +40,7 @@ _WORDS = {
     "w2": "weights of the second projection", "b1": "biases of the first projection",
     "b2": "biases of the second projection", "shared_w1": "weights of the shared expert's first projection",
     "shared_w2": "weights of the shared expert's second projection",
-    "shared_gate": "weights of the shared expert's gate",
+    "shared_gate": "weights of the shared expert's gate", "residual": "what is added to the results",
     "logits": "the router's logits", "indices": "the experts of each token", "weights": "the weight of each choice",
 }  # fmt: skip
 _FORMS = {"q": "FP8 values", "s": "scales", "t": "FP8 values for the transpose", "ts": "scales for the transpose"}
