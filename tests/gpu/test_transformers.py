@@ -90,14 +90,21 @@ def test_loss_logits_and_gradients_are_those_of_eager(name, backend):
     assert all(value <= 2e-2 for value in off.values()), off
 
 
-@pytest.mark.parametrize("backend_", ["fusekit", "fusekit-blocks"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_training_follows_that_of_eager(name, backend, backend_):
+@pytest.mark.parametrize(
+    ("name", "backend_", "residuals"),
+    [
+        *((name, backend, False) for name in FAMILIES for backend in ("fusekit", "fusekit-blocks")),
+        ("deepseek-v3", "fusekit-blocks", True),
+    ],
+)
+def test_a_training_follows_that_of_eager(name, backend, backend_, residuals):
     """Two layers, so a router's choice may differ where scores are close; the losses stay together."""
     backend = backend_
     losses = {}
     for implementation in (backend, "eager"):
         each = model(name, implementation)
+        if residuals and implementation != "eager":
+            interop.fuse(each, residuals=True)
         optimizer = torch.optim.AdamW(each.parameters(), lr=3e-4)
         losses[implementation] = []
         for step in range(50):
