@@ -178,6 +178,21 @@ def test_a_wrong_call_is_refused_in_words(both):
     assert layer.unload() == OK
 
 
+def test_a_tensor_without_elements_needs_no_address(both):
+    """PyTorch gives none of one."""
+    layer, rng = both.c, random.Random(4)
+    assert layer.load() == OK
+    given, kept, scratch = call(both.layer, "forward", 0, rng)
+    given = {name: replace(each, address=0 if 0 in each.shape else each.address) for name, each in given.items()}
+    given["y"] = replace(given["x"], strides=None)
+    assert not given["x"].address and not given["y"].address
+    layer.recorder.launches.clear()
+    args = layer.arguments(both.layer.record, given, kept, scratch, None, False)
+    assert layer.run("forward", args) == OK, str(layer.error)
+    assert len(layer.recorder.launches) == len(both.layer.record.launched("forward", ["y"], 0))
+    assert layer.unload() == OK
+
+
 def test_a_bundle_with_layers_is_verified_and_imported(both, tmp_path):
     status, bundle = both.c.loader.open(both.bundle)
     assert status == OK and both.c.loader.verify(bundle) == OK, str(both.c.error)

@@ -34,6 +34,11 @@ RANKS_OF = {"choices-overlap": 4, "fp8-choices": 2, "recompute-overlap": 2, "dee
 SMALL = 128
 CALLS = 8  # of each pass on each rank
 STREAM, TIMEOUT = 77, 1234
+# What a pass may ask of the driver while its stream is captured.
+CAPTURABLE = {
+    "cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuEventRecord",
+    "cuStreamWaitEvent",
+}  # fmt: skip
 
 
 class WaitingDriver(PeerDriver):
@@ -167,8 +172,11 @@ def test_every_rank_launches_what_python_launches(both):
             args.ranks = ctypes.addressof(ranks)
         layer.recorder.launches.clear()
         layer.recorder.waits.clear()
+        layer.recorder.calls.clear()
         if not bound:
-            return layer.run(which, args, STREAM), layer
+            status = layer.run(which, args, STREAM)
+            assert set(layer.recorder.calls) <= CAPTURABLE
+            return status, layer
         status, handle = layer.bind(which, args)
         if status == OK:
             status = layer.run_bound(handle, STREAM)
