@@ -48,7 +48,7 @@ def test_a_step_beyond_64_bits_has_no_value_anywhere(tmp_path, soak, soak_part, 
     for _ in range(180_000 // PARTS if soak else 6_000):
         expr = drawn(source, 3)
         env = {name: source.choice((source.randrange(100), source.randrange(2**31), *LARGE)) for name in DIMS}
-        steps = writer._steps(expr)
+        steps = writer.steps(expr)
         words = flat.words([item for step in steps for item in step])
         variables = (ctypes.c_int64 * 64)(*([0] * len(LAUNCH_VARIABLES)), *env.values())
         actual = ctypes.c_int64()
