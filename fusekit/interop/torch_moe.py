@@ -244,9 +244,10 @@ class MoE(nn.Module):  # type: ignore[misc]
             )
         if residual is None:
             return {}
-        if residual.shape != x.shape:
+        if not isinstance(residual, torch.Tensor) or residual.shape != x.shape:
+            what = list(residual.shape) if isinstance(residual, torch.Tensor) else f"of type {type(residual)}"
             raise ArgumentError(
-                f"residual is {list(residual.shape)}, x {list(x.shape)}; they must agree", argument="residual"
+                f"residual is {what}; it must be a tensor of x's shape, {list(x.shape)}", argument="residual"
             )
         return {"residual": residual}
 

@@ -202,6 +202,25 @@ def test_x_of_another_width_is_named(shape, trained):
     assert moe(torch.randn(0, H)).shape == (0, H) and moe(torch.randn(H)).shape == (H,)
 
 
+def test_a_residual_is_for_layers_that_add_one():
+    moe = module(CASES["residual"])
+    (x,) = inputs_of(moe, 4)
+    with pytest.raises(ArgumentError, match="has residual = true, and was given none; call it with residual=tensor"):
+        moe(x)
+    for given, what in ((x[:3], rf"\[3, {H}\]"), (1.0, "of type <class 'float'>")):
+        with pytest.raises(ArgumentError, match=rf"residual is {what}; it must be a tensor of x's shape, \[4, {H}\]"):
+            moe(x, residual=given)
+    with pytest.raises(ArgumentError, match="takes no residual; leave it out, or build the layer with residual = true"):
+        module({})(x, residual=x)
+    shaped = moe(x.reshape(2, 2, H), residual=x.reshape(2, 2, H))
+    assert torch.equal(shaped.reshape(4, H), moe(x, residual=x))
+    frozen, residual = moe.requires_grad_(False), torch.randn(2, 2, H, requires_grad=True)
+    frozen.layer.passes.clear()
+    total(frozen(x.detach().reshape(2, 2, H), residual=residual)).backward()
+    close(residual.grad, torch.arange(H).cos().expand(2, 2, H))
+    assert [which for which, *_ in frozen.layer.passes] == ["forward"]
+
+
 def test_what_a_call_is_given_fits_the_router():
     moe = module(CHOICES)
     with pytest.raises(ArgumentError, match="takes x, indices, weights; 1 were given"):

@@ -175,8 +175,8 @@ def test_what_a_layer_refuses(change, said):
 
 
 def test_what_an_mlp_refuses():
-    others = {"experts": 8, "topk": 2, "shared": 64, "router": {"bias": True}, "ranks": 2}
-    shown = {"experts": "8", "topk": "2", "shared": "64", "router": "{ bias = true }", "ranks": "2"}
+    others = {"experts": 8, "topk": 2, "shared": 64, "residual": True, "router": {"bias": True}, "ranks": 2}
+    shown = {"experts": "8", "topk": "2", "shared": "64", "residual": "true", "router": "{ bias = true }", "ranks": "2"}
     assert problems(MLP | others) == [
         f'{key} = {value}: of kind = "moe" alone; leave it out' for key, value in shown.items()
     ]
