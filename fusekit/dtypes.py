@@ -130,7 +130,9 @@ DTYPES = {row.name: row for row in ROWS}
 ARGUMENTS = tuple(row.name for row in ROWS if row.argument)
 INTEGERS = tuple(row.name for row in ROWS if row.integer)
 MAPS = tuple(row.name for row in ROWS if row.map)
-SCALARS = ("f32", "i32")
+SCALARS = ("f32", "i32", "f64", "bf16", "fp16")
+FLOATS = ("f32", "f64", "bf16", "fp16")
+"""Of numbers that are passed by value."""
 
 
 def by(column: str, names: tuple[str, ...] = ARGUMENTS) -> dict[Any, str]:

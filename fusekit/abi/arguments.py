@@ -10,7 +10,8 @@ from typing import Any
 
 from fusekit.abi.codec import RecordReader, describe, expression
 from fusekit.abi.expr import Expr, RecordError, freeze, thaw, validate, variables
-from fusekit.dtypes import ARGUMENTS, DTYPES, SCALARS
+from fusekit.abi.floats import rounded
+from fusekit.dtypes import ARGUMENTS, DTYPES, FLOATS, SCALARS
 
 ROLES = ("input", "output", "inout")
 PEER = "peer"
@@ -152,9 +153,9 @@ class TensorArgument:
 
 @dataclass(frozen=True, slots=True)
 class ScalarArgument:
-    """A number passed by value. `default` None means that the caller must give it; infinity is allowed for f32.
+    """A number passed by value. `default` None means that the caller must give it; infinity is allowed for floats.
 
-    An i32 is a multiple of `divisor` from `minimum` to `maximum`.
+    A bf16 or fp16 is the nearest one to the nearest f32. An i32 is a multiple of `divisor` from `minimum` to `maximum`.
     """
 
     name: str
@@ -163,6 +164,14 @@ class ScalarArgument:
     minimum: int = -(2**31)
     maximum: int = 2**31 - 1
     divisor: int = 1
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype in FLOATS
+
+    def rounded(self, value: float) -> float:
+        """`value`, a float, as a number of the type."""
+        return value if self.dtype == "f64" else rounded(rounded(value), self.dtype)
 
     @property
     def bounded(self) -> bool:
@@ -194,7 +203,8 @@ class ScalarArgument:
             )
         if isinstance(self.default, int) and self.dtype == "i32" and not self.allows(self.default):
             raise RecordError(f"{where}.default: {self.default}; it {self.rule}")
-        if self.default is not None and self.dtype == "f32" and F32_END <= abs(self.default) < math.inf:
+        narrow = self.is_float and self.dtype != "f64"
+        if self.default is not None and narrow and F32_END <= abs(self.default) < math.inf:
             raise RecordError(f"{where}.default: {self.default}; an f32 ends at 3.4028235e38; say inf, or less")
 
     def to_json(self) -> dict[str, Any]:

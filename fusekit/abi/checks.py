@@ -18,7 +18,7 @@ from fusekit.abi.parameters import (
     StructParameter,
     TensorMapParameter,
 )
-from fusekit.dtypes import INTEGERS
+from fusekit.dtypes import FLOATS, INTEGERS
 
 if TYPE_CHECKING:
     from fusekit.abi.record import LaunchRecord, LaunchStep
@@ -232,10 +232,13 @@ def _check_scalar(
             raise RecordError(f"{where}.dtype: {parameter.dtype!r}; it must be one of {', '.join(INTEGERS)}")
         validate(parameter.value, f"{where}.value", values)
     elif isinstance(parameter, FloatParameter):
-        floats = frozenset(scalar.name for scalar in record.scalars if scalar.dtype == "f32")
-        if parameter.argument and parameter.argument not in floats:
-            raise RecordError(f"{where}.argument: {_unknown(parameter.argument, floats)}")
-        validate_float(parameter.value, f"{where}.value", floats)
+        if parameter.dtype not in FLOATS:
+            raise RecordError(f"{where}.dtype: {parameter.dtype!r}; it must be one of {', '.join(FLOATS)}")
+        floats = frozenset(scalar.name for scalar in record.scalars if scalar.is_float)
+        alike = frozenset(scalar.name for scalar in record.scalars if scalar.dtype == parameter.dtype)
+        if parameter.argument and parameter.argument not in alike:
+            raise RecordError(f"{where}.argument: {_unknown(parameter.argument, alike)}")
+        validate_float(parameter.value, f"{where}.value", floats, integers=values)
     else:
         memory = {name for name in ("workspace", "scratch") if getattr(record, name) != 0}
         allowed = frozenset(tensor.name for tensor in record.tensors) | memory

@@ -1,26 +1,49 @@
-"""Float32 expressions: what a kernel's host function computes of its f32 scalars, `softmax_scale * log2(e)` for one.
+"""Float expressions: what a kernel's host function computes of numbers, `softmax_scale * log2(e)` for one.
 
-An expression is a number, the name of an f32 scalar, or ``[operator, a, b]`` with one of ``fadd``, ``fsub``, ``fmul``
-and ``fdiv``. Every step is IEEE 754 binary32, rounded to nearest. In Python the nested form is a tuple, in JSON
-an array; infinities and NaN are the strings ``"inf"``, ``"-inf"`` and ``"nan"``, which no scalar may be called.
+An expression is a number, the name of a float scalar, or ``[operator, operand, ...]``. It is computed as IEEE 754 says,
+rounded to nearest, so its bits are the same everywhere:
+
+====================================  =====================================================================
+operators                             value
+====================================  =====================================================================
+``fadd`` ``fsub`` ``fmul`` ``fdiv``   of two binary32 numbers, binary32
+``fsqrt``                             square root of a binary32 number, binary32
+``dadd`` ``dsub`` ``dmul`` ``ddiv``   of two binary64 numbers, binary64
+``dsqrt``                             square root of a binary64 number, binary64
+``f32`` ``bf16`` ``fp16``             a number rounded to that type
+``fint`` ``dint``                     an integer rounded to binary32 (binary64): the name of a variable
+``neg``                               the same with the other sign
+``feq`` ``flt`` ``fle``               1 where the first is equal (less, at most) the second, else 0; of a NaN 0
+``fif``                               the second where the first is not 0, else the third
+====================================  =====================================================================
+
+The first row belongs to records of schema 2, the others to schema 5. A number where binary32 is meant is rounded to it.
+In Python the nested form is a tuple, in JSON an array; infinities and NaN are the strings ``"inf"``, ``"-inf"`` and
+``"nan"``, which no scalar may be called.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fusekit.abi.codec import describe
 from fusekit.abi.expr import MAX_DEPTH, RecordError, check_size
+from fusekit.dtypes import DTYPES
 
 FloatExpr = float | str | tuple[Any, ...]
 _NOT_FINITE = ("inf", "-inf", "nan")
+_OF_INTEGERS = ("fint", "dint")
 
 
-def validate_float(expr: Any, where: str, known: frozenset[str] | None = None, depth: int = 0) -> None:
-    """Raises RecordError, naming `where`, unless `expr` is well formed and reads only the f32 scalars in `known`."""
+def validate_float(
+    expr: Any, where: str, known: frozenset[str] | None = None, depth: int = 0, integers: frozenset[str] | None = None
+) -> None:
+    """Raises RecordError, naming `where`, unless `expr` is well formed and reads only the float scalars in `known` and
+    the variables in `integers`.
+    """
     if isinstance(expr, int | float) and not isinstance(expr, bool):
         return
     if isinstance(expr, str):
@@ -29,43 +52,118 @@ def validate_float(expr: Any, where: str, known: frozenset[str] | None = None, d
         return
     if not isinstance(expr, list | tuple):
         raise RecordError(f"{where}: {describe(expr)}; it must be a number, an f32 scalar or [operator, a, b]")
-    if len(expr) != 3 or expr[0] not in FLOAT_OPERATORS:
+    operands = FLOAT_OPERATORS.get(expr[0]) if expr and isinstance(expr[0], str) else None
+    if operands is None or len(expr) != 1 + operands:
         raise RecordError(f"{where}: {describe(expr)}; it must be [operator, a, b] with {', '.join(FLOAT_OPERATORS)}")
     if depth == 0:
         check_size(expr, where)
     if depth >= MAX_DEPTH:
         raise RecordError(f"{where}: nested deeper than {MAX_DEPTH} levels; write it flatter")
-    for index in (1, 2):
-        validate_float(expr[index], f"{where}[{index}]", known, depth + 1)
+    if expr[0] in _OF_INTEGERS:
+        if not isinstance(expr[1], str) or (integers is not None and expr[1] not in integers):
+            shown = ", ".join(sorted(integers or ())) or "none"
+            raise RecordError(f"{where}[1]: {describe(expr[1])}; {expr[0]} takes the name of a variable: {shown}")
+        return
+    for index in range(1, len(expr)):
+        validate_float(expr[index], f"{where}[{index}]", known, depth + 1, integers)
 
 
 def float_variables(expr: Any) -> set[str]:
-    """The scalars that `expr` reads."""
+    """The float scalars that `expr` reads."""
     if isinstance(expr, str):
         return set() if expr in _NOT_FINITE else {expr}
-    if isinstance(expr, list | tuple):
-        return float_variables(expr[1]) | float_variables(expr[2])
+    if isinstance(expr, list | tuple) and expr[0] not in _OF_INTEGERS:
+        return set().union(*map(float_variables, expr[1:]))
     return set()
 
 
-def evaluate_float(expr: Any, scalars: Mapping[str, float]) -> float:
-    """The value of `expr`, a binary32 number."""
-    if isinstance(expr, str):
-        return rounded(float(expr) if expr in _NOT_FINITE else scalars[expr])
+def integer_variables(expr: Any) -> set[str]:
+    """The integers that `expr` reads."""
+    return {item[1] for item in _operations(expr) if item[0] in _OF_INTEGERS}
+
+
+def float_operators(expr: Any) -> set[str]:
+    """The operators in `expr`."""
+    return {item[0] for item in _operations(expr)}
+
+
+def _operations(expr: Any) -> Iterator[Any]:
+    if isinstance(expr, list | tuple):
+        yield expr
+        for item in expr[1:]:
+            yield from _operations(item)
+
+
+def with_integers(expr: Any, env: Mapping[str, int]) -> FloatExpr:
+    """`expr` with numbers for the integers that it reads."""
     if not isinstance(expr, list | tuple):
-        return rounded(expr)
-    # The exact sum, product or quotient of two binary32 numbers, rounded to binary64 and then to binary32, is the one
+        return expr  # type: ignore[no-any-return]
+    if expr[0] in _OF_INTEGERS:
+        return _of_integer(env[expr[1]], expr[0] == "fint")
+    return (expr[0], *(with_integers(item, env) for item in expr[1:]))
+
+
+def evaluate_float(expr: Any, scalars: Mapping[str, float], single: bool = True) -> float:
+    """The value of `expr`. scalars: numbers of their own types. single: whether a mere number is rounded to binary32.
+
+    It reads no integers: see `with_integers`.
+    """
+    if not isinstance(expr, list | tuple):
+        value = scalars[expr] if isinstance(expr, str) and expr not in _NOT_FINITE else float(expr)
+        return rounded(value) if single else value
+    operator, *operands = expr
+    if operator == "fif":
+        chosen = operands[1 if evaluate_float(operands[0], scalars, single=False) else 2]
+        return evaluate_float(chosen, scalars, single)
+    function, narrow = _FUNCTIONS[operator]
+    # The exact sum, product, quotient or root of binary32 numbers, rounded to binary64 and then to binary32, is the one
     # rounded once: 53 bits are more than 2 * 24 + 2.
-    return rounded(_FUNCTIONS[expr[0]](evaluate_float(expr[1], scalars), evaluate_float(expr[2], scalars)))
+    result = function(*(evaluate_float(item, scalars, narrow) for item in operands))
+    return rounded(result) if narrow else result
 
 
-def rounded(value: float) -> float:
-    """`value` as the nearest binary32 number; too large is infinite."""
+def rounded(value: float, dtype: str = "f32") -> float:
+    """`value` as the nearest number of the type; too large is infinite."""
     try:
-        nearest: float = struct.unpack("<f", struct.pack("<f", float(value)))[0]
+        number = float(value)
+        if dtype == "f64" or not math.isfinite(number) or number == 0:
+            return number
+        if dtype == "bf16":
+            return _bfloat(number)
+        code = "<f" if dtype == "f32" else "<e"
+        nearest: float = struct.unpack(code, struct.pack(code, number))[0]
         return nearest
     except OverflowError:
         return math.inf if value > 0 else -math.inf
+
+
+def packed(value: float, dtype: str) -> bytes:
+    """`value`, a number of the type, as bytes."""
+    if dtype == "bf16":
+        return struct.pack("<f", value)[2:]
+    return struct.pack({"f32": "<f", "f64": "<d", "fp16": "<e"}[dtype], value)
+
+
+def is_nan(data: bytes, dtype: str) -> bool:
+    """Whether bytes are a NaN of the type."""
+    row, bits = DTYPES[dtype], int.from_bytes(data, "little")
+    return bits & (1 << row.bits - 1) - 1 > row.negative_infinity & (1 << row.bits - 1) - 1
+
+
+def _bfloat(value: float) -> float:
+    row = DTYPES["bf16"]
+    exponent = max(math.frexp(value)[1] - 1, row.lowest) - row.significand + 1
+    nearest = math.ldexp(round(math.ldexp(abs(value), -exponent)), exponent)  # round: half to even
+    return math.copysign(nearest if nearest <= row.max else math.inf, value)
+
+
+def _of_integer(value: int, single: bool) -> float:
+    """The nearest number, rounded once."""
+    if not single:
+        return float(value)
+    size, spare = abs(value), max(abs(value).bit_length() - 53, 0)
+    lost = size & (1 << spare) - 1
+    return rounded(math.copysign(float((size >> spare | (lost > 0)) << spare), value))
 
 
 def _divide(a: float, b: float) -> float:
@@ -74,10 +172,33 @@ def _divide(a: float, b: float) -> float:
     return math.nan if a == 0 or math.isnan(a) else math.copysign(math.inf, a) * math.copysign(1.0, b)
 
 
-_FUNCTIONS: dict[str, Callable[[float, float], float]] = {
-    "fadd": lambda a, b: a + b,
-    "fsub": lambda a, b: a - b,
-    "fmul": lambda a, b: a * b,
-    "fdiv": _divide,
+def _root(a: float) -> float:
+    return math.nan if a < 0 else math.sqrt(a)
+
+
+_ARITHMETIC: dict[str, Callable[[float, float], float]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": _divide,
 }
-FLOAT_OPERATORS = tuple(_FUNCTIONS)
+# By operator: what it computes, and whether of binary32 numbers.
+_FUNCTIONS: dict[str, tuple[Callable[..., float], bool]] = {
+    **{f"f{name}": (function, True) for name, function in _ARITHMETIC.items()},
+    "fsqrt": (_root, True),
+    **{f"d{name}": (function, False) for name, function in _ARITHMETIC.items()},
+    "dsqrt": (_root, False),
+    "f32": (rounded, False),
+    "bf16": (lambda a: rounded(a, "bf16"), False),
+    "fp16": (lambda a: rounded(a, "fp16"), False),
+    "neg": (lambda a: -a, False),
+    "feq": (lambda a, b: float(a == b), False),
+    "flt": (lambda a, b: float(a < b), False),
+    "fle": (lambda a, b: float(a <= b), False),
+}
+FLOAT_OPERATORS = {
+    **dict.fromkeys(_FUNCTIONS, 2), "fsqrt": 1, "dsqrt": 1, "f32": 1, "bf16": 1, "fp16": 1, "neg": 1, "fif": 3,
+    **dict.fromkeys(_OF_INTEGERS, 1),
+}  # fmt: skip
+"""How many operands each has."""
+SCHEMA_2_FLOATS = frozenset({"fadd", "fsub", "fmul", "fdiv"})

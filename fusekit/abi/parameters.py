@@ -12,8 +12,18 @@ from typing import Any
 
 from fusekit.abi.codec import RecordReader, expression, integer
 from fusekit.abi.expr import Expr, RecordError, freeze, thaw, validate
-from fusekit.abi.floats import FloatExpr, evaluate_float, validate_float
-from fusekit.dtypes import DTYPES, INTEGERS, MAPS, SIGNED
+from fusekit.abi.floats import (
+    SCHEMA_2_FLOATS,
+    FloatExpr,
+    evaluate_float,
+    float_operators,
+    integer_variables,
+    packed,
+    rounded,
+    validate_float,
+    with_integers,
+)
+from fusekit.dtypes import DTYPES, FLOATS, INTEGERS, MAPS, SIGNED
 
 SWIZZLE_BYTES = {"none": 0, "32B": 32, "64B": 64, "128B": 128}
 INTERLEAVES = ("none", "16B", "32B")
@@ -225,37 +235,50 @@ class IntegerParameter:
 
 @dataclass(frozen=True, slots=True)
 class FloatParameter:
-    """A float32: the value of an f32 scalar argument, or the float expression `value` where `argument` is empty."""
+    """A float: the value of a scalar argument of its type, or the float expression `value` without one."""
 
     name: str
     argument: str
     offset: int = -1
-    size: int = field(default=4, init=False)
     value: FloatExpr = ""
+    dtype: str = "f32"
 
     def __post_init__(self) -> None:
         value = freeze(self.value)  # type: ignore[arg-type]
         object.__setattr__(self, "value", self.argument if self.argument else value)
 
     @property
-    def alignment(self) -> int:
-        return 4
+    def size(self) -> int:
+        return DTYPES[self.dtype].bytes
 
-    def evaluate(self, scalars: Mapping[str, float]) -> float:
-        """Its value for these f32 scalars."""
-        return evaluate_float(self.value, scalars)
+    @property
+    def alignment(self) -> int:
+        return self.size
+
+    def evaluate(self, scalars: Mapping[str, float], env: Mapping[str, int] | None = None) -> float:
+        """Its value for these scalars, each a number of its own type. env: the integers that it reads."""
+        expr = with_integers(self.value, env or {})
+        return evaluate_float(expr, scalars, single=self.dtype == "f32")
+
+    def to_bytes(self, value: float) -> bytes:
+        """`value` as the kernel reads it."""
+        return packed(rounded(value, self.dtype), self.dtype)
 
     def to_json(self) -> dict[str, Any]:
         what = {"argument": self.argument} if self.argument else {"value": thaw(self.value)}  # type: ignore[arg-type]
-        return {"kind": "float", "name": self.name, **what, "offset": self.offset, "size": self.size}
+        kind = {} if self.dtype == "f32" else {"dtype": self.dtype}
+        return {"kind": "float", "name": self.name, **kind, **what, "offset": self.offset, "size": self.size}
 
     @property
     def expressions(self) -> tuple[Expr, ...]:
-        """None: a float's expression reads f32 scalars only."""
-        return ()
+        """The integers that its expression reads."""
+        return tuple(sorted(integer_variables(self.value)))
 
     def is_schema_2(self) -> bool:
         return not self.argument
+
+    def is_schema_5(self) -> bool:
+        return self.dtype != "f32" or not float_operators(self.value) <= SCHEMA_2_FLOATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,8 +370,9 @@ def _scalar(reader: RecordReader, kind: str, name: str, offset: int) -> Scalar:
         return PointerParameter(name, argument, offset, reader.expr("shift") if "shift" in reader else 0)
     if kind == "integer":
         return IntegerParameter(name, reader.string("dtype", INTEGERS), reader.expr("value"), offset)
+    dtype = reader.string("dtype", FLOATS) if "dtype" in reader else "f32"
     if "value" not in reader:
-        return FloatParameter(name, reader.string("argument"), offset)
+        return FloatParameter(name, reader.string("argument"), offset, dtype=dtype)
     value = reader.take("value")
     validate_float(value, reader.path("value"))
-    return FloatParameter(name, "", offset, value)
+    return FloatParameter(name, "", offset, value, dtype)

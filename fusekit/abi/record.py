@@ -156,6 +156,8 @@ class LaunchRecord(WithArguments):
     @property
     def schema(self) -> int:
         """The first schema that can express this record."""
+        if any(scalar.is_float and scalar.dtype != "f32" for scalar in self.scalars):
+            return 5
         if _is_schema_5(self) or any(map(_is_schema_5, self.then)):
             return 5
         if any(tensor.in_place_of for tensor in self.tensors):
@@ -271,7 +273,8 @@ def _freeze_step(step: LaunchRecord | LaunchStep) -> None:
 
 def _is_schema_5(step: LaunchRecord | LaunchStep) -> bool:
     open_ = any(not isinstance(item, int) for item in (*step.block, step.dynamic_shared))
-    return open_ or step.when != 1 or bool(step.preferred_cluster)
+    floats = [item for _, item in flat(step.parameters) if isinstance(item, FloatParameter)]
+    return open_ or step.when != 1 or bool(step.preferred_cluster) or any(item.is_schema_5() for item in floats)
 
 
 def _step(reader: RecordReader) -> dict[str, Any]:

@@ -145,33 +145,165 @@ static int fk_evaluate(const fk_expression *expression, const int64_t *variables
     return 1;
 }
 
-/* Of numbers and f32 scalars. The exact result of a step, rounded to binary64 and then to binary32, is the one rounded
- * once: 53 bits are more than 2 * 24 + 2. */
-static float fk_evaluate_float(const fk_expression *expression, const float *floats) {
-    float stack[FK_MOST_STACK] = {0};
+/* ---- Floats: what `fusekit.abi.floats` says. */
+
+static double fk_of_bits(int64_t bits) {
+    double number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+/* The nearest number with so many bits of significand, whose least normal one is 2^lowest and whose largest is below
+ * 2^end; ties to even. */
+static double fk_nearest(double number, int significand, int lowest, int end) {
+    int exponent, spare;
+    uint64_t bits, sign, half;
+    memcpy(&bits, &number, sizeof bits);
+    sign = bits & (UINT64_C(1) << 63);
+    bits ^= sign;
+    exponent = (int)(bits >> 52) - 1023;
+    if (exponent == 1024) return number;
+    /* Below the least normal number there are fewer bits. */
+    spare = 53 - significand + (exponent < lowest ? lowest - exponent : 0);
+    if (spare > 53) { /* at most half of the smallest one; twice that is the least number that is not rounded to 0 */
+        bits = 0;
+    } else if (spare == 53) { /* between half of the smallest one and all of it */
+        bits = (bits & ((UINT64_C(1) << 52) - 1)) != 0 ? (uint64_t)(lowest - significand + 1 + 1023) << 52 : 0;
+    } else {
+        half = UINT64_C(1) << (spare - 1);
+        bits += half - 1 + (spare == 52 ? 1 : bits >> spare & 1); /* the leading bit, which is not there, is odd */
+        bits &= ~(half * 2 - 1);
+        if ((int)(bits >> 52) - 1023 >= end) bits = UINT64_C(0x7FF) << 52;
+    }
+    bits |= sign;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+static double fk_bfloat(double number) { return fk_nearest(number, 8, -126, 128); }
+static double fk_half(double number) { return fk_nearest(number, 11, -14, 16); }
+
+/* A number as a scalar of a type. */
+static inline double fk_scalar(int64_t dtype, double number) {
+    if (dtype == FK_TYPE_F64) return number;
+    number = (float)number;
+    return dtype == FK_TYPE_BF16 ? fk_bfloat(number) : dtype == FK_TYPE_FP16 ? fk_half(number) : number;
+}
+
+/* The square root, rounded: bit by bit, as sqrt() would need another library. */
+static double fk_root(double number) {
+    uint64_t bits, rest, root = 0, twice = 0, step;
+    int exponent;
+    memcpy(&bits, &number, sizeof bits);
+    if (number != number || number == 0 || bits == UINT64_C(0x7FF) << 52) return number;
+    if (bits >> 63) return fk_of_bits((int64_t)0x7FF8 << 48);
+    exponent = (int)(bits >> 52) - 1023;
+    rest = bits & ((UINT64_C(1) << 52) - 1);
+    if (exponent == -1023) /* not normal */
+        for (++exponent; rest >> 52 == 0; --exponent) rest <<= 1;
+    else
+        rest |= UINT64_C(1) << 52;
+    if (exponent & 1) { /* an even exponent, which may be negative */
+        rest <<= 1;
+        --exponent;
+    }
+    rest <<= 1;
+    for (step = UINT64_C(1) << 53; step != 0; step >>= 1) {
+        uint64_t next = twice + step;
+        if (next <= rest) {
+            twice = next + step;
+            rest -= next;
+            root += step;
+        }
+        rest <<= 1;
+    }
+    if (rest != 0) root += root & 1;
+    bits = (root >> 1) + ((uint64_t)(exponent / 2 + 1022) << 52);
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+/* A number that fp16 has, as its bits. */
+static uint16_t fk_half_bits(float number) {
+    uint32_t bits, size;
+    int exponent;
+    memcpy(&bits, &number, sizeof bits);
+    size = bits & 0x7FFFFF;
+    exponent = (int)(bits >> 23 & 0xFF) - 127;
+    if (exponent == 128)
+        size = 0x7C00 | (size != 0 ? 0x200 : 0);
+    else if (exponent >= -14)
+        size = (uint32_t)(exponent + 15) << 10 | size >> 13;
+    else /* not normal, or 0 */
+        size = exponent < -24 ? 0 : (size | 0x800000) >> (-1 - exponent);
+    return (uint16_t)((bits >> 16 & 0x8000) | size);
+}
+
+static double fk_float_of_one(int64_t operation, double a) {
+    switch (operation) {
+    case FK_FSQRT: return (float)fk_root(a);
+    case FK_DSQRT: return fk_root(a);
+    case FK_F32: return (float)a;
+    case FK_BF16: return fk_bfloat(a);
+    case FK_FP16: return fk_half(a);
+    default: return -a;
+    }
+}
+
+/* The exact result of binary32 numbers, rounded to binary64 and then to binary32, is the one rounded once: 53 bits are more
+ * than 2 * 24 + 2. */
+static double fk_float_of_two(int64_t operation, double a, double b) {
+    switch (operation) {
+    case FK_FADD: return (float)(a + b);
+    case FK_FSUB: return (float)(a - b);
+    case FK_FMUL: return (float)(a * b);
+    case FK_FDIV: return (float)(a / b);
+    case FK_DADD: return a + b;
+    case FK_DSUB: return a - b;
+    case FK_DMUL: return a * b;
+    case FK_DDIV: return a / b;
+    case FK_FEQ: return a == b;
+    case FK_FLT: return a < b;
+    default: return a <= b;
+    }
+}
+
+/* floats: each a number of its own type. */
+static double fk_evaluate_float(const fk_expression *expression, const double *floats, const int64_t *variables) {
+    double stack[FK_MOST_STACK] = {0};
     int depth = 0, index;
     for (index = 0; index < expression->count; ++index) {
         const fk_step *step = &expression->steps[index];
-        double a, b;
-        if (step->operation <= FK_VARIABLE) {
-            uint32_t bits = (uint32_t)step->value;
-            if (depth == FK_MOST_STACK) return 0;
-            if (step->operation == FK_VARIABLE)
-                stack[depth++] = floats[step->value];
-            else
-                memcpy(&stack[depth++], &bits, sizeof bits);
+        uint32_t bits = (uint32_t)step->value;
+        double pushed;
+        float single;
+        switch (step->operation) {
+        case FK_PUSH:
+            memcpy(&single, &bits, sizeof single);
+            pushed = single;
+            break;
+        case FK_VARIABLE: pushed = floats[step->value]; break;
+        case FK_NUMBER: pushed = fk_of_bits(step->value); break;
+        case FK_FINT: pushed = (float)variables[step->value]; break;
+        case FK_DINT: pushed = (double)variables[step->value]; break;
+        case FK_JUMP: index += (int)step->value; continue;
+        case FK_UNLESS:
+            if (depth < 1) return 0;
+            if (stack[--depth] == 0) index += (int)step->value;
+            continue;
+        default:
+            if (step->operation >= FK_FSQRT && step->operation <= FK_NEG) {
+                if (depth < 1) return 0;
+                stack[depth - 1] = fk_float_of_one(step->operation, stack[depth - 1]);
+            } else {
+                if (depth < 2) return 0;
+                --depth;
+                stack[depth - 1] = fk_float_of_two(step->operation, stack[depth - 1], stack[depth]);
+            }
             continue;
         }
-        if (depth < 2) return 0;
-        b = (double)stack[--depth];
-        a = (double)stack[depth - 1];
-        switch (step->operation) {
-        case FK_FADD: a += b; break;
-        case FK_FSUB: a -= b; break;
-        case FK_FMUL: a *= b; break;
-        default: a /= b; break;
-        }
-        stack[depth - 1] = (float)a;
+        if (depth == FK_MOST_STACK) return 0;
+        stack[depth++] = pushed;
     }
     return stack[0];
 }

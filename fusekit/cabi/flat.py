@@ -44,6 +44,7 @@ _MEMBERS = {
     "non_portable_cluster": "non_portable_cluster_size_allowed",
 }
 
+_SINGLE = frozenset({"fadd", "fsub", "fmul", "fdiv", "fsqrt"})  # of binary32 numbers
 Steps = list[tuple[int, int]]
 
 
@@ -237,7 +238,7 @@ class _RecordWriter:
         self._launch = launch
         self._defaults = defaults
         self._tensors = [tensor.name for tensor in launch.tensors]
-        self._floats = [scalar.name for scalar in launch.scalars if scalar.dtype == "f32"]
+        self._floats = [scalar.name for scalar in launch.scalars if scalar.is_float]
         names = [*LAUNCH_VARIABLES, *(dim.name for dim in launch.dims)]
         self._first = [len(names)]  # of each kind of variables
         for kind in (
@@ -323,7 +324,8 @@ class _RecordWriter:
         elif isinstance(item, IntegerParameter):
             kind, row["value"] = "int" if item.dtype[0] == "i" else "uint", self.steps(item.value)
         elif isinstance(item, FloatParameter):
-            kind, row["number"] = "float", self._float_steps(item.value)
+            kind = {"f32": "float", "f64": "double", "fp16": "half", "bf16": "bfloat"}[item.dtype]
+            row["number"] = self._float_steps(item.value, single=item.dtype == "f32")
         else:
             assert isinstance(item, PointerParameter)
             kind = item.argument if item.argument in _RUNTIME_MEMORY else "pointer"
@@ -347,13 +349,24 @@ class _RecordWriter:
     def steps(self, expr: Expr) -> Steps:
         return _steps_of(expr, self._variables)
 
-    def _float_steps(self, expr: FloatExpr) -> Steps:
+    def _float_steps(self, expr: FloatExpr, single: bool) -> Steps:
+        """single: whether a mere number is meant to be of binary32."""
         if isinstance(expr, list | tuple):
-            return list(_postfix(expr[0], [self._float_steps(item) for item in expr[1:]]))
+            operator, *operands = expr
+            if operator in ("fint", "dint"):
+                return [(_CODES[operator], self._variables[operands[0]])]
+            if operator == "fif":
+                condition = self._float_steps(operands[0], single=False)
+                then, other = (self._float_steps(item, single) for item in operands[1:])
+                return _chosen(condition, then, other)
+            return list(_postfix(operator, [self._float_steps(item, operator in _SINGLE) for item in operands]))
         if expr in self._floats:
             return [(_CODES["variable"], self._floats.index(str(expr)))]
-        (bits,) = struct.unpack("<I", struct.pack("<f", evaluate_float(expr, {})))
-        return [(_CODES["push"], bits)]
+        value = evaluate_float(expr, {}, single)
+        if single:
+            (bits,) = struct.unpack("<I", struct.pack("<f", value))
+            return [(_CODES["push"], bits)]
+        return [(_CODES["number"], struct.unpack("<q", struct.pack("<d", value))[0])]
 
 
 def _steps_of(expr: Expr, names: Mapping[str, int]) -> Steps:
@@ -367,8 +380,12 @@ def _steps_of(expr: Expr, names: Mapping[str, int]) -> Steps:
     operator, *operands = expr
     if operator == "if":
         condition, then, other = (_steps_of(item, names) for item in operands)
-        return [*condition, (_CODES["unless"], len(then) + 1), *then, (_CODES["jump"], len(other)), *other]
+        return _chosen(condition, then, other)
     return list(_postfix(operator, [_steps_of(item, names) for item in operands]))
+
+
+def _chosen(condition: Steps, then: Steps, other: Steps) -> Steps:
+    return [*condition, (_CODES["unless"], len(then) + 1), *then, (_CODES["jump"], len(other)), *other]
 
 
 def _single(argument: Argument) -> tuple[TensorArgument | ScalarArgument, ...]:

@@ -19,6 +19,22 @@ static fusekit_status fk_integer(const fk_record *record, const fk_part *part, c
     return FUSEKIT_OK;
 }
 
+static void fk_put_float(const fk_part *part, double number, unsigned char *place) {
+    float single = (float)number;
+    uint32_t bits;
+    uint16_t half;
+    if (part->kind == FK_DOUBLE) {
+        memcpy(place, &number, sizeof number);
+    } else if (part->kind == FK_FLOAT) {
+        memcpy(place, &single, sizeof single);
+    } else {
+        single = (float)(part->kind == FK_BFLOAT ? fk_bfloat(number) : fk_half(number));
+        memcpy(&bits, &single, sizeof bits);
+        half = part->kind == FK_BFLOAT ? (uint16_t)(bits >> 16) : fk_half_bits(single);
+        memcpy(place, &half, sizeof half);
+    }
+}
+
 /* The value of every part of a node's parameters. Of the stream's own memory it is what is added to the address, which is
  * known only when it is launched. */
 static fusekit_status fk_parts(const fk_kernel *kernel, const fk_node *node, const fk_call *call,
@@ -30,7 +46,6 @@ static fusekit_status fk_parts(const fk_kernel *kernel, const fk_node *node, con
         fusekit_status status = FUSEKIT_OK;
         int64_t shift = 0;
         uint64_t address;
-        float number;
         switch ((fk_kind)part->kind) {
         case FK_TENSOR_MAP: status = fk_encode(kernel, part, variables, place, error); break;
         case FK_POINTER:
@@ -44,8 +59,10 @@ static fusekit_status fk_parts(const fk_kernel *kernel, const fk_node *node, con
         case FK_INT:
         case FK_UINT: status = fk_integer(kernel->record, part, variables, place, error); break;
         case FK_FLOAT:
-            number = fk_evaluate_float(&part->number, call->floats);
-            memcpy(place, &number, sizeof number);
+        case FK_DOUBLE:
+        case FK_HALF:
+        case FK_BFLOAT:
+            fk_put_float(part, fk_evaluate_float(&part->number, call->floats, variables), place);
             break;
         }
         if (status != FUSEKIT_OK) return status;

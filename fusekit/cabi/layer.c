@@ -121,7 +121,7 @@ static fusekit_status fk_pack_step(const fk_loaded_layer *loaded, const fk_layer
     const fk_record *record = kernel->record;
     int64_t dims[FK_MOST_VARIABLES] = {0}, strides[FK_MOST_TENSORS][FK_MOST_RANK], integers[FK_MOST_SCALARS], index;
     uint64_t addresses[FK_MOST_TENSORS];
-    float floats[FK_MOST_SCALARS];
+    double floats[FK_MOST_SCALARS];
     fk_given given[FK_MOST_TENSORS];
     int64_t scalars[3] = {0, plan->variables[1], 0}; /* rank, capacity, timeout */
     int integer_count = 0, float_count = 0, scalar;
@@ -168,7 +168,7 @@ static fusekit_status fk_pack_step(const fk_loaded_layer *loaded, const fk_layer
         if (argument->dtype == FK_I32)
             integers[integer_count++] = (int64_t)value;
         else
-            floats[float_count++] = (float)value;
+            floats[float_count++] = fk_scalar(argument->dtype, value);
     }
     memset(&packed, 0, sizeof packed);
     packed.dims = dims;

@@ -49,8 +49,11 @@ CANDIDATE = 0
 OPERATORS = (
     "push", "variable", "jump", "unless", "bit_length", "exp2", "add", "sub", "mul", "floordiv", "ceildiv", "mod",
     "min", "max", "eq", "ne", "lt", "le", "fadd", "fsub", "fmul", "fdiv",
+    # Of floats alone: `number` pushes a double, of which `value` has the bits; `fint` and `dint` a variable.
+    "number", "fint", "dint", "fsqrt", "dsqrt", "f32", "bf16", "fp16", "neg", "dadd", "dsub", "dmul", "ddiv", "feq",
+    "flt", "fle",
 )  # fmt: skip
-KINDS = ("tensor_map", "pointer", "workspace", "scratch", "int", "uint", "float")
+KINDS = ("tensor_map", "pointer", "workspace", "scratch", "int", "uint", "float", "double", "half", "bfloat")
 # By CUtensorMapDataType, then by the loader's fusekit_dtype; "": no type of ours has the number.
 _NUMBERED = {row.number: row.name for row in ROWS if row.number is not None}
 DTYPES = tuple(_NUMBERED.get(number, "") for number in range(max(_NUMBERED) + 1))
@@ -269,6 +272,7 @@ def declarations() -> str:
         "VERSION": VERSION,
         "DTYPES": len(DTYPES),
         "I32": DTYPES.index("i32"),
+        **{f"TYPE_{name.upper()}": DTYPES.index(name) for name in ("f64", "bf16", "fp16")},
         "FIRST_DIM": len(LAUNCH_VARIABLES),
     }
     parts = [

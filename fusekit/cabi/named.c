@@ -3,7 +3,7 @@
 typedef struct {
     int64_t dims[FK_MOST_VARIABLES], integers[FK_MOST_SCALARS];
     uint64_t addresses[FK_MOST_TENSORS];
-    float floats[FK_MOST_SCALARS];
+    double floats[FK_MOST_SCALARS];
     fk_given given[FK_MOST_TENSORS]; /* in the record's order */
     unsigned char taken[FK_MOST_TENSORS];
 } fk_named;
@@ -16,6 +16,7 @@ static int fk_fits(fusekit_dtype dtype, double number) {
     const double most = 3.4028235677973366e38; /* half a step beyond FLT_MAX */
     if (dtype == FUSEKIT_I32)
         return number >= INT32_MIN && number <= INT32_MAX && number == (double)(int32_t)number;
+    if (dtype == FUSEKIT_F64) return 1;
     return (number > -most && number < most) || !(number >= -DBL_MAX && number <= DBL_MAX);
 }
 
@@ -100,7 +101,7 @@ static fusekit_status fk_take_scalars(const fusekit_kernel *kernel, const fuseki
         if (argument->dtype == FUSEKIT_I32)
             values->integers[integers++] = (int64_t)value;
         else
-            values->floats[floats++] = (float)value;
+            values->floats[floats++] = fk_scalar(argument->dtype, value);
     }
     return FUSEKIT_OK;
 }

@@ -75,15 +75,17 @@ static int fk_read_text(fk_reader *reader, const fk_place *place, const fk_field
 
 static int fk_read_steps(fk_reader *reader, const fk_place *place, const fk_field *field, int64_t *slot) {
     const fk_step *steps;
-    int64_t index, count = slot[1], limit = reader->limits[field->limit];
+    int64_t index, count = slot[1];
     if (count < 0 || count > field->high || (steps = (const fk_step *)fk_take(reader, count, 2)) == NULL)
         return fk_refuse(reader, place, field->name, "has %lld steps, and is cut, or has more than %lld",
                          (long long)count, (long long)field->high);
     for (index = 0; index < count; ++index) {
-        int64_t operation = steps[index].operation, value = steps[index].value;
-        if (operation < 0 || operation > FK_FDIV || (count == 1 && operation > FK_VARIABLE))
+        int64_t operation = steps[index].operation, value = steps[index].value, limit = reader->limits[field->limit];
+        int floats = field->limit == FK_BELOW_FLOAT_COUNT, pushes = floats && operation >= FK_NUMBER && operation <= FK_DINT;
+        if (operation < 0 || operation > (floats ? FK_FLE : FK_FDIV) || (count == 1 && operation > FK_VARIABLE && !pushes))
             return fk_refuse(reader, place, field->name, "has a step that is not known, or no expression alone");
-        if (operation == FK_VARIABLE && (value < 0 || value >= limit))
+        if (operation == FK_FINT || operation == FK_DINT) limit = reader->limits[FK_BELOW_VARIABLE_COUNT];
+        if ((operation == FK_VARIABLE || operation == FK_FINT || operation == FK_DINT) && (value < 0 || value >= limit))
             return fk_refuse(reader, place, field->name, "reads variable %lld; it must be 0 to %lld", (long long)value,
                              (long long)limit - 1);
         if ((operation == FK_JUMP || operation == FK_UNLESS) && (value < 0 || value >= count - index))
@@ -190,6 +192,8 @@ static int64_t fk_part_size(const fk_part *part) {
     switch (part->kind) {
     case FK_TENSOR_MAP: return FK_MAP_BYTES;
     case FK_FLOAT: return 4;
+    case FK_HALF:
+    case FK_BFLOAT: return 2;
     case FK_INT:
     case FK_UINT: return part->size <= 8 ? integers[part->size] : 0;
     default: return 8;

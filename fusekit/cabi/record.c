@@ -9,7 +9,7 @@ typedef struct { /* a call: everything that the typed structures hold, by index 
     const fk_given *given;         /* of each tensor, instead of strides; NULL in a typed call */
     const uint64_t *addresses;
     const int64_t *integers;
-    const float *floats;
+    const double *floats; /* each a number of its own type */
     int64_t margin;
     int has_priority, priority;
 } fk_call;

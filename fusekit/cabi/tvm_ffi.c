@@ -250,7 +250,7 @@ static fusekit_status fk_ffi_bind_kernel(const fk_kernel *kernel, const fk_ffi_c
     const fk_record *record = kernel->record;
     int64_t dims[FK_MOST_VARIABLES] = {0}, integers[FK_MOST_SCALARS], index;
     uint64_t addresses[FK_MOST_TENSORS];
-    float floats[FK_MOST_SCALARS];
+    double floats[FK_MOST_SCALARS];
     fk_given given[FK_MOST_TENSORS];
     int integer_count = 0, float_count = 0;
     fk_call packed;
@@ -275,7 +275,7 @@ static fusekit_status fk_ffi_bind_kernel(const fk_kernel *kernel, const fk_ffi_c
         if (argument->dtype == FK_I32)
             integers[integer_count++] = (int64_t)value;
         else
-            floats[float_count++] = (float)value;
+            floats[float_count++] = fk_scalar(argument->dtype, value);
     }
     if (status == FUSEKIT_OK)
         status = fk_ffi_number(call, index, "cluster_margin", 1, (double)record->margin, &value, error);

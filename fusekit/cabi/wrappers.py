@@ -57,6 +57,9 @@ BODIES = """\
 """
 
 
+_ROUNDED = {"bf16": "fk_bfloat({})", "fp16": "fk_half({})"}
+
+
 class Wrapper:
     """Declarations and definitions for one kernel, called `identifier`; `number` is that of its tables."""
 
@@ -125,19 +128,20 @@ class Wrapper:
         note = "must be set" if default is None else f"default {default}"
         if scalar.bounded:
             note = f"{note}; {scalar.rule}"
-        return [f"    {DTYPES[scalar.dtype].c} {self._member[scalar.name]}; /* {note} */"]
+        kind = "float" if scalar.dtype in ("bf16", "fp16") else DTYPES[scalar.dtype].c
+        return [f"    {kind} {self._member[scalar.name]}; /* {note} */"]
 
     def _values(self) -> str:
         """The structure's members by index, as the launcher reads them."""
         record, i = self._record, self._names["i"]
-        floats = [scalar for scalar in record.scalars if scalar.dtype == "f32"]
+        floats = [scalar for scalar in record.scalars if scalar.is_float]
         integers = [scalar for scalar in record.scalars if scalar.dtype == "i32"]
         ranks = sum(tensor.rank for tensor in record.tensors)
         lines = [
             "typedef struct {",
             f"    int64_t dims[{len(record.dims) or 1}], strides[{ranks or 1}], integers[{len(integers) or 1}];",
             f"    uint64_t addresses[{max(len(record.tensors), 1)}];",
-            f"    float floats[{max(len(floats), 1)}];",
+            f"    double floats[{max(len(floats), 1)}];",
             f"}} fk_values_{i};",
             "",
             "static {p}_status fk_read_{i}(const fk_kernel *kernel, const {p}_{k}_args *args, fk_values_{i} *values,"
@@ -166,7 +170,9 @@ class Wrapper:
                 if tensor.reads_stride(index):
                     lines.append(f"    values->strides[{stride}] = args->{member}_stride{index};")
                 stride += 1
-        lines += [f"    values->floats[{n}] = args->{self._member[item.name]};" for n, item in enumerate(floats)]
+        for n, item in enumerate(floats):
+            value = f"args->{self._member[item.name]}"
+            lines.append(f"    values->floats[{n}] = {_ROUNDED.get(item.dtype, '{}').format(value)};")
         lines += [f"    values->integers[{n}] = args->{self._member[item.name]};" for n, item in enumerate(integers)]
         lines += [
             "    call->dims = values->dims;",
@@ -193,8 +199,8 @@ class Wrapper:
         ]
         for scalar in self._record.scalars:
             value = default_of(scalar, self._defaults)
-            if scalar.dtype == "f32":
-                lines.append(f"    args.{self._member[scalar.name]} = {_float(value)};")
+            if scalar.is_float:
+                lines.append(f"    args.{self._member[scalar.name]} = {_float(value, scalar.dtype == 'f64')};")
             elif value is not None:
                 lines.append(f"    args.{self._member[scalar.name]} = {value};")
         if margin := self._defaults.get("cluster_margin", 0):
@@ -212,11 +218,13 @@ def _renamed(text: str, record: LaunchRecord, member: Mapping[str, str]) -> str:
     return re.sub(r"[A-Za-z_]\w*", lambda match: names.get(match[0], match[0]), text)
 
 
-def _float(value: float | int | None) -> str:
-    """An exact float constant; None is not a number."""
+def _float(value: float | int | None, double: bool) -> str:
+    """An exact constant; None is not a number."""
     if value is None or math.isnan(value):
         return "NAN"
     if math.isinf(value):
         return "INFINITY" if value > 0 else "-INFINITY"
+    if double:
+        return f"{float(value).hex()} /* {value} */"
     (single,) = struct.unpack("<f", struct.pack("<f", value))
     return f"{single.hex()}f /* {value} */"

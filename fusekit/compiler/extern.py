@@ -200,7 +200,7 @@ class _Reading:
             least, most = NARROW[leaf.dtype]
             bounds["minimum"] = max(least, bounds.get("minimum", least))
             bounds["maximum"] = min(most, bounds.get("maximum", most))
-        dtype = "f32" if leaf.kind == FLOAT else "i32"
+        dtype = leaf.dtype if leaf.kind == FLOAT else "i32"
         value = getattr(leaf.fake, "value", leaf.fake)
         # An integer of a hand-written source may be any; a captured call has those of a launch.
         meant = leaf.dtype == BIT or fakes.FAKES in self._spec.params

@@ -13,6 +13,7 @@ from typing import Any
 from fusekit.abi import TensorArgument
 from fusekit.abi.arguments import OPTIONS
 from fusekit.abi.expr import Expr, evaluate, evaluate_address, render
+from fusekit.abi.floats import packed
 from fusekit.compiler import dsl
 from fusekit.compiler.hostfunction import (
     HostArgument,
@@ -95,7 +96,8 @@ def _bytes(signature: Signature, fake: Any, host: HostArgument, arguments: Argum
         return struct.pack("<Q", evaluate_address(host.address, arguments.values))
     if isinstance(host, HostScalar):
         if host.argument in arguments.floats:
-            return struct.pack("<f", arguments.floats[host.argument])
+            (scalar,) = (scalar for scalar in signature.scalars if scalar.name == host.argument)
+            return packed(arguments.floats[host.argument], scalar.dtype)
         return struct.pack("<i", arguments.values[host.argument])
     if isinstance(host, HostInteger):
         return struct.pack("<q" if host.dtype == "i64" else "<i", evaluate(host.value, arguments.values))

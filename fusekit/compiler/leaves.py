@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 from fusekit.abi.arguments import OPTIONS, RESERVED
 from fusekit.compiler import dsl
-from fusekit.dtypes import ARGUMENTS, DTYPES, ROWS, SIGNED, UNSIGNED
+from fusekit.dtypes import ARGUMENTS, DTYPES, FLOATS, ROWS, SIGNED, UNSIGNED
 from fusekit.errors import BuildError
 
 TENSOR, POINTER, INTEGER, FLOAT, STREAM = "tensor", "pointer", "integer", "float", "stream"
@@ -28,6 +28,7 @@ RECORDED |= {DTYPES["tf32"].cutlass: "f32", "Int4": "u8"}  # float32 of which le
 _INTEGERS = {
     row.cutlass: f"i{row.bits}" if row.bits >= 32 else row.name for row in ROWS if row.kind in (SIGNED, UNSIGNED)
 }
+_FLOATS = {DTYPES[name].cutlass: name for name in FLOATS}
 NARROW = {
     f"{sign}{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if sign == "i" else (0, 2**bits - 1)
     for sign in "iu"
@@ -170,13 +171,13 @@ def flat(name: str, value: Any) -> Iterator[Leaf]:
         yield Leaf(name, INTEGER, f"i{value.width}", value)
     elif kind in _INTEGERS or isinstance(value, int):
         yield Leaf(name, INTEGER, _INTEGERS.get(kind, "i32"), value)
-    elif kind == "Float32" or isinstance(value, float):
-        yield Leaf(name, FLOAT, "f32", value)
+    elif kind in _FLOATS or isinstance(value, float):
+        yield Leaf(name, FLOAT, _FLOATS.get(kind, "f32"), value)
     elif "Pointer" in kind:
         yield Leaf(name, POINTER, _dtype(name, value.dtype), value)
     elif not callable(value) or dsl.has_values(value):
         raise BuildError(
-            f"{name} is a {kind}, which launch records do not know; pass tensors, pointers, integers, Float32 or a"
+            f"{name} is a {kind}, which launch records do not know; pass tensors, pointers, integers, floats or a"
             " stream, also in tuples and dataclasses; annotate a constant as cutlass.Constexpr"
         )
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from fusekit.abi import FloatParameter, IntegerParameter, LaunchRecord, RecordError, TensorMapParameter
 from fusekit.abi.expr import evaluate, evaluate_address
+from fusekit.abi.floats import is_nan
 from fusekit.abi.parameters import Parameter, Scalar, StructParameter
 from fusekit.abi.tensormap import DEFINED_BYTES, ENCODER_BITS, decode, encode, encode_raw
 from fusekit.compiler.hostcall import check_plan, pack
@@ -157,9 +158,13 @@ class _Comparison:
             launched = int.from_bytes(data[:size], "little", signed=signed)
             self.same(name, f"{prefix}value", evaluate(parameter.value, values), launched)
         elif isinstance(parameter, FloatParameter):
-            # As bits: -0.0 and 0.0 differ, and so would two NaNs.
-            value = struct.pack("<f", parameter.evaluate(self._arguments.floats))
-            self.same(name, f"{prefix}value", value.hex(), data.hex())
+            # As bits: -0.0 and 0.0 differ. What a NaN holds means nothing, and differs between processors.
+            value = parameter.evaluate(self._arguments.floats, values)
+            if parameter.argument:
+                value = self._arguments.floats[parameter.argument]
+            bits = [parameter.to_bytes(value), data[: parameter.size]]
+            shown = ["NaN" if is_nan(item, parameter.dtype) else item.hex() for item in bits]
+            self.same(name, f"{prefix}value", *shown)
         else:
             address = values[f"{parameter.argument}.address"] + evaluate_address(parameter.shift, values)
             self.same(name, f"{prefix}address", address % 2**64, int.from_bytes(data, "little"))

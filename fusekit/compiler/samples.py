@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import random
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -143,15 +142,14 @@ class _Sampler:
         values["active_clusters"] = source.randrange(1, values["sm_count"] + 1)
         floats: dict[str, float] = {}
         for scalar in record.scalars:
-            if scalar.dtype == "f32":
-                floats[scalar.name] = source.choice((*_SPECIAL_FLOATS, source.gauss(0, 10)))
+            if scalar.is_float:
+                floats[scalar.name] = scalar.rounded(source.choice((*_SPECIAL_FLOATS, source.gauss(0, 10))))
             elif scalar.bounded:
                 many = (scalar.maximum - scalar.minimum) // scalar.divisor
                 values[scalar.name] = scalar.minimum + scalar.divisor * _log_uniform(source, many)
             else:
                 values[scalar.name] = source.choice((source.randrange(-_INT32, _INT32), source.randrange(1, 2**16)))
         values |= {name: value for name, value in fixed.items() if name in values}
-        floats = {name: struct.unpack("<f", struct.pack("<f", value))[0] for name, value in floats.items()}
         try:
             values = record.environment(values)
         except RecordError:

@@ -130,5 +130,6 @@ def varying(arrays: Any, axes: frozenset[str]) -> Any:
 
 
 def _attribute(scalar: ScalarArgument, value: Any) -> Any:
-    """A number as XLA takes one: NumPy's, of the scalar's type."""
-    return jnp.dtype(DTYPES[scalar.dtype].array).type(check_scalar(scalar, value))
+    """A number as XLA takes one: NumPy's, of the scalar's type; float32 for one that is rounded further."""
+    dtype = "f32" if scalar.dtype in ("bf16", "fp16") else scalar.dtype
+    return jnp.dtype(DTYPES[dtype].array).type(check_scalar(scalar, value))

@@ -13,6 +13,7 @@ from ctypes import (
     POINTER,
     Structure,
     c_char_p,
+    c_double,
     c_float,
     c_int,
     c_int32,
@@ -27,7 +28,7 @@ from typing import Any
 
 from fusekit.dtypes import DTYPES
 
-SCALARS: dict[int | None, Any] = {DTYPES["i32"].xla: c_int32, DTYPES["f32"].xla: c_float}
+SCALARS: dict[int | None, Any] = {DTYPES["i32"].xla: c_int32, DTYPES["f32"].xla: c_float, DTYPES["f64"].xla: c_double}
 SCALAR = 3  # XLA_FFI_AttrType
 METADATA = 1  # XLA_FFI_Extension_Metadata
 COMMAND_BUFFER_COMPATIBLE = 1

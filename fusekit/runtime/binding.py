@@ -98,6 +98,8 @@ def check_scalar(argument: ScalarArgument, value: Any) -> float | int:
     if argument.bounded and not argument.allows(int(number)):
         raise ArgumentError(f"{argument.name} is {number}; it {argument.rule}", argument=argument.name)
     low, high = (-(2.0**31), 2.0**31) if argument.dtype == "i32" else (-F32_END, F32_END)
+    if argument.dtype == "f64":
+        return number
     if math.isfinite(number) and (not low <= number < high or number == -F32_END):
         raise ArgumentError(
             f"{argument.name} is {float(number):g}; it does not fit into {argument.dtype}, which ends at"

@@ -24,6 +24,7 @@ from fusekit.abi import (
     evaluate_address,
     flat,
 )
+from fusekit.abi.floats import with_integers
 from fusekit.abi.limits import THREADS
 from fusekit.errors import ArgumentError
 from fusekit.runtime.binding import Bound, Pair, check_address, check_placement
@@ -177,10 +178,11 @@ class LaunchPlan:
                     map_slot(driver, loaded.device.context, parameter, env, self.index[parameter.argument])
                 )
             elif isinstance(parameter, FloatParameter):
-                if parameter.argument:
+                if parameter.argument and parameter.dtype == "f32":
                     self.floats.append((offset, scalars[parameter.argument]))
                 else:
-                    self.computed.append((offset, parameter))
+                    known = replace(parameter, argument="", value=with_integers(parameter.value, env))
+                    self.computed.append((offset, known))
             elif isinstance(parameter, IntegerParameter):
                 self._put_integer(parameter, offset, env)
             else:
@@ -265,9 +267,10 @@ class LaunchPlan:
             for offset, index in self.floats:
                 _FLOAT.pack_into(memory, offset, scalars[index])
             if self.computed:
-                known = {scalar.name: value for scalar, value in zip(self.record.scalars, scalars, strict=True)}
+                pairs = zip(self.record.scalars, scalars, strict=True)
+                known = {scalar.name: scalar.rounded(value) for scalar, value in pairs if scalar.is_float}
                 for offset, parameter in self.computed:
-                    _FLOAT.pack_into(memory, offset, parameter.evaluate(known))
+                    memory[offset : offset + parameter.size] = parameter.to_bytes(parameter.evaluate(known))
             block.scalars = scalars
 
     def move(self, block: Block, addresses: list[int], position: int) -> None:

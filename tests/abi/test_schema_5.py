@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import struct
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from fusekit.abi import LaunchRecord, RecordError
+from fusekit.abi import FloatParameter, LaunchRecord, RecordError, ScalarArgument
+from fusekit.abi.floats import evaluate_float, with_integers
+from fusekit.dtypes import FLOATS
 from tests.runtime.samples import following, record
 
 
@@ -20,6 +25,54 @@ def test_it_comes_back_from_json():
     assert (first.when, second.when) == (("lt", 64, "M"), 1)
     assert (document["when"], "when" in document["then"][0]) == (["lt", 64, "M"], False)
     assert "preferred_cluster" not in record().to_json()
+
+
+NUMBERS = st.floats() | st.floats(width=32) | st.floats(width=16) | st.integers(-(2**63), 2**63 - 1).map(float)
+
+
+@settings(deadline=None, max_examples=200)
+@given(NUMBERS, NUMBERS, st.integers(-(2**63), 2**63 - 1))
+def test_floats_are_those_of_ieee_754(a: float, b: float, whole: int) -> None:
+    np = pytest.importorskip("numpy")
+    with np.errstate(all="ignore"):
+        x, y, narrow = np.float64(a), np.float64(b), np.float32(a)
+        want = {
+            ("dadd", a, b): x + y, ("dsub", a, b): x - y, ("dmul", a, b): x * y, ("ddiv", a, b): x / y,
+            ("dsqrt", a): np.sqrt(x), ("fsqrt", a): np.sqrt(narrow), ("f32", a): narrow, ("fp16", a): np.float16(x),
+            ("neg", a): -x, ("fint", "n"): np.float32(np.int64(whole)), ("dint", "n"): np.float64(np.int64(whole)),
+            ("feq", a, b): x == y, ("flt", a, b): x < y, ("fle", a, b): x <= y, ("fif", ("flt", a, b), a, b):
+            x if x < y else y,
+        }  # fmt: skip
+    for expr, value in want.items():
+        got = evaluate_float(with_integers(expr, {"n": whole}), {}, single=False)
+        assert struct.pack("<d", got) == struct.pack("<d", value) or (got != got and np.isnan(value)), expr
+
+
+@pytest.mark.parametrize(
+    ("value", "bits"),
+    [(1.0, 0x3F80), (1 + 2**-8, 0x3F80), (1 + 3 * 2**-8, 0x3F82), (1 + 2**-8 + 2**-40, 0x3F81), (-0.0, 0x8000),
+     (2.0**-133, 1), (2.0**-134, 0), (1.5 * 2.0**-134, 1), (-(2.0**-200), 0x8000), (3.5e38, 0x7F80), (3.38e38, 0x7F7E)],
+)  # fmt: skip
+def test_bf16_is_rounded_to_nearest_even(value: float, bits: int) -> None:
+    assert FloatParameter("f", "", value=value, dtype="bf16").to_bytes(value) == bits.to_bytes(2, "little")
+
+
+def test_scalars_and_parameters_of_every_float_come_back_from_json() -> None:
+    scalars = tuple(ScalarArgument(f"a_{dtype}", dtype, 0.5) for dtype in FLOATS)
+    values = [FloatParameter(f"p_{item.name}", item.name, dtype=item.dtype) for item in scalars]
+    values.append(FloatParameter("root", "", value=("fsqrt", ("fint", "M")), dtype="f32"))
+    base = record()
+    offset, built = 304, []
+    for parameter in values:
+        offset = -(-offset // parameter.size) * parameter.size
+        built.append(replace(parameter, offset=offset))
+        offset += parameter.size
+    whole = replace(base, arguments=(*base.arguments, *scalars), parameters=(*base.parameters, *built))
+    assert (whole.schema, LaunchRecord.from_json(json.loads(json.dumps(whole.to_json())))) == (5, whole)
+    for value, text in (("a_f64", "this kind of parameter may name .*a_f32"), ("", "takes the name of a variable")):
+        wrong = FloatParameter("w", value, value=("fint", "rows"))
+        with pytest.raises(RecordError, match=text):
+            replace(whole, parameters=(*whole.parameters, wrong))
 
 
 @pytest.mark.parametrize(

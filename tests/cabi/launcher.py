@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from ctypes import POINTER, byref, c_char, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, byref, c_char, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,8 @@ class Launcher:
             elif isinstance(argument, PeersArgument):
                 fields.append((member, c_void_p * argument.count))
             else:
-                fields.append((member, c_float if argument.dtype == "f32" else c_int32))
+                kinds = {"f64": c_double, "i32": c_int32}
+                fields.append((member, kinds.get(argument.dtype, c_float)))
         return [*fields, ("cluster_margin", c_int32), ("has_priority", c_int32), ("priority", c_int32)]
 
     def function(self, name: str, *types: Any, result: Any = c_int, own: bool = True) -> Any:

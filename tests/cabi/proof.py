@@ -4,9 +4,7 @@ and it refuses what the runtime refuses.
 
 from __future__ import annotations
 
-import math
 import random
-import struct
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +20,7 @@ from fusekit.abi import (
     evaluate,
     flat,
 )
+from fusekit.abi.floats import is_nan
 from fusekit.abi.tensormap import TensorMap, encode
 from fusekit.cabi import Exported
 from fusekit.compiler.samples import ArgumentSet, argument_sets
@@ -80,8 +79,8 @@ def comparable(
     for offset, item in flat(launched.parameters):
         index = bisect_right(starts, offset) - 1
         place = slice(offset - starts[index], offset - starts[index] + item.size)
-        if isinstance(item, FloatParameter) and math.isnan(*struct.unpack("<f", actual[index][place])):
-            actual[index][place] = bytes(4)
+        if isinstance(item, FloatParameter) and is_nan(actual[index][place], item.dtype):
+            actual[index][place] = bytes(item.size)
         if isinstance(item, PointerParameter) and item.argument in ("workspace", "scratch"):
             address = (int.from_bytes(actual[index][place], "little") - evaluate(item.shift, values)) % 2**64
             assert address % 256 == 0 and theirs(address), hex(address)

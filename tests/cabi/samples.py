@@ -23,7 +23,9 @@ from fusekit.abi import (
     TensorArgument,
     TensorMapParameter,
 )
+from fusekit.abi.floats import FLOAT_OPERATORS, SCHEMA_2_FLOATS
 from fusekit.cabi import Exported
+from fusekit.dtypes import FLOATS
 from fusekit.spec import find, parse_file
 from tests.records import read_plan, read_record
 from tests.runtime.samples import following, record
@@ -71,6 +73,7 @@ def hand_written() -> list[Exported]:
     )  # fmt: skip
     rows = {
         "following": following(),
+        "floats": of_floats(),
         "peers": peers(),
         "expressions": expressions(),
         "schema-2": schema_2(),
@@ -117,12 +120,15 @@ def random_expression(source: random.Random, depth: int) -> Any:
     return expr if source.random() < 0.5 else ("sub", ("mod", expr, 2**39), 2**38)
 
 
-def random_float(source: random.Random, depth: int) -> Any:
+def random_float(source: random.Random, depth: int, operators: dict[str, int]) -> Any:
+    """operators: how many operands each takes."""
     if depth == 0:
         leaves = ["act_alpha", "act_limit", source.gauss(0, 3), 1e-40, 3e38, 7, "inf", "-inf"]
         return source.choice(leaves)
-    operands = (random_float(source, source.randrange(depth)) for _ in range(2))
-    return (source.choice(["fadd", "fsub", "fmul", "fdiv"]), *operands)
+    operator, count = source.choice(sorted(operators.items()))
+    if operator in ("fint", "dint"):
+        return operator, source.choice(["M", "w.stride0", "shift"])
+    return (operator, *(random_float(source, source.randrange(depth), operators) for _ in range(count)))
 
 
 def expressions() -> LaunchRecord:
@@ -130,10 +136,30 @@ def expressions() -> LaunchRecord:
     source = random.Random(31)
     base = record()
     integers = [IntegerParameter(f"n{n}", "i64", random_expression(source, 5), 8 * n) for n in range(300)]
-    floats = [FloatParameter(f"f{n}", "", 4 * n, random_float(source, 4)) for n in range(100)]
+    single = dict.fromkeys(sorted(SCHEMA_2_FLOATS), 2)
+    floats = [FloatParameter(f"f{n}", "", 4 * n, random_float(source, 4, single)) for n in range(100)]
     structs = StructParameter("integers", 2400, tuple(integers)), StructParameter("floats", 400, tuple(floats))
     arguments = (*base.arguments, ScalarArgument("shift", "i32", 3))
     return replace(base, arguments=arguments, parameters=(*base.parameters, *structs))
+
+
+def of_floats() -> LaunchRecord:
+    """Whatever schema 5 computes of floats, and scalars of every type of float."""
+    base, source = record(), random.Random(11)
+    scalars = tuple(ScalarArgument(f"a_{dtype}", dtype, 0.1) for dtype in FLOATS)
+    given = [FloatParameter(f"{item.name}_", item.name, dtype=item.dtype) for item in scalars]
+    computed = [
+        FloatParameter(f"f{number}", "", value=random_float(source, 5, FLOAT_OPERATORS), dtype=FLOATS[number % 4])
+        for number in range(80)
+    ]
+    computed += [
+        FloatParameter(f"{root}_{dtype}_{to}", "", value=(root, ("dmul", ("dint", "M"), f"a_{dtype}")), dtype=to)
+        for dtype in FLOATS for root in ("fsqrt", "dsqrt") for to in FLOATS
+    ]  # fmt: skip
+    return replace(
+        base, arguments=(*base.arguments, ScalarArgument("shift", "i32", -3), *scalars),
+        parameters=(*base.parameters, *given, *computed),
+    )  # fmt: skip
 
 
 def schema_2() -> LaunchRecord:

@@ -130,6 +130,19 @@ def loop(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.
     store(x, n).launch(grid=(total, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
 
+@cute.kernel
+def store_double(x: cute.Tensor, value: cutlass.Float64, half: cutlass.BFloat16):
+    x[0] = cutlass.Float32(value) + half.to(cutlass.Float32)
+
+
+@cute.jit
+def roots(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    rows = cutlass.Float64(x.shape[0])
+    chosen = scale if scale > cutlass.Float32(n) else cute.math.rsqrt(cutlass.Float32(n) + scale)
+    inverse = cutlass.Float64(1.0) / cute.math.sqrt(rows)
+    store_double(x, inverse, chosen.to(cutlass.BFloat16)).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
 @cute.jit
 def next_power(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
     power = cutlass.Int32(1)

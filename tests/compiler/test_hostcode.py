@@ -38,7 +38,7 @@ def value_of(record, name, env):
 
 READ = (
     "tiles", "fast_division", "branch", "floats", "two", "inside", "cooperative", "overflow", "idle_loop", "either",
-    "by_size", "next_power",
+    "by_size", "next_power", "roots",
 )  # fmt: skip
 
 
@@ -120,6 +120,15 @@ def test_a_branch_decides_what_is_launched(traced):
     assert (second.cluster, second.preferred_cluster, first.preferred_cluster) == ((2, 1, 1), (4, 1, 1), ())
     (guard,) = record.constraints
     assert evaluate(guard.expr, {"n": 4, "M": 2**30}) == 0 < evaluate(guard.expr, {"n": 8, "M": 2**30})
+
+
+def test_floats_of_host_code_are_exact(traced):
+    """Square root, comparison, choice, conversions and quotients, in the types of the host code."""
+    _, record, _ = traced("roots")
+    wide, half = (item for _, item in flat(record.parameters) if item.name.startswith("float"))
+    assert (wide.dtype, wide.value) == ("f64", ("ddiv", 1.0, ("dsqrt", ("dint", "M"))))
+    assert (half.dtype, half.value[0]) == ("bf16", "bf16")
+    assert half.evaluate({"scale": 5.0}, {"n": 4}) == 5 and half.evaluate({"scale": 0.0}, {"n": 16}) == 0.25
 
 
 def test_the_next_power_of_two(traced):

@@ -189,7 +189,7 @@ def run(node: Bits, env: dict[str, int], graph: Graph) -> int:
 def test_a_lowered_word_is_the_word_wherever_its_guards_hold(seed: int, width: int, depth: int) -> None:
     source, graph, algebra = random.Random(seed), Graph(), Algebra(RANGES)
     node = word(graph, source, width, depth)
-    lowering = Lowering(graph, algebra, {name: algebra.variable(name) for name in RANGES}, {})
+    lowering = Lowering(graph, algebra, {name: algebra.variable(name) for name in RANGES})
     try:
         term = lowering.lower(node)
         whole = lowering.unsigned(node)
@@ -232,7 +232,7 @@ def holds(guard: Any, env: dict[str, int]) -> bool:
 
 def test_an_overflow_becomes_a_guard_and_a_meant_wrap_does_not() -> None:
     graph, algebra = Graph(), Algebra(RANGES)
-    lowering = Lowering(graph, algebra, {name: algebra.variable(name) for name in RANGES}, {})
+    lowering = Lowering(graph, algebra, {name: algebra.variable(name) for name in RANGES})
     m, n = graph.argument("M", 32), graph.argument("N", 32)
     difference = graph.make("sub", 32, m, n)
     assert lowering.unsigned(difference) is algebra.term(("mod", ("sub", "M", "N"), 2**32))
@@ -245,7 +245,7 @@ def test_an_overflow_becomes_a_guard_and_a_meant_wrap_does_not() -> None:
 
 def test_a_guard_under_a_condition_holds_there_only() -> None:
     graph, algebra = Graph(), Algebra(RANGES)
-    lowering = Lowering(graph, algebra, {name: algebra.variable(name) for name in RANGES}, {})
+    lowering = Lowering(graph, algebra, {name: algebra.variable(name) for name in RANGES})
     m, n = graph.argument("M", 32), graph.argument("N", 32)
     wide = graph.make("sext", 64, graph.make("mul", 32, m, n))
     small = graph.compare("slt", m, graph.const(4, 32))
@@ -258,7 +258,7 @@ def test_a_guard_under_a_condition_holds_there_only() -> None:
 
 def test_guards_of_both_ways_are_one_and_none_occurs_twice() -> None:
     graph, algebra = Graph(), Algebra(RANGES)
-    lowering = Lowering(graph, algebra, {name: algebra.variable(name) for name in RANGES}, {})
+    lowering = Lowering(graph, algebra, {name: algebra.variable(name) for name in RANGES})
     m, n = graph.argument("M", 32), graph.argument("N", 32)
     wide = graph.make("sext", 64, graph.make("mul", 32, m, n))
     small = graph.compare("slt", m, graph.const(4, 32))
@@ -271,7 +271,7 @@ def test_guards_of_both_ways_are_one_and_none_occurs_twice() -> None:
 def test_choices_upon_choices_are_lowered_in_time() -> None:
     """Each step reads the one before three times: 3**60 ways lead to the first."""
     graph, algebra = Graph(), Algebra(RANGES)
-    lowering = Lowering(graph, algebra, {name: algebra.variable(name) for name in RANGES}, {})
+    lowering = Lowering(graph, algebra, {name: algebra.variable(name) for name in RANGES})
     m = graph.argument("M", 32)
     node = graph.make("sext", 64, graph.make("mul", 32, m, graph.argument("N", 32)))
     for step in range(60):
@@ -284,7 +284,7 @@ def test_choices_upon_choices_are_lowered_in_time() -> None:
 def test_a_word_that_was_widened_keeps_its_guard() -> None:
     """2**64, which no record can hold, is in none of these."""
     graph, algebra = Graph(), Algebra(RANGES)
-    lowering = Lowering(graph, algebra, {name: algebra.variable(name) for name in RANGES}, {})
+    lowering = Lowering(graph, algebra, {name: algebra.variable(name) for name in RANGES})
     product = graph.make("mul", 32, graph.argument("i", 32), graph.argument("E", 32))
     wide, long = graph.make("zext", 64, product), graph.make("sext", 64, product)
     assert lowering.unsigned(wide) is lowering.signed(wide) is lowering.signed(long) is algebra.term(("mul", "i", "E"))

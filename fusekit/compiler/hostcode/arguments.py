@@ -21,6 +21,7 @@ from fusekit.compiler.hostfunction import (
     Signature,
     TracePlan,
 )
+from fusekit.dtypes import DTYPES
 from fusekit.errors import BuildError
 
 MEMORY_ALIGNMENT = 256  # of workspace and scratch
@@ -52,7 +53,7 @@ class Arguments:
         self._machine = machine
         for index, (fake, host, type_) in enumerate(zip(fakes, plan.host_arguments, types, strict=True)):
             laid_out = machine.layouts.of(type_)
-            _check_width(index, host, laid_out.leaves[0].width)
+            _check_width(plan.signature, index, host, laid_out.leaves[0].width)
             words = self._words(plan.signature, fake, host, index)
             if len(words) != len(laid_out.leaves):
                 raise BuildError(
@@ -109,10 +110,12 @@ def _tensor_words(
     return words
 
 
-def _check_width(index: int, host: HostArgument, width: int) -> None:
+def _check_width(signature: Signature, index: int, host: HostArgument, width: int) -> None:
     """A number is not wider in the host code than what it is given: the bits above would be anything."""
     if isinstance(host, HostScalar | HostInteger):
         given = 64 if isinstance(host, HostInteger) and host.dtype == "i64" else 32
+        if isinstance(host, HostScalar):
+            (given,) = (DTYPES[item.dtype].bits for item in signature.scalars if item.name == host.argument)
         if width > given:
             raise BuildError(
                 f"host code: argument {index} has {width} bits, the source gives a number of {given}; give it in the"

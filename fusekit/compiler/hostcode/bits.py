@@ -14,7 +14,11 @@ from fusekit.errors import BuildError
 
 PREDICATES = ("eq", "ne", "slt", "sle", "sgt", "sge", "ult", "ule", "ugt", "uge")
 """The predicates of an icmp, by number."""
-FLOAT_OPERATIONS = {"fadd": "fadd", "fsub": "fsub", "fmul": "fmul", "fdiv": "fdiv"}
+FLOAT_OPERATIONS = ("fadd", "fsub", "fmul", "fdiv")
+FLOAT_PREDICATES = (
+    "false", "oeq", "ogt", "oge", "olt", "ole", "one", "ord", "ueq", "ugt", "uge", "ult", "ule", "une", "uno", "true",
+)  # fmt: skip
+"""The predicates of an fcmp, by number. The second half is true of a NaN."""
 
 
 class Bits:

@@ -37,6 +37,15 @@ class ExpressionWriter:
             expr = self._written[term] = self._write(term)
         return expr
 
+    def name(self, term: Term) -> str:
+        """The name of a variable, or of a value, that has the value of `term`."""
+        expr = self.write(term)
+        if not isinstance(expr, str):
+            name = f"v{len(self.values)}"
+            self.values[name] = expr
+            self._written[term] = expr = name
+        return expr
+
     def _measure(self, term: Term, sizes: dict[Term, int], uses: dict[Term, int]) -> int:
         uses[term] = uses.get(term, 0) + 1
         if term not in sizes:

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 
-from fusekit.abi.floats import FloatExpr
-from fusekit.compiler.hostcode.bits import FLOAT_OPERATIONS, Bits, Graph
+from fusekit.compiler.hostcode.bits import Bits, Graph
 from fusekit.compiler.hostcode.terms import Algebra, Term
 from fusekit.errors import BuildError
 
@@ -68,14 +67,12 @@ _PLAIN = {
 class Lowering:
     """Lowers nodes of `graph`.
 
-    arguments, floats: what each argument of the graph is, by its name there: a term, or an f32 scalar of the record.
+    arguments: the term that each argument of the graph is, by its name there.
     """
 
-    def __init__(
-        self, graph: Graph, algebra: Algebra, arguments: Mapping[str, Term], floats: Mapping[str, str]
-    ) -> None:
+    def __init__(self, graph: Graph, algebra: Algebra, arguments: Mapping[str, Term]) -> None:
         self.graph, self.algebra = graph, algebra
-        self._arguments, self._floats = arguments, floats
+        self._arguments = arguments
         self._known: dict[Bits, tuple[Term, _Needs]] = {}
         self._wrapping: dict[Term, bool] = {}
         # Of what is being lowered: a node has its own, which count wherever it is met.
@@ -119,16 +116,14 @@ class Lowering:
             return term
         return self.guard(term, -bound, bound - 1)
 
-    def float(self, bits: Bits) -> FloatExpr:
-        """A float32 expression over the scalars."""
-        if bits.op == "argument" and bits.args[0] in self._floats:
-            return self._floats[bits.args[0]]
-        if bits.op == "float":
-            value = float("nan") if bits.args[0] == "nan" else float.fromhex(bits.args[0])
-            return value if value - value == 0 else str(value)
-        if bits.op in FLOAT_OPERATIONS:
-            return (FLOAT_OPERATIONS[bits.op], *(self.float(item) for item in bits.args))
-        raise BuildError(f"host code: {_words(bits)}; a launch record computes float32 sums, products and quotients")
+    @staticmethod
+    def words(bits: Bits) -> str:
+        """Words that describe a value that cannot be lowered."""
+        if bits.op == "unknown":
+            return str(bits.args[0])
+        if bits.op == "undefined":
+            return "a value that is never set"
+        return f"the operation {bits.op} of {bits.width} bits"
 
     def _wraps(self, term: Term) -> bool:
         """Whether it reads an address: those wrap."""
@@ -168,7 +163,7 @@ class Lowering:
             return plain
         method = getattr(self, f"_{op}", None) or (self._compare if op.startswith("icmp_") else None)
         if method is None:
-            raise BuildError(f"host code: {_words(bits)}; no launch can be made of it")
+            raise BuildError(f"host code: {self.words(bits)}; no launch can be made of it")
         term: Term = method(bits, *args)
         return term
 
@@ -232,7 +227,7 @@ class Lowering:
         if a.is_const:
             a, b = b, a
         if not b.is_const:
-            raise BuildError(f"host code: {_words(bits)}; an `and` is known with a constant only")
+            raise BuildError(f"host code: {self.words(bits)}; an `and` is known with a constant only")
         term, total = self.lower(a), self.algebra.const(0)
         for low, high in _runs(b.number):  # of the mask's ones
             upper = self.algebra.mod(term, self.algebra.const(1 << high))
@@ -248,7 +243,7 @@ class Lowering:
             zeros = above.divisor & -above.divisor if above.divisor else 1 << bits.width
             if below.low >= 0 and below.high < zeros:  # they share no bits
                 return self.algebra.add(above, below)
-        raise BuildError(f"host code: {_words(bits)}; an `or` is known of values that share no bits only")
+        raise BuildError(f"host code: {self.words(bits)}; an `or` is known of values that share no bits only")
 
     def _xor(self, bits: Bits, a: Bits, b: Bits) -> Term:
         if bits.width == 1:
@@ -257,7 +252,7 @@ class Lowering:
         for mask, other in ((a, b), (b, a)):
             if mask.is_const and mask.signed == -1:
                 return self.algebra.sub(self.algebra.const(-1), self.lower(other))
-        raise BuildError(f"host code: {_words(bits)}; an `xor` is known of conditions only")
+        raise BuildError(f"host code: {self.words(bits)}; an `xor` is known of conditions only")
 
     def condition(self, bits: Bits) -> Term:
         """A value of one bit as a term that is 0 or 1."""
@@ -330,12 +325,3 @@ def _runs(mask: int) -> list[tuple[int, int]]:
         at = low + (inverted & -inverted).bit_length() - 1
         runs.append((low, at))
     return runs
-
-
-def _words(bits: Bits) -> str:
-    """Words that describe a value that cannot be lowered."""
-    if bits.op == "unknown":
-        return str(bits.args[0])
-    if bits.op == "undefined":
-        return "a value that is never set"
-    return f"the operation {bits.op} of {bits.width} bits"

@@ -14,7 +14,7 @@ from typing import Any
 
 from fusekit.compiler import dsl
 from fusekit.compiler.hostcode import encoded, loops
-from fusekit.compiler.hostcode.bits import FLOAT_OPERATIONS, PREDICATES, Bits, Graph, Pointer, Symbol
+from fusekit.compiler.hostcode.bits import FLOAT_OPERATIONS, FLOAT_PREDICATES, PREDICATES, Bits, Graph, Pointer, Symbol
 from fusekit.compiler.hostcode.layout import Layout, Layouts, Leaf
 from fusekit.compiler.hostcode.program import EXIT, Function, Instruction, functions
 from fusekit.errors import BuildError
@@ -27,7 +27,8 @@ _ARITHMETIC = frozenset({
     "add", "sub", "mul", "udiv", "sdiv", "urem", "srem", "and", "or", "xor", "shl", "lshr", "ashr",
     "intr.smin", "intr.smax", "intr.umin", "intr.umax", "intr.ctlz", "intr.abs", "zext", "sext", "trunc",
 })  # fmt: skip
-_FLOAT_CASTS = frozenset({"sitofp", "uitofp", "fptosi", "fptoui", "fptrunc", "fpext", "fneg", "fcmp"})
+_FLOATS = frozenset({*FLOAT_OPERATIONS, "intr.sqrt", "sitofp", "uitofp", "fptrunc", "fpext", "fneg"})
+_UNKNOWN = frozenset({"fptosi", "fptoui"})
 _SAME = frozenset({"ptrtoint", "inttoptr", "addrspacecast", "bitcast", "freeze"})
 _ASKING = frozenset({"_cudaGetDevice", "_cudaDeviceGetAttribute", "_cuKernelGetAttribute"})
 # No launch depends on a message, nor on whether a call that is known to succeed did.
@@ -240,7 +241,9 @@ class Run:
             result = method(self, instruction, operands, memory)
         elif name in _SAME:
             result = operands[0]
-        elif name in _ARITHMETIC or name in FLOAT_OPERATIONS or name in _FLOAT_CASTS:
+        elif name in _UNKNOWN:
+            result = self.unknown(instruction)
+        elif name in _ARITHMETIC or name in _FLOATS:
             result = self.arithmetic(instruction, operands)
         else:
             raise BuildError(
@@ -251,8 +254,11 @@ class Run:
 
     def arithmetic(self, instruction: Instruction, operands: list[Value]) -> Value:
         name, width = instruction.name.removeprefix("intr."), self.layout(instruction).leaves[0].width
-        strange = name in _FLOAT_CASTS or (name in FLOAT_OPERATIONS and width != 32)
-        if strange or not all(isinstance(item, Bits) for item in operands):
+        if not all(isinstance(item, Bits) for item in operands):
+            return self.unknown(instruction)
+        if name == "fptrunc":
+            name = {"f32": "f32", "bf16": "bf16", "f16": "fp16"}.get(str(instruction.operation.results[0].type), name)
+        elif instruction.name in _FLOATS and width < 32 and name != "fpext":  # the DSL computes with 32 bits or more
             return self.unknown(instruction)
         return self.graph.make(name, width, *operands)
 
@@ -290,6 +296,12 @@ class Run:
         if not all(isinstance(item, Bits) for item in operands):
             return self.unknown(instruction)
         return self.graph.compare(PREDICATES[instruction.attributes["predicate"].value], *operands)
+
+    def compare_floats(self, instruction: Instruction, operands: list[Value], _: Memory) -> Value:
+        if not all(isinstance(item, Bits) for item in operands):
+            return self.unknown(instruction)
+        predicate = FLOAT_PREDICATES[instruction.attributes["predicate"].value]
+        return self.graph.make(f"fcmp_{predicate}", 1, *operands)
 
     def select(self, instruction: Instruction, operands: list[Value], _: Memory) -> Value:
         condition, a, b = operands
@@ -398,6 +410,7 @@ _METHODS: dict[str, Callable[[Run, Instruction, list[Value], Memory], Value]] = 
     "mlir.undef": Run.undefined,
     "mlir.addressof": Run.address_of,
     "icmp": Run.compare,
+    "fcmp": Run.compare_floats,
     "select": Run.select,
     "extractvalue": Run.extract,
     "insertvalue": Run.insert,

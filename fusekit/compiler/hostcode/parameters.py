@@ -22,12 +22,13 @@ from fusekit.compiler.hostcode import maps
 from fusekit.compiler.hostcode.arguments import ADDRESS_BITS
 from fusekit.compiler.hostcode.bits import Bits, Pointer
 from fusekit.compiler.hostcode.expressions import ExpressionWriter
+from fusekit.compiler.hostcode.floats import Floats, terms_of, written
 from fusekit.compiler.hostcode.layout import Layout, Leaf
 from fusekit.compiler.hostcode.lower import Lowering
 from fusekit.compiler.hostcode.machine import Call
 from fusekit.compiler.hostcode.terms import Term
 from fusekit.compiler.hostfunction import Signature
-from fusekit.dtypes import DTYPES
+from fusekit.dtypes import DTYPES, FLOATS
 from fusekit.errors import BuildError
 
 Draft = Callable[[ExpressionWriter, set[str]], Any]
@@ -50,13 +51,15 @@ class Parameters:
         self,
         types: Mapping[int, Layout],
         lowering: Lowering,
+        floats: Floats,
         signature: Signature,
         allow: Callable[[Term, int, int], None],
     ) -> None:
         self.terms: list[Term] = []
         self.alignments: dict[str, int] = {}
         self._types, self._lowering, self._algebra = types, lowering, lowering.algebra
-        self._scalars, self._allow = frozenset(scalar.name for scalar in signature.scalars), allow
+        self._floats, self._allow = floats, allow
+        self._scalars = {scalar.name: scalar for scalar in signature.scalars}
         self._tensors = {tensor.name: tensor for tensor in signature.tensors if tensor.role != PEER}
         self.reaches: list[tuple[Term, str]] = []
 
@@ -161,10 +164,7 @@ class Parameters:
         if not isinstance(bits, Bits):
             raise BuildError(f"host code: a parameter is an address of the host's memory: {call.at.place}")
         if leaf.kind == "float":
-            value = self._lowering.float(bits)
-            if isinstance(value, str) and value in self._scalars:
-                return lambda writer, names: FloatParameter(_name(f"{value}_value", names), value, offset)
-            return lambda writer, names: FloatParameter(_name("float", names), "", offset, value)
+            return self._float(call, leaf, bits, offset)
         term = self._lowering.condition(bits) if bits.width == 1 else self._lowering.lower(bits)
         if leaf.kind == "pointer" and not term.is_const:
             return self._pointer(call, term, offset)
@@ -178,6 +178,24 @@ class Parameters:
             return IntegerParameter(name, _integer_type(term, 8 * leaf.size), value, offset)
 
         return draft
+
+    def _float(self, call: Call, leaf: Leaf, bits: Bits, offset: int) -> Draft:
+        value = self._floats.lower(bits)
+        self.terms += terms_of(value)
+        scalar = self._scalars.get(value) if isinstance(value, str) else None
+        dtype = {32: "f32", 64: "f64"}.get(leaf.width, "")
+        if not dtype:
+            dtype = scalar.dtype if scalar is not None else value[0] if isinstance(value, tuple) else ""
+        if dtype not in FLOATS or 8 * DTYPES[dtype].bytes != leaf.width:
+            raise BuildError(
+                f"host code: a float parameter of {leaf.width} bits whose type is unknown: {call.at.place}"
+            )
+        if scalar is not None and scalar.dtype == dtype:
+            name = scalar.name
+            return lambda writer, names: FloatParameter(_name(f"{name}_value", names), name, offset, dtype=dtype)
+        return lambda writer, names: FloatParameter(
+            _name("float", names), "", offset, written(value, writer), dtype=dtype
+        )
 
     def _pointer(self, call: Call, term: Term, offset: int) -> Draft:
         argument, shift = self._base(self._aligned(term), call)

@@ -15,6 +15,7 @@ from fusekit.compiler.hostcall import given, layout, tensor_of
 from fusekit.compiler.hostcode.arguments import Arguments
 from fusekit.compiler.hostcode.bits import Bits, Pointer, Symbol, UndecidedError
 from fusekit.compiler.hostcode.expressions import ExpressionWriter
+from fusekit.compiler.hostcode.floats import Floats
 from fusekit.compiler.hostcode.lower import Guard, Lowering
 from fusekit.compiler.hostcode.machine import Call, Machine
 from fusekit.compiler.hostcode.parameters import Parameters
@@ -115,12 +116,13 @@ class _Record:
         self._arguments, self._attributes = arguments, attributes
         self._algebra = Algebra(arguments.ranges)
         terms = {name: self._algebra.term(expr) for name, expr in arguments.expressions.items()}
-        self._lowering = Lowering(machine.graph, self._algebra, terms, arguments.floats)
+        self._lowering = Lowering(machine.graph, self._algebra, terms)
         # What a launcher refuses by itself: (term, the condition of the launch) -> the range that it allows.
         self._allowed: dict[tuple[Term, Term], tuple[int, int]] = {}
         self._when = self._always = self._algebra.const(1)  # the condition of the launch that is being read
         self._reaches: list[tuple[Term, str, Term]] = []
-        self._parameters = Parameters(machine.types, self._lowering, plan.signature, self._allow)
+        floats = Floats(self._lowering, arguments.floats)
+        self._parameters = Parameters(machine.types, self._lowering, floats, plan.signature, self._allow)
 
     def make(self, calls: Sequence[Call]) -> LaunchRecord:
         drafts = [draft for call in calls if (draft := self._conditional(call)) is not None]
