@@ -3,8 +3,8 @@
     kernel = fusekit.load("quickstart/moe-fc1")
     kernel(x=x, w=w, offsets=offsets, y=y)
 
-`load` and `open_library` need cuda-bindings; `build`, `capture` and `compile` need the `build` extra. They and `Config`
-are imported on first use.
+`load` and `open_library` need cuda-bindings; `build`, `capture`, `compile` and `traced` need the `build` extra. They and
+`Config` are imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from fusekit.errors import (
 if TYPE_CHECKING:
     from fusekit.compiler.build import build
     from fusekit.compiler.capture import capture
+    from fusekit.compiler.intercept import traced
     from fusekit.config import Config
     from fusekit.cute.compile import compile
     from fusekit.library import load, open_library
@@ -65,12 +66,13 @@ __all__ = [
     "compile",
     "load",
     "open_library",
+    "traced",
 ]
 
 
 _HOMES = {
     "load": "library", "open_library": "library", "build": "compiler.build", "capture": "compiler.capture",
-    "compile": "cute.compile", "Config": "config",
+    "compile": "cute.compile", "traced": "compiler.intercept", "Config": "config",
 }  # fmt: skip
 
 

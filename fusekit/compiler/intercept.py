@@ -101,7 +101,24 @@ def _called(function: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
 def traced(compile_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Traced:
     """What `compile_function(*args, **kwargs)` would give `cute.compile` first; nothing is compiled.
 
-    Raises BuildError where it does not call that.
+    For the source of a spec with `op = "extern"`, where an object or a package compiles its kernels itself.
+
+    Parameters
+    ----------
+    compile_function : callable
+        It calls `cute.compile`, however deep inside.
+    *args, **kwargs
+        What it takes.
+
+    Returns
+    -------
+    tuple
+        The host function, its positional arguments and its keyword arguments, as a source returns them.
+
+    Raises
+    ------
+    BuildError
+        If it does not call `cute.compile`.
     """
     from cuda.bindings.driver import CUstream
 

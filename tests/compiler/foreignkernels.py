@@ -10,6 +10,8 @@ from cutlass.cute.runtime import make_fake_tensor, make_ptr
 from cutlass.experimental import cuda as driver
 from cutlass.utils import HardwareInfo
 
+import fusekit
+
 DEFAULT = CUstream(0)
 Known = cutlass.Constexpr
 
@@ -75,6 +77,20 @@ def filled(clusters=4, by_size=False):
     y = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=4)
     memory = make_ptr(cutlass.Uint8, 0, cute.AddressSpace.gmem, assumed_align=16)
     return (fill_by_size if by_size else fill), (y, memory, cutlass.Int64(0), clusters, CUstream(0))
+
+
+class Compiling:
+    """It compiles itself."""
+
+    def __init__(self, clusters):
+        self.clusters = clusters
+
+    def compile(self, y, memory):
+        return cute.compile(fill, y, memory, cutlass.Int64(0), self.clusters, CUstream(0), options="--opt-level 2")
+
+
+def compiling():
+    return fusekit.traced(Compiling(4).compile, *filled()[1][:2])
 
 
 @cute.kernel

@@ -170,6 +170,10 @@ def test_a_workspace_and_a_computed_integer(tmp_path):
     assert (record.scratch, record.workspace, record.workspace_zeroed) == (0, 64, True)
 
 
+def test_an_object_that_compiles_itself_is_a_source(tmp_path):
+    assert compiled(tmp_path, "compiling", FILLED)[0] == compiled(tmp_path, "filled", FILLED)[0]
+
+
 SEVERAL = """
 arguments.y = { role = "output", shape = ["N"] }
 arguments.first = { role = "workspace", bytes = 1000 }
