@@ -147,6 +147,7 @@ int main(int count, char **words) {
         int device;
         snprintf(state->folder, sizeof state->folder, "%s/%d", words[1], rank);
         state->ranks.rank = rank, state->ranks.capacity = capacity, state->ranks.windows = state->windows;
+        state->ranks.timeout = 20000;
         good = more.device_get(&device, devices[rank]) == 0 && api.retain(&state->context, device) == 0 &&
                api.set_current(state->context) == 0 && api.stream_create(&state->stream, 1) == 0 &&
                !failed(moe_ranks_moe_load(loader, devices[rank], &state->layer, &error), &error) &&

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import struct
+from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_void_p
 from dataclasses import replace
 from types import SimpleNamespace
@@ -203,11 +204,11 @@ def test_a_bundle_with_layers_is_verified_and_imported(both, tmp_path):
     assert (tmp_path / "again.tar").read_bytes() == both.bundle.read_bytes()
 
 
-def test_a_forged_layer_record_is_refused(both, monkeypatch, tmp_path, soak):
-    """Digests are right and words are not: the loader says so, and touches nothing outside."""
-    rng, honest, outcomes = random.Random(both.name), loading._layer, set()
+def forged(rng: random.Random) -> Callable[..., tuple[bytes, str]]:
+    """Writes layer records with a word or two of others, or cut."""
+    honest = loading._layer
 
-    def forged(*args):
+    def written(*args: Any) -> tuple[bytes, str]:
         data, row = honest(*args)
         words = bytearray(data)
         for _ in range(rng.randrange(1, 3)):
@@ -215,7 +216,13 @@ def test_a_forged_layer_record_is_refused(both, monkeypatch, tmp_path, soak):
             words[at : at + 8] = struct.pack("<q", rng.choice([0, 1, -1, 2, 63, 255, 1 << 20, 1 << 40, -(1 << 63)]))
         return bytes(words[: rng.choice([len(words), len(words), len(words) // 16 * 8])]), row
 
-    monkeypatch.setattr(loading, "_layer", forged)
+    return written
+
+
+def test_a_forged_layer_record_is_refused(both, monkeypatch, tmp_path, soak):
+    """Digests are right and words are not: the loader says so, and touches nothing outside."""
+    outcomes: set[int] = set()
+    monkeypatch.setattr(loading, "_layer", forged(random.Random(both.name)))
     for trial in range(40 if soak else 12):
         path = tmp_path / f"{trial}.tar"
         export_bundle(both.store, select(both.store), path)

@@ -18,6 +18,7 @@ from fusekit.layers.ranked import RankedLayer
 from fusekit.library import Library
 from fusekit.plan.exchange import MOST_RANKS
 from fusekit.runtime import Driver
+from fusekit.share import loader as loading
 from fusekit.share.loader import export_bundle
 from fusekit.share.selection import select
 from tests.exchange.test_windows import PeerDriver
@@ -25,15 +26,17 @@ from tests.layers.samples import library
 from tests.plan.test_layer_ranks import over
 from tests.soak import sample
 
-from .launcher import INVALID_ARGUMENT, OK, Error, build
+from .launcher import BAD_BUNDLE, INVALID_ARGUMENT, MISMATCH, OK, Error, build
 from .layers import CLayer, Memory, Ranks, Sizes, Window, exported, ladder_record
-from .test_layer_bundles import NamedLayer
+from .test_layer_bundles import NamedLayer, forged
 from .test_layers import by_c, by_python, call
 
 RANKS_OF = {"choices-overlap": 4, "fp8-choices": 2, "recompute-overlap": 2, "deepseek": 2}
 SMALL = 128
 CALLS = 8  # of each pass on each rank
 STREAM, TIMEOUT = 77, 1234
+SIZES = c_void_p, POINTER(Ranks), c_int64, POINTER(Sizes), POINTER(Error)
+WINDOW_SIZES = c_void_p, POINTER(Ranks), POINTER(c_size_t), POINTER(Error)
 # What a pass may ask of the driver while its stream is captured.
 CAPTURABLE = {
     "cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuEventRecord",
@@ -206,12 +209,8 @@ def test_every_rank_launches_it_out_of_a_bundle(both):
 
 def test_sizes_are_pythons(both):
     layer, rng = both.typed, random.Random(both.name)
-    sizes_of = both.named.loader.function(
-        "layer_rank_sizes", c_void_p, POINTER(Ranks), c_int64, POINTER(Sizes), POINTER(Error)
-    )
-    of_windows = both.named.loader.function(
-        "layer_windows", c_void_p, POINTER(Ranks), POINTER(c_size_t), POINTER(Error)
-    )
+    sizes_of = both.named.loader.function("layer_rank_sizes", *SIZES)
+    of_windows = both.named.loader.function("layer_windows", *WINDOW_SIZES)
     title = both.named.loader.function("layer_window", c_void_p, c_int, result=c_char_p)
     windows = [title(both.named.layer, number).decode() for number in range(len(both.record.windows))]
     assert windows == [*both.record.windows] and title(both.named.layer, len(windows)) is None
@@ -221,7 +220,7 @@ def test_sizes_are_pythons(both):
         ranks = Ranks(capacity=tokens, rows=rows or 0)
         want = python.sizes()
         got, named_bytes = (c_size_t * len(windows))(), (c_size_t * len(windows))()
-        call_windows = layer.function("windows", c_void_p, POINTER(Ranks), POINTER(c_size_t), POINTER(Error))
+        call_windows = layer.function("windows", *WINDOW_SIZES)
         assert call_windows(layer.layer, byref(ranks), got, byref(layer.error)) == OK, str(layer.error)
         assert of_windows(both.named.layer, byref(ranks), named_bytes, byref(layer.error)) == OK
         assert dict(zip(windows, got, strict=True)) == want.windows and [*got] == [*named_bytes]
@@ -301,6 +300,31 @@ def test_a_failure_leaves_no_launch_on_the_side_stream_behind(both):
     layer.recorder.most_launches = 1 << 30
     side = ranks.side_stream
     assert layer.recorder.waits == [(0, side, STREAM), (1, STREAM, side)]
+
+
+@only_overlap
+def test_a_forged_record_is_refused_or_launched(both, loader, monkeypatch, tmp_path, soak):
+    """It touches nothing outside, which the sanitizers show."""
+    rng, outcomes = random.Random(5), set()
+    monkeypatch.setattr(loading, "_layer", forged(rng))
+    python = both.open(100, None, both.stored.record)[0]
+    given, kept, scratch = call(python, "forward", 64, rng)
+    ranks = given_to_c(python)
+    for trial in range(150 if soak else 10):
+        path = tmp_path / f"{trial}.tar"
+        export_bundle(both.store, select(both.store), path)
+        layer = NamedLayer(loader, path, both.store, both.name)
+        outcomes.add(layer.load())
+        if layer.layer:
+            args = layer.arguments(python.record, given, kept, scratch, None, False, ctypes.addressof(ranks))
+            outcomes.add(layer.run("forward", args, STREAM))
+            sizes, windows = Sizes(), (c_size_t * 8)()
+            asked = layer.loader.function("layer_rank_sizes", *SIZES)
+            outcomes.add(asked(layer.layer, byref(ranks), 64, byref(sizes), byref(layer.error)))
+            asked = layer.loader.function("layer_windows", *WINDOW_SIZES)
+            outcomes.add(asked(layer.layer, byref(ranks), windows, byref(layer.error)))
+        assert layer.unload() == OK
+    assert outcomes <= {OK, BAD_BUNDLE, MISMATCH, INVALID_ARGUMENT} and OK in outcomes and BAD_BUNDLE in outcomes
 
 
 @only_overlap
