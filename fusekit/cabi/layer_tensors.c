@@ -18,7 +18,7 @@ static fusekit_status fk_take_buffer(const fk_layer *layer, int64_t number, cons
         call->strides[number][axis] = stride;
         empty |= wanted == 0;
     }
-    call->addresses[number] = address == 0 && empty ? FK_NOWHERE : address;
+    call->addresses[number] = address == 0 && empty ? (uint64_t)FK_NOWHERE : address;
     return FUSEKIT_OK;
 }
 

@@ -329,7 +329,8 @@ def test_a_forged_record_is_refused_or_launched(both, loader, monkeypatch, tmp_p
 
 @only_overlap
 def test_it_is_cpp_as_well(both, tmp_path):
-    build(tmp_path, both.texts, "demo", "c++17", ("-fsyntax-only",))
+    for texts in (both.texts, generate_loader("demo")):
+        build(tmp_path, texts, "demo", "c++17", ("-fsyntax-only",))
 
 
 def test_c_has_room_for_as_many_ranks_as_there_can_be():
