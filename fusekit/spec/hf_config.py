@@ -9,6 +9,7 @@ import json
 from difflib import get_close_matches
 
 from fusekit.errors import SpecError
+from fusekit.plan.quant import BLOCK
 from fusekit.spec.config_fields import Fields
 from fusekit.spec.hf_families import FAMILIES
 from fusekit.spec.hf_model import Model
@@ -59,7 +60,9 @@ def read_model(text: str, source: str, family: str | None = None) -> Model:
             0, f"the config's model_type is {show(model_type)}; it is read as {family}, as was asked for"
         )
     dtype = _dtype(fields)
-    return Model(model_type, hidden, mlps, router, dtype, (*fields.notes, *fields.unread(), *_quantised(fields)))
+    quantised, weights = _quantised(fields)
+    notes = (*fields.notes, *fields.unread(), *quantised)
+    return Model(model_type, hidden, mlps, router, dtype, notes, weights if dtype == "bf16" else "none")
 
 
 def _dtype(fields: Fields) -> str:
@@ -71,16 +74,19 @@ def _dtype(fields: Fields) -> str:
     return "bf16"
 
 
-def _quantised(fields: Fields) -> list[str]:
+def _quantised(fields: Fields) -> tuple[list[str], str]:
+    """(notes, a layer's `weights`) of the checkpoint."""
     config = fields.values.get("quantization_config")
     if not config:
-        return []
+        return [], "none"
     method = config.get("quant_method", config) if isinstance(config, dict) else config
     if isinstance(config, dict) and method == "fp8" and config.get("weight_block_size") == [128, 128]:
-        return [
-            'the checkpoint has e4m3 values with 128x128 scales: a layer with recipe = "fp8-block" takes them as they '
-            "are; without it, dequantise them when loading"
-        ]
-    return [
+        note = (
+            f'the checkpoint has e4m3 values with 128x128 scales: layers for inference with weights = "{BLOCK}" read '
+            f"them as they are; for others, dequantise them when loading"
+        )
+        return [note], BLOCK
+    note = (
         f"the checkpoint is quantised ({show(method)}): these kernels take 16-bit weights; dequantise them when loading"
-    ]
+    )
+    return [note], "none"

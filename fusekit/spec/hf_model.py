@@ -88,7 +88,9 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The properties of a model that its kernels depend on. hidden: H. dtype: "bf16" or "fp16"."""
+    """The properties of a model that its kernels depend on. hidden: H. dtype: "bf16" or "fp16". weights: those of its
+    checkpoint, as a layer for inference has them.
+    """
 
     model_type: str
     hidden: int
@@ -96,3 +98,4 @@ class Model:
     router: Router | None = None
     dtype: str = "bf16"
     notes: tuple[str, ...] = ()
+    weights: str = "none"

@@ -6,6 +6,7 @@ from typing import Any
 
 from fusekit.errors import SpecError
 from fusekit.plan.layer.options import DECODED
+from fusekit.plan.quant import SIDE
 from fusekit.spec.hf_model import AS_STORED, Mlp, Model, Router
 from fusekit.spec.model_kernels import Kernel, Request, Sizes, mlp_title, router_section, sections
 
@@ -70,6 +71,8 @@ def _common(model: Model, mlp: Mlp, request: Request) -> dict[str, Any]:
         keys["bias"] = True
     if not request.training:
         keys["keep"] = "none"
+        if not mlp.intermediate % SIDE:  # else a block of scales has rows of gate and of up
+            keys |= {"weights": model.weights} if model.weights != "none" else {}
     door, major = request.outside, mlp.b_major
     if door is not None:
         keys |= {name: value for name, value in (door.keys or {}).items() if request.training and name != "keep"}
@@ -102,6 +105,8 @@ def _experts(
     if shared is not None:
         keys["shared"] = shared.intermediate
         keys |= {"shared_gate": True} if shared.scaled else {}
+        if shared.intermediate % SIDE:
+            keys.pop("weights", None)
     text = "y[T, H] from x[T, H]"
     if given:
         text += ", indices[T, K] and weights[T, K]"

@@ -248,11 +248,14 @@ def test_a_layer_of_inference_has_no_loss_and_no_backward_pass():
     text = text_of("deepseek-v3", kernels=False, training=False)
     layers = layers_of(text)
     assert {layer.keep for layer in layers.values()} == {"none"} and len(layers) == 2
+    assert {layer.weights for layer in layers.values()} == {"fp8-block"}  # as its checkpoint has them
     assert not any("grad" in spec.kernel or "bwd" in spec.kernel for spec in parse_text(text, "model"))
     assert "forward and backward" not in text
     layer = layers_of(text_of("mixtral-8x7b", kernels=False, training=False))["moe"]
     assert layer.router["aux_loss"] is False
+    assert layer.weights == "none"
     by_sequence = text_of("deepseek-v3", kernels=False)
+    assert {layer.weights for layer in layers_of(by_sequence).values()} == {"none"}
     assert "the layer's is that of all its tokens, so aux_loss is left out" in by_sequence.replace("\n#  ", "")
     assert layers_of(by_sequence)["moe"].router["aux_loss"] is False
 
