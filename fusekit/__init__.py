@@ -3,8 +3,8 @@
     kernel = fusekit.load("quickstart/moe-fc1")
     kernel(x=x, w=w, offsets=offsets, y=y)
 
-`load` and `open_library` need cuda-bindings; `build`, `capture`, `compile` and `traced` need the `build` extra. They and
-`Config` are imported on first use.
+`load` and `open_library` need cuda-bindings; `build`, `capture`, `compile` and `traced` need the `build` extra. They
+and `Config` are imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any
