@@ -94,6 +94,29 @@ def compiling():
 
 
 @cute.kernel
+def window_kernel(window: cutlass.GridConstant[driver.TensorMap], y: cute.Tensor):
+    column = cute.arch.thread_idx()[0]
+    if column < y.shape[0]:
+        y[column] = cutlass.Int32(column)
+
+
+@cute.jit
+def window(x: cute.Tensor, y: cute.Tensor, n: cutlass.Int32, stream: CUstream):
+    rows = cute.make_tensor(x.iterator, cute.make_layout((256, n + 1), stride=(1, 256)))
+    tiled = driver.create_tensor_map_tiled_from_view(
+        rows, box_dims=(256, 1), stride_order=(0, 1), swizzle=driver.TensorMapSwizzle.none
+    )
+    window_kernel(tiled, y).launch(grid=[1, 1, 1], block=[128, 1, 1], stream=stream)
+
+
+def windowed():
+    """A tensor map whose extent is a number that callers pass, and one more."""
+    x = make_fake_tensor(cutlass.Uint16, (cute.sym_int(divisibility=256),), (1,), assumed_align=16)
+    y = make_fake_tensor(cutlass.Int32, (cute.sym_int(),), (1,), assumed_align=16)
+    return window, (x, y, cutlass.Int32(1), CUstream(0))
+
+
+@cute.kernel
 def memories_kernel(y: cute.Tensor, first: cute.Tensor, second: cute.Tensor, third: cute.Tensor):
     column = cute.arch.thread_idx()[0]
     if column < y.shape[0]:

@@ -6,6 +6,7 @@ import pytest
 
 from fusekit.abi import IntegerParameter, RecordError, evaluate, flat
 from fusekit.abi.arguments import OPTIONS
+from fusekit.compiler.samples import expected_map
 from fusekit.errors import BuildError
 from fusekit.runtime.checked import CheckedKernel
 from fusekit.runtime.kernel import Kernel
@@ -172,6 +173,24 @@ def test_a_workspace_and_a_computed_integer(tmp_path):
 
 def test_an_object_that_compiles_itself_is_a_source(tmp_path):
     assert compiled(tmp_path, "compiling", FILLED)[0] == compiled(tmp_path, "filled", FILLED)[0]
+
+
+WINDOW = """
+arguments.x = { role = "input", shape = ["W"] }
+arguments.y = { role = "output", shape = ["N"] }
+"""
+
+
+def test_an_extent_of_a_map_that_is_a_scalar_is_bounded_by_itself(tmp_path):
+    """Read as a number without a sign, a negative one has no expression: it is refused."""
+    record, kernel = compiled(tmp_path, "windowed", WINDOW)
+    (bound, reach) = record.constraints
+    (tiled,) = (item for item in record.parameters if hasattr(item, "dims"))
+    assert (tiled.dims, kernel.proof["launches"] >= 64) == ((256, ("add", "n", 1)), True)
+    assert evaluate(bound.expr, {"n": 2**31 - 2}) == 0 < evaluate(bound.expr, {"n": 2**31 - 1})
+    with pytest.raises(RecordError, match="dims"):  # as every launcher does
+        expected_map(tiled, {"n": -1, "x.address": 256}).check()
+    assert evaluate(reach.expr, {"n": 3, "W": 1024}) == 0 < evaluate(reach.expr, {"n": 4, "W": 1024})
 
 
 SEVERAL = """

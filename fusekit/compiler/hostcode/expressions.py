@@ -7,9 +7,14 @@ from collections.abc import Iterable
 
 from fusekit.abi import Expr
 from fusekit.compiler.hostcode.terms import Term
+from fusekit.errors import BuildError
 
 _LARGE = 64  # nodes of an expression from which its shared parts get names
 _SHARED = 4  # nodes of a part that is worth a name
+
+
+class TooWideError(BuildError):
+    """A term has no expression: its numbers have more than 64 bits."""
 
 
 class ExpressionWriter:
@@ -56,6 +61,10 @@ class ExpressionWriter:
 
     def _write(self, term: Term) -> Expr:
         op, args = term.op, term.args
+        if op == "const" and not -(2**63) <= term.value < 2**63:
+            raise TooWideError(
+                f"host code: {term.value} does not fit into the 64 bits that a launch record computes with"
+            )
         if op in ("const", "variable"):
             value: Expr = args[0]
             return value

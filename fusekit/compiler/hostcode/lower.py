@@ -67,11 +67,12 @@ _PLAIN = {
 class Lowering:
     """Lowers nodes of `graph`.
 
-    arguments: the term that each argument of the graph is, by its name there.
+    arguments: the term that each argument of the graph is, by its name there. guarded: whether a negative number that
+    is read as one of 64 bits without a sign is refused; else it is a remainder, which may have no expression.
     """
 
-    def __init__(self, graph: Graph, algebra: Algebra, arguments: Mapping[str, Term]) -> None:
-        self.graph, self.algebra = graph, algebra
+    def __init__(self, graph: Graph, algebra: Algebra, arguments: Mapping[str, Term], guarded: bool = False) -> None:
+        self.graph, self.algebra, self._guarded = graph, algebra, guarded
         self._arguments = arguments
         self._known: dict[Bits, tuple[Term, _Needs]] = {}
         self._wrapping: dict[Term, bool] = {}
@@ -105,6 +106,8 @@ class Lowering:
         ) or bits.op == "zext":  # which is a value without a sign, guarded or not
             return term
         meant = -bound // 2 <= term.low and term.high < bound // 2
+        if meant and self._guarded and bits.width == 64 and not self._wraps(term):
+            return self.guard(term, 0, bound // 2 - 1)
         if meant or self._wraps(term):
             return self.algebra.mod(term, self.algebra.const(bound))
         return self.guard(term, 0, bound - 1)

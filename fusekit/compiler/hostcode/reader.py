@@ -14,7 +14,7 @@ from fusekit.compiler.dsl import ENTRY
 from fusekit.compiler.hostcall import given, layout, tensor_of
 from fusekit.compiler.hostcode.arguments import Arguments
 from fusekit.compiler.hostcode.bits import Bits, Pointer, Symbol, UndecidedError
-from fusekit.compiler.hostcode.expressions import ExpressionWriter
+from fusekit.compiler.hostcode.expressions import ExpressionWriter, TooWideError
 from fusekit.compiler.hostcode.floats import Floats
 from fusekit.compiler.hostcode.lower import Guard, Lowering
 from fusekit.compiler.hostcode.machine import Call, Machine
@@ -41,6 +41,7 @@ def read(module: Any, plan: TracePlan, cubin: bytes) -> tuple[TracePlan, LaunchR
     number of its `traced` that decides what a record has as a constant is fixed in the plan that is returned. cubin:
     the kernels' code. Raises BuildError, with the place in the host code, for a launch that no record can express.
     """
+    guarded = False
     with module.context:  # which operands of vector types need to be looked at
         while True:
             machine = Machine(module)
@@ -51,7 +52,11 @@ def read(module: Any, plan: TracePlan, cubin: bytes) -> tuple[TracePlan, LaunchR
                 )
             arguments = Arguments(plan, machine, machine.function(entry).argument_types)
             try:
-                return plan, _read(machine, entry, arguments, plan, cubin)
+                return plan, _read(machine, entry, arguments, plan, cubin, guarded)
+            except TooWideError:
+                if guarded:
+                    raise
+                guarded = True
             except UndecidedError as error:
                 configuring = arguments.variables(error.on) & plan.traced.keys()
                 if not configuring:
@@ -59,7 +64,9 @@ def read(module: Any, plan: TracePlan, cubin: bytes) -> tuple[TracePlan, LaunchR
                 plan = plan.fixed(configuring)
 
 
-def _read(machine: Machine, entry: str, arguments: Arguments, plan: TracePlan, cubin: bytes) -> LaunchRecord:
+def _read(
+    machine: Machine, entry: str, arguments: Arguments, plan: TracePlan, cubin: bytes, guarded: bool
+) -> LaunchRecord:
     if machine.call(entry, arguments.values, {}) is None:
         raise BuildError("host code: it always traps")
     calls = [call for call in machine.calls if call.name == _LAUNCH]
@@ -74,7 +81,7 @@ def _read(machine: Machine, entry: str, arguments: Arguments, plan: TracePlan, c
     deciding = [condition for call in calls for condition in call.conditions]
     if arguments.variables(deciding) & plan.traced.keys():
         raise UndecidedError("host code: a number that the trace fixes decides what is launched", deciding)
-    return _Record(plan, machine, arguments, _kernel_attributes(machine), cubin).make(calls)
+    return _Record(plan, machine, arguments, _kernel_attributes(machine), cubin, guarded).make(calls)
 
 
 _KNOWN_CALLS = frozenset({_LAUNCH, "_cudaGetDevice", "_cudaDeviceGetAttribute", "_cuKernelGetAttribute"})
@@ -111,12 +118,13 @@ class _Record:
         arguments: Arguments,
         attributes: dict[str, dict[int, int]],
         cubin: bytes,
+        guarded: bool,
     ) -> None:
         self._plan, self._machine, self._cubin = plan, machine, cubin
         self._arguments, self._attributes = arguments, attributes
         self._algebra = Algebra(arguments.ranges)
         terms = {name: self._algebra.term(expr) for name, expr in arguments.expressions.items()}
-        self._lowering = Lowering(machine.graph, self._algebra, terms)
+        self._lowering = Lowering(machine.graph, self._algebra, terms, guarded)
         # What a launcher refuses by itself: (term, the condition of the launch) -> the range that it allows.
         self._allowed: dict[tuple[Term, Term], tuple[int, int]] = {}
         self._when = self._always = self._algebra.const(1)  # the condition of the launch that is being read
