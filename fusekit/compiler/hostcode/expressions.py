@@ -7,18 +7,16 @@ from collections.abc import Iterable
 
 from fusekit.abi import Expr
 from fusekit.compiler.hostcode.terms import Term
-from fusekit.errors import BuildError
 
 _LARGE = 64  # nodes of an expression from which its shared parts get names
 _SHARED = 4  # nodes of a part that is worth a name
 
 
-class TooWideError(BuildError):
-    """A term has no expression: its numbers have more than 64 bits."""
-
-
 class ExpressionWriter:
-    """Writes terms as expressions. Where one of `roots` is large, parts that occur more than once are in `values`."""
+    """Writes terms as expressions. Where one of `roots` is large, parts that occur more than once are in `values`.
+
+    wide: whether a number in them has more than 64 bits, and so no place in a launch record.
+    """
 
     def __init__(self, roots: Iterable[Term]) -> None:
         self.values: dict[str, Expr] = {}
@@ -28,6 +26,7 @@ class ExpressionWriter:
         uses: dict[Term, int] = {}
         for root in dict.fromkeys(roots):
             self._measure(root, sizes, uses)
+        self.wide = any(term.is_const and not -(2**63) <= term.value < 2**63 for term in uses)
         if max(sizes.values(), default=0) > _LARGE:
             shared = [term for term in uses if uses[term] > 1 and sizes[term] > _SHARED]
             for term in sorted(shared, key=lambda term: term.number):
@@ -61,10 +60,6 @@ class ExpressionWriter:
 
     def _write(self, term: Term) -> Expr:
         op, args = term.op, term.args
-        if op == "const" and not -(2**63) <= term.value < 2**63:
-            raise TooWideError(
-                f"host code: {term.value} does not fit into the 64 bits that a launch record computes with"
-            )
         if op in ("const", "variable"):
             value: Expr = args[0]
             return value

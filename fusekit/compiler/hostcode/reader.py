@@ -14,7 +14,7 @@ from fusekit.compiler.dsl import ENTRY
 from fusekit.compiler.hostcall import given, layout, tensor_of
 from fusekit.compiler.hostcode.arguments import Arguments
 from fusekit.compiler.hostcode.bits import Bits, Pointer, Symbol, UndecidedError
-from fusekit.compiler.hostcode.expressions import ExpressionWriter, TooWideError
+from fusekit.compiler.hostcode.expressions import ExpressionWriter
 from fusekit.compiler.hostcode.floats import Floats
 from fusekit.compiler.hostcode.lower import Guard, Lowering
 from fusekit.compiler.hostcode.machine import Call, Machine
@@ -110,6 +110,10 @@ def _kernel_attributes(machine: Machine) -> dict[str, dict[int, int]]:
     return attributes
 
 
+class TooWideError(BuildError):
+    """What the host code computes has no expression: its numbers have more than 64 bits."""
+
+
 class _Record:
     def __init__(
         self,
@@ -140,7 +144,12 @@ class _Record:
         guards = [guard for guard in self._lowering.guards if not self._implied(guard)]
         bounds = [*((term, message, self._always) for term, message in self._spans()), *self._reaches]
         roots = [guard.term for guard in guards] + [term for term, _, _ in bounds]
-        writer = ExpressionWriter([*self._parameters.terms, *roots, *traps])
+        terms = [*self._parameters.terms, *roots, *traps]
+        if ExpressionWriter([*terms, *(guard.condition for guard in guards)]).wide:
+            raise TooWideError(
+                "host code: it computes with numbers that do not fit into the 64 bits of a launch record"
+            )
+        writer = ExpressionWriter(terms)
         constraints = [_constraint(guard, writer) for guard in guards]
         constraints += [
             Constraint(_where(when, ("max", 0, writer.write(term)), writer), message) for term, message, when in bounds
