@@ -1,5 +1,5 @@
-"""Kernels of other packages, compiled by their own code from fake tensors. Argument: the package. Prints how many, and
-the CPU seconds that the calls took.
+"""Kernels of other packages, compiled by their own code from fake tensors. Argument: the package. Prints how many, the
+CPU seconds that the calls took, and of each call the SHA-256 of the cubin that the process got.
 """
 
 import json
@@ -8,7 +8,8 @@ import sys
 import time
 
 os.environ |= {
-    "CUTE_DSL_ARCH": "sm_90a", "QUACK_ARCH": "90", "QUACK_CACHE_ENABLED": "0", "FLASH_ATTENTION_ARCH": "sm_90",
+    "CUTE_DSL_ARCH": "sm_100a" if sys.argv[1:] == ["cudnn"] else "sm_90a",
+    "QUACK_ARCH": "90", "QUACK_CACHE_ENABLED": "0", "FLASH_ATTENTION_ARCH": "sm_90",
     "FLASH_ATTENTION_NUM_SMS": "132", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
 }  # fmt: skip
 
@@ -16,6 +17,8 @@ import cutlass
 from cuda.bindings.driver import CUstream
 from cutlass import cute
 from cutlass.cute.runtime import make_ptr
+
+from tests.cute.engines import Given
 
 BF16 = cutlass.BFloat16
 
@@ -68,9 +71,26 @@ def flashinfer():
             yield lambda tile=tile, topk=topk: compile_gemm(tile, topk)
 
 
+def cudnn():
+    """Grouped GEMMs of cuDNN frontend for Blackwell, with what stands behind them; their arguments are fusekit's."""
+    from fusekit.providers.cudnn import grouped, wgrad
+
+    def compile_gemm(make, *args, **options):
+        kernel, args, keywords = make(*args, experts=8, **options)
+        cute.compile(kernel, *args, **keywords)
+
+    for kind, precision in (("glu", "mxfp8"), ("glu", "bf16"), ("quant", "nvfp4"), ("gemm", "bf16")):
+        yield lambda kind=kind, precision=precision: compile_gemm(grouped, kind, precision)
+    yield lambda: compile_gemm(wgrad, "bf16")
+    yield lambda: compile_gemm(grouped, "gemm", "bf16", tile=(128, 256), cluster=(1, 1))
+
+
 if __name__ == "__main__":
-    calls = list({"quack": quack, "flash_attn": flash_attn, "flashinfer": flashinfer}[sys.argv[1]]())
-    begin = time.process_time()
+    packages = {"quack": quack, "flash_attn": flash_attn, "flashinfer": flashinfer, "cudnn": cudnn}
+    calls, given, seconds, digests = list(packages[sys.argv[1]]()), Given(), 0.0, []
     for call in calls:
+        begin = time.process_time()
         call()
-    sys.stdout.write("\n" + json.dumps([len(calls), time.process_time() - begin]))
+        seconds += time.process_time() - begin
+        digests.append(given.take())
+    sys.stdout.write("\n" + json.dumps([len(calls), seconds, digests]))
