@@ -141,7 +141,8 @@ def refuse_overlaps(layer_name: str, tensors: Mapping[str, tuple[int, View]], ou
 
 def untrained(options: LayerOptions, which: str = BACKWARD) -> str:
     """The message that a layer for inference has no such pass."""
-    fp8 = options.weights != "none"
-    why = "reads the weights of an FP8 checkpoint, which are not trained," if fp8 else "was built for inference alone"
-    remedy = "run its inference pass" if fp8 else 'build it with keep = "z" to train it'
+    why, remedy = "was built for inference alone", 'build it with keep = "z" to train it'
+    if options.weights != "none":
+        why = f"reads {options.weights} weights as a checkpoint has them, which are not trained,"
+        remedy = "run its inference pass"
     return f'{options.file}/{options.name} {why} (keep = "none") and has no {which} pass; {remedy}'
