@@ -130,7 +130,7 @@ DTYPES = {row.name: row for row in ROWS}
 ARGUMENTS = tuple(row.name for row in ROWS if row.argument)
 INTEGERS = tuple(row.name for row in ROWS if row.integer)
 MAPS = tuple(row.name for row in ROWS if row.map)
-SCALARS = ("f32", "i32", "f64", "bf16", "fp16")
+SCALARS = ("f32", "i32", "i64", "f64", "bf16", "fp16")
 FLOATS = ("f32", "f64", "bf16", "fp16")
 """Of numbers that are passed by value."""
 

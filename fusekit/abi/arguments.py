@@ -16,6 +16,8 @@ from fusekit.dtypes import ARGUMENTS, DTYPES, FLOATS, SCALARS
 ROLES = ("input", "output", "inout")
 PEER = "peer"
 MOST_PEERS = 32
+WHOLE = {"i32": (-(2**31), 2**31 - 1), "i64": (-(2**63), 2**63 - 1)}
+"""The least and the largest scalar of each type of integer."""
 F32_END = float(2**128 - 2**103)
 """From here on a number is rounded to infinity, as an f32."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,1023}")
@@ -169,6 +171,10 @@ class ScalarArgument:
     def is_float(self) -> bool:
         return self.dtype in FLOATS
 
+    @property
+    def is_integer(self) -> bool:
+        return self.dtype in WHOLE
+
     def rounded(self, value: float) -> float:
         """`value`, a float, as a number of the type."""
         return value if self.dtype == "f64" else rounded(rounded(value), self.dtype)
@@ -176,7 +182,7 @@ class ScalarArgument:
     @property
     def bounded(self) -> bool:
         """Whether not every i32 is allowed."""
-        return (self.minimum, self.maximum, self.divisor) != (-(2**31), 2**31 - 1, 1)
+        return (self.minimum, self.maximum, self.divisor) != (*WHOLE.get(self.dtype, WHOLE["i32"]), 1)
 
     @property
     def rule(self) -> str:
@@ -192,16 +198,17 @@ class ScalarArgument:
         _check_argument_name(self.name, where)
         if self.dtype not in SCALARS:
             raise RecordError(f"{where}.dtype: {self.dtype!r}; it must be one of {', '.join(SCALARS)}")
-        if self.default is not None and self.dtype == "i32" and not isinstance(self.default, int):
-            raise RecordError(f"{where}.default: {self.default!r}; an i32 scalar has an integer default")
-        if self.bounded and self.dtype != "i32":
-            raise RecordError(f"{where}.minimum: only an i32 scalar has bounds")
-        if self.divisor < 1 or not -(2**31) <= self.minimum <= self.maximum < 2**31:
+        if self.default is not None and self.is_integer and not isinstance(self.default, int):
+            raise RecordError(f"{where}.default: {self.default!r}; an {self.dtype} scalar has an integer default")
+        if self.bounded and not self.is_integer:
+            raise RecordError(f"{where}.minimum: only an i32 or i64 scalar has bounds")
+        least, most = WHOLE.get(self.dtype, WHOLE["i32"])
+        if self.divisor < 1 or not least <= self.minimum <= self.maximum <= most:
             raise RecordError(
                 f"{where}: minimum {self.minimum}, maximum {self.maximum}, divisor {self.divisor}; minimum <= maximum,"
-                " both of 32 bits, and the divisor at least 1"
+                f" both of {DTYPES[self.dtype].bits} bits, and the divisor at least 1"
             )
-        if isinstance(self.default, int) and self.dtype == "i32" and not self.allows(self.default):
+        if isinstance(self.default, int) and self.is_integer and not self.allows(self.default):
             raise RecordError(f"{where}.default: {self.default}; it {self.rule}")
         narrow = self.is_float and self.dtype != "f64"
         if self.default is not None and narrow and F32_END <= abs(self.default) < math.inf:
@@ -220,7 +227,7 @@ class ScalarArgument:
         name, dtype = reader.string("name"), reader.string("dtype", SCALARS)
         default = scalar_from_json(reader.take("default"), reader.path("default"))
         if "minimum" not in reader:
-            return cls(name, dtype, default)
+            return cls(name, dtype, default, *WHOLE.get(dtype, WHOLE["i32"]))
         bounds = (reader.integer("minimum"), reader.integer("maximum"), reader.integer("divisor"))
         return cls(name, dtype, default, *bounds)
 

@@ -75,8 +75,8 @@ def host_variables(record: LaunchRecord) -> frozenset[str]:
 
 
 def integers_of(record: LaunchRecord) -> frozenset[str]:
-    """The i32 scalars."""
-    return frozenset(scalar.name for scalar in record.scalars if scalar.dtype == "i32")
+    """The scalars that are integers."""
+    return frozenset(scalar.name for scalar in record.scalars if scalar.is_integer)
 
 
 def check(record: LaunchRecord) -> None:

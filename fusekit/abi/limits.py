@@ -52,7 +52,7 @@ def _sizes(record: LaunchRecord) -> Iterator[tuple[str, int, str, int, int]]:
     """Field, value, unit, least and most."""
     tensors = record.tensors
     variables = len(LAUNCH_VARIABLES) + len(record.dims) + len(record.values)
-    variables += sum(tensor.rank + 1 for tensor in tensors) + sum(item.dtype == "i32" for item in record.scalars)
+    variables += sum(tensor.rank + 1 for tensor in tensors) + sum(item.is_integer for item in record.scalars)
     yield "arguments", len(tensors), "tensors", 0, TENSORS
     yield "arguments", len(record.scalars), "scalars", 0, SCALARS
     yield "arguments", variables, "variables (dims, strides, addresses, integers, values)", 0, VARIABLES

@@ -156,7 +156,7 @@ class LaunchRecord(WithArguments):
     @property
     def schema(self) -> int:
         """The first schema that can express this record."""
-        if any(scalar.is_float and scalar.dtype != "f32" for scalar in self.scalars):
+        if any(scalar.dtype not in ("f32", "i32") for scalar in self.scalars):
             return 5
         if _is_schema_5(self) or any(map(_is_schema_5, self.then)):
             return 5

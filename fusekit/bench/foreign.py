@@ -214,7 +214,7 @@ def _extent(dim: Dim, given: float | None, size: int) -> int:
 
 
 def _number(scalar: ScalarArgument, value: float) -> float | int:
-    return int(value) if scalar.dtype == "i32" and value == int(value) else value
+    return int(value) if scalar.is_integer and value == int(value) else value
 
 
 def layout(tensor: TensorArgument, dims: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -183,6 +183,8 @@ static double fk_nearest(double number, int significand, int lowest, int end) {
 static double fk_bfloat(double number) { return fk_nearest(number, 8, -126, 128); }
 static double fk_half(double number) { return fk_nearest(number, 11, -14, 16); }
 
+static inline int fk_is_whole(int64_t dtype) { return dtype == FK_I32 || dtype == FK_TYPE_I64; }
+
 /* A number as a scalar of a type. */
 static inline double fk_scalar(int64_t dtype, double number) {
     if (dtype == FK_TYPE_F64) return number;

@@ -102,11 +102,13 @@ def _check_defaults(title: str, launch: LaunchRecord, defaults: Mapping[str, Any
     margin = ScalarArgument("cluster_margin", "i32", minimum=0)
     for scalar in (margin, *launch.scalars):
         value = defaults.get(scalar.name, scalar.default)
-        if scalar.dtype == "i32" and value is not None and not (type(value) is int and scalar.allows(value)):
+        if scalar.is_integer and value is not None and not (type(value) is int and scalar.allows(value)):
             raise UsageError(
                 f"{title}: the default {scalar.name} = {value!r} {scalar.rule}, as an integer; say so in its spec, and"
                 " build the kernel again"
             )
+        if scalar.dtype == "i64" and value is not None and float(value) != value:
+            raise UsageError(f"{title}: the default {scalar.name} = {value} is beyond what a double of C holds")
 
 
 def of_arch(arch: str) -> dict[str, Any]:
@@ -244,7 +246,7 @@ class _RecordWriter:
         for kind in (
             [tensor.stride_variable(index) for tensor in launch.tensors for index in range(tensor.rank)],
             [f"{tensor.name}.address" for tensor in launch.tensors],
-            [scalar.name for scalar in launch.scalars if scalar.dtype == "i32"],
+            [scalar.name for scalar in launch.scalars if scalar.is_integer],
             launch.values,
         ):
             names += kind
@@ -394,8 +396,10 @@ def _single(argument: Argument) -> tuple[TensorArgument | ScalarArgument, ...]:
 
 
 def _beyond(scalar: ScalarArgument) -> Expr:
-    """0 where an i32 keeps to its bounds."""
+    """0 where an integer keeps to its bounds."""
     low, high, step = scalar.minimum, scalar.maximum, scalar.divisor
+    if scalar.dtype == "i64":  # whose differences may not fit
+        return ("if", ("lt", scalar.name, low), 1, ("if", ("lt", high, scalar.name), 1, ("mod", scalar.name, step)))
     return ("max", 0, ("sub", low, scalar.name), ("sub", scalar.name, high), ("mod", scalar.name, step))
 
 

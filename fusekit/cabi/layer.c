@@ -165,7 +165,7 @@ static fusekit_status fk_pack_step(const fk_loaded_layer *loaded, const fk_layer
         memcpy(&value, &argument->default_bits, sizeof value);
         scalar = step->window < 0 ? -1 : fk_rank_scalar(argument);
         if (scalar >= 0) value = (double)scalars[scalar];
-        if (argument->dtype == FK_I32)
+        if (fk_is_whole(argument->dtype))
             integers[integer_count++] = (int64_t)value;
         else
             floats[float_count++] = fk_scalar(argument->dtype, value);

@@ -272,7 +272,7 @@ def declarations() -> str:
         "VERSION": VERSION,
         "DTYPES": len(DTYPES),
         "I32": DTYPES.index("i32"),
-        **{f"TYPE_{name.upper()}": DTYPES.index(name) for name in ("f64", "bf16", "fp16")},
+        **{f"TYPE_{name.upper()}": DTYPES.index(name) for name in ("i64", "f64", "bf16", "fp16")},
         "FIRST_DIM": len(LAUNCH_VARIABLES),
     }
     parts = [

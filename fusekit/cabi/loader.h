@@ -59,7 +59,7 @@ typedef enum fusekit_dtype {
 } fusekit_dtype;
 
 /* What a kernel takes. Of a tensor: rank, whether it is written, alignment of its first element in bytes. Of a scalar
- * (rank -1; F32 or I32): the spec's default, if it has one. */
+ * (rank -1; F32, I32, I64, F64, BF16 or FP16): the spec's default, if it has one. */
 typedef struct fusekit_argument {
     const char *name;
     fusekit_dtype dtype;

@@ -8,15 +8,15 @@ typedef struct {
     unsigned char taken[FK_MOST_TENSORS];
 } fk_named;
 
-static const char *const fk_number_names[] = {"f32 number", "i32 integer"};
-
-/* Whether a scalar of the type takes the number: a whole one of 32 bits; a float that is finite after rounding, or was
+/* Whether a scalar of the type takes the number: a whole one of its bits; a float that is finite after rounding, or was
  * not finite before. */
 static int fk_fits(fusekit_dtype dtype, double number) {
     const double most = 3.4028235677973366e38; /* half a step beyond FLT_MAX */
     if (dtype == FUSEKIT_I32)
         return number >= INT32_MIN && number <= INT32_MAX && number == (double)(int32_t)number;
     if (dtype == FUSEKIT_F64) return 1;
+    if (dtype == FUSEKIT_I64) /* what a double holds one by one */
+        return number >= -9007199254740992.0 && number <= 9007199254740992.0 && number == (double)(int64_t)number;
     return (number > -most && number < most) || !(number >= -DBL_MAX && number <= DBL_MAX);
 }
 
@@ -97,8 +97,11 @@ static fusekit_status fk_take_scalars(const fusekit_kernel *kernel, const fuseki
             return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s must be set", record->name, argument->name);
         if (!fk_fits(argument->dtype, value))
             return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is %g; it must be an %s", record->name,
-                           argument->name, value, fk_number_names[argument->dtype == FUSEKIT_I32]);
-        if (argument->dtype == FUSEKIT_I32)
+                           argument->name, value,
+                           !fk_is_whole(argument->dtype)            ? "f32 number"
+                           : argument->dtype == FUSEKIT_I32 ? "i32 integer"
+                                                            : "integer of at most 2^53");
+        if (fk_is_whole(argument->dtype))
             values->integers[integers++] = (int64_t)value;
         else
             values->floats[floats++] = fk_scalar(argument->dtype, value);

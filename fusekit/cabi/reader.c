@@ -240,8 +240,8 @@ static int fk_check_record(const fk_reader *reader, const fk_record *record, con
     }
     for (index = 0; index < record->argument_count; ++index) {
         const fk_argument *argument = &record->arguments[index];
-        integers += argument->tensor < 0 && argument->dtype == FK_I32;
-        floats += argument->tensor < 0 && argument->dtype != FK_I32;
+        integers += argument->tensor < 0 && fk_is_whole(argument->dtype);
+        floats += argument->tensor < 0 && !fk_is_whole(argument->dtype);
     }
     fits = fits && record->first_address == next && record->first_integer == next + record->tensor_count &&
            record->first_value == record->first_integer + integers && integers <= FK_MOST_SCALARS &&

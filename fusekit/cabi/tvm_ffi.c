@@ -271,8 +271,12 @@ static fusekit_status fk_ffi_bind_kernel(const fk_kernel *kernel, const fk_ffi_c
         if (!argument->has_default && (index >= call->given || call->args[index].type_index == kTVMFFINone))
             return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s must be set; it is argument %lld", call->function->name,
                            argument->name, (long long)index);
-        status = fk_ffi_number(call, index, argument->name, argument->dtype == FK_I32, value, &value, error);
-        if (argument->dtype == FK_I32)
+        if (argument->dtype == FK_TYPE_I64 && index < call->given && call->args[index].type_index == kTVMFFIInt) {
+            integers[integer_count++] = call->args[index].v_int64;
+            continue;
+        }
+        status = fk_ffi_number(call, index, argument->name, fk_is_whole(argument->dtype), value, &value, error);
+        if (fk_is_whole(argument->dtype))
             integers[integer_count++] = (int64_t)value;
         else
             floats[float_count++] = fk_scalar(argument->dtype, value);

@@ -135,7 +135,7 @@ class Wrapper:
         """The structure's members by index, as the launcher reads them."""
         record, i = self._record, self._names["i"]
         floats = [scalar for scalar in record.scalars if scalar.is_float]
-        integers = [scalar for scalar in record.scalars if scalar.dtype == "i32"]
+        integers = [scalar for scalar in record.scalars if scalar.is_integer]
         ranks = sum(tensor.rank for tensor in record.tensors)
         lines = [
             "typedef struct {",
@@ -202,7 +202,8 @@ class Wrapper:
             if scalar.is_float:
                 lines.append(f"    args.{self._member[scalar.name]} = {_float(value, scalar.dtype == 'f64')};")
             elif value is not None:
-                lines.append(f"    args.{self._member[scalar.name]} = {value};")
+                number = f"INT64_C({value})" if scalar.dtype == "i64" and value != -(2**63) else value
+                lines.append(f"    args.{self._member[scalar.name]} = {'INT64_MIN' if value == -(2**63) else number};")
         if margin := self._defaults.get("cluster_margin", 0):
             lines.append(f"    args.cluster_margin = {margin};")
         return "\n".join([*lines, "    return args;", "}", ""])

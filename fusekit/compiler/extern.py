@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from fusekit.abi import Argument, Constraint, Dim, Expr, ScalarArgument, TensorArgument, render, variables
+from fusekit.abi.arguments import WHOLE
 from fusekit.abi.expr import evaluate, freeze, validate
 from fusekit.compiler import dsl, fakes, hardware
 from fusekit.compiler.hostfunction import (
@@ -201,6 +202,10 @@ class _Reading:
             bounds["minimum"] = max(least, bounds.get("minimum", least))
             bounds["maximum"] = min(most, bounds.get("maximum", most))
         dtype = leaf.dtype if leaf.kind == FLOAT else "i32"
+        if leaf.dtype == "i64" and not -(2**31) <= bounds.get("minimum", 0) <= bounds.get("maximum", 0) < 2**31:
+            least, most = WHOLE["i64"]
+            bounds = {"minimum": least, "maximum": most, **bounds}
+            return HostScalar(name), ScalarArgument(name, "i64", table.get("default"), **bounds)
         value = getattr(leaf.fake, "value", leaf.fake)
         # An integer of a hand-written source may be any; a captured call has those of a launch.
         meant = leaf.dtype == BIT or fakes.FAKES in self._spec.params

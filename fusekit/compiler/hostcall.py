@@ -98,7 +98,8 @@ def _bytes(signature: Signature, fake: Any, host: HostArgument, arguments: Argum
         if host.argument in arguments.floats:
             (scalar,) = (scalar for scalar in signature.scalars if scalar.name == host.argument)
             return packed(arguments.floats[host.argument], scalar.dtype)
-        return struct.pack("<i", arguments.values[host.argument])
+        (scalar,) = (scalar for scalar in signature.scalars if scalar.name == host.argument)
+        return struct.pack("<q" if scalar.dtype == "i64" else "<i", arguments.values[host.argument])
     if isinstance(host, HostInteger):
         return struct.pack("<q" if host.dtype == "i64" else "<i", evaluate(host.value, arguments.values))
     return struct.pack("<Q", arguments.stream)

@@ -104,14 +104,14 @@ class _Sampler:
         for dim in self._record.dims:
             step = dim.divisor * _log_uniform(self._source, _SMALL // dim.divisor)
             extents[dim.name] = min(self._smallest[dim.name] + step, _largest(dim))
-        scalars = [scalar for scalar in self._record.scalars if scalar.dtype == "i32" and not scalar.bounded]
+        scalars = [scalar for scalar in self._record.scalars if scalar.is_integer and not scalar.bounded]
         return extents | {scalar.name: 1 + _log_uniform(self._source, _SMALL) for scalar in scalars}
 
     def directed(self) -> Iterator[ArgumentSet]:
         """Both sides of every boundary of the record, as far as they can be launched."""
         dims, smallest = self._record.dims, self._smallest
         axes = [Axis(dim.name, smallest[dim.name], _largest(dim), dim.divisor) for dim in dims]
-        integers = [scalar for scalar in self._record.scalars if scalar.dtype == "i32"]
+        integers = [scalar for scalar in self._record.scalars if scalar.is_integer]
         axes += [Axis(scalar.name, scalar.minimum, scalar.maximum, scalar.divisor) for scalar in integers]
         axes += [Axis("sm_count", 1, _MOST_MULTIPROCESSORS, 1), Axis("cluster_margin", 0, _INT32 - 1, 1)]
         axes += [Axis("active_clusters", 1, _MOST_CLUSTERS, 1)]
@@ -147,6 +147,9 @@ class _Sampler:
             elif scalar.bounded:
                 many = (scalar.maximum - scalar.minimum) // scalar.divisor
                 values[scalar.name] = scalar.minimum + scalar.divisor * _log_uniform(source, many)
+            elif scalar.dtype == "i64":
+                size = source.randrange(1 << source.randrange(1, 64))
+                values[scalar.name] = source.choice((size, -size))
             else:
                 values[scalar.name] = source.choice((source.randrange(-_INT32, _INT32), source.randrange(1, 2**16)))
         values |= {name: value for name, value in fixed.items() if name in values}

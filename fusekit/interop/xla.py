@@ -28,7 +28,9 @@ from typing import Any
 
 from fusekit.dtypes import DTYPES
 
-SCALARS: dict[int | None, Any] = {DTYPES["i32"].xla: c_int32, DTYPES["f32"].xla: c_float, DTYPES["f64"].xla: c_double}
+SCALARS: dict[int | None, Any] = {
+    DTYPES[name].xla: kind for name, kind in (("i32", c_int32), ("i64", c_int64), ("f32", c_float), ("f64", c_double))
+}
 SCALAR = 3  # XLA_FFI_AttrType
 METADATA = 1  # XLA_FFI_Extension_Metadata
 COMMAND_BUFFER_COMPATIBLE = 1

@@ -83,11 +83,11 @@ def signature(tensor: TensorArgument) -> str:
 
 def check_scalar(argument: ScalarArgument, value: Any) -> float | int:
     """`value` as the number that `argument` takes. Raises ArgumentError."""
-    kind = "integer" if argument.dtype == "i32" else "number"
+    kind = "integer" if argument.is_integer else "number"
     try:
         if isinstance(value, str | bytes):
             raise TypeError
-        number = value.__index__() if argument.dtype == "i32" else float(value)
+        number = value.__index__() if argument.is_integer else float(value)
     except OverflowError:  # an integer beyond every float
         number = math.copysign(2.0**1000, 1 if value > 0 else -1)
     except (TypeError, ValueError, AttributeError):
@@ -97,9 +97,13 @@ def check_scalar(argument: ScalarArgument, value: Any) -> float | int:
         ) from None
     if argument.bounded and not argument.allows(int(number)):
         raise ArgumentError(f"{argument.name} is {number}; it {argument.rule}", argument=argument.name)
-    low, high = (-(2.0**31), 2.0**31) if argument.dtype == "i32" else (-F32_END, F32_END)
     if argument.dtype == "f64":
         return number
+    if argument.dtype == "i64":
+        if not argument.allows(int(number)):
+            raise ArgumentError(f"{argument.name} is {number}; it {argument.rule}", argument=argument.name)
+        return number
+    low, high = (-(2.0**31), 2.0**31) if argument.dtype == "i32" else (-F32_END, F32_END)
     if math.isfinite(number) and (not low <= number < high or number == -F32_END):
         raise ArgumentError(
             f"{argument.name} is {float(number):g}; it does not fit into {argument.dtype}, which ends at"

@@ -75,7 +75,7 @@ class Kernel(SharedHandle):
         self._written = {tensor.name for tensor in record.tensors if tensor.written}
         self._scalars = record.scalars
         self._peers = bool(record.peers)
-        self._integers = tuple(index for index, scalar in enumerate(record.scalars) if scalar.dtype == "i32")
+        self._integers = tuple(index for index, scalar in enumerate(record.scalars) if scalar.is_integer)
         self._scalar_defaults = tuple(_default(scalar, self.defaults) for scalar in record.scalars)
         # One list for every call that gives no scalar: by its identity a block knows that it holds them already.
         known: _Scalars = [value for value in self._scalar_defaults if value is not None]

@@ -73,7 +73,7 @@ def test_another_schema_is_refused(schema):
         (PeersArgument("more", 2, 16, 24), "power of two"),
         (PeersArgument("stream", 2), "reserved"),
         (PeersArgument("x", 2), "names are unique"),
-        (ScalarArgument("n", "f32", None, 0, 5), "only an i32 scalar has bounds"),
+        (ScalarArgument("n", "f32", None, 0, 5), "only an i32 or i64 scalar has bounds"),
         (ScalarArgument("n", "i32", None, 5, 4), "minimum <= maximum"),
         (ScalarArgument("n", "i32", None, 0, 4, 0), "the divisor at least 1"),
     ],

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from fusekit.abi import FloatParameter, LaunchRecord, RecordError, ScalarArgument
 from fusekit.abi.floats import evaluate_float, with_integers
 from fusekit.dtypes import FLOATS
+from fusekit.errors import ArgumentError
+from fusekit.runtime.binding import check_scalar
 from tests.runtime.samples import following, record
 
 
@@ -73,6 +75,20 @@ def test_scalars_and_parameters_of_every_float_come_back_from_json() -> None:
         wrong = FloatParameter("w", value, value=("fint", "rows"))
         with pytest.raises(RecordError, match=text):
             replace(whole, parameters=(*whole.parameters, wrong))
+
+
+def test_an_integer_of_64_bits_has_all_of_them_or_bounds() -> None:
+    base, full = record(), ScalarArgument("wide", "i64", 2**40, -(2**63), 2**63 - 1)
+    whole = replace(base, arguments=(*base.arguments, full))
+    document = json.loads(json.dumps(whole.to_json()))
+    assert (whole.schema, "minimum" in document["arguments"][-1]) == (5, False)
+    assert LaunchRecord.from_json(document) == whole
+    narrow = replace(full, minimum=0)
+    assert (narrow.bounded, narrow.allows(2**63 - 1), narrow.allows(-1)) == (True, True, False)
+    assert (check_scalar(full, -(2**63)), check_scalar(narrow, 2**62 + 1)) == (-(2**63), 2**62 + 1)
+    for scalar, value in ((full, 2**63), (narrow, -1)):
+        with pytest.raises(ArgumentError, match=r"wide is .*it must be"):
+            check_scalar(scalar, value)
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ class Launcher:
             elif isinstance(argument, PeersArgument):
                 fields.append((member, c_void_p * argument.count))
             else:
-                kinds = {"f64": c_double, "i32": c_int32}
+                kinds = {"f64": c_double, "i32": c_int32, "i64": c_int64}
                 fields.append((member, kinds.get(argument.dtype, c_float)))
         return [*fields, ("cluster_margin", c_int32), ("has_priority", c_int32), ("priority", c_int32)]
 

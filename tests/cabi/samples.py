@@ -147,6 +147,10 @@ def of_floats() -> LaunchRecord:
     """Whatever schema 5 computes of floats, and scalars of every type of float."""
     base, source = record(), random.Random(11)
     scalars = tuple(ScalarArgument(f"a_{dtype}", dtype, 0.1) for dtype in FLOATS)
+    wide = (
+        ScalarArgument("wide", "i64", -5, -(2**53), 2**53), ScalarArgument("bound", "i64", 2**40, -(2**50), 2**50, 8)
+    )  # fmt: skip
+    whole = [IntegerParameter(f"{item.name}_", "i64", item.name) for item in wide]
     given = [FloatParameter(f"{item.name}_", item.name, dtype=item.dtype) for item in scalars]
     computed = [
         FloatParameter(f"f{number}", "", value=random_float(source, 5, FLOAT_OPERATORS), dtype=FLOATS[number % 4])
@@ -157,8 +161,8 @@ def of_floats() -> LaunchRecord:
         for dtype in FLOATS for root in ("fsqrt", "dsqrt") for to in FLOATS
     ]  # fmt: skip
     return replace(
-        base, arguments=(*base.arguments, ScalarArgument("shift", "i32", -3), *scalars),
-        parameters=(*base.parameters, *given, *computed),
+        base, arguments=(*base.arguments, ScalarArgument("shift", "i32", -3), *wide, *scalars),
+        parameters=(*base.parameters, *whole, *given, *computed),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from fusekit.abi import IntegerParameter, RecordError, evaluate, flat
+from fusekit.abi import IntegerParameter, LaunchRecord, RecordError, evaluate, flat
 from fusekit.abi.arguments import OPTIONS
 from fusekit.compiler.samples import expected_map
 from fusekit.errors import BuildError
@@ -253,6 +253,14 @@ def test_of_a_64_bit_integer_callers_pass_values_of_32(tmp_path):
     assert (count.name, count.dtype, count.minimum, count.maximum) == ("count", "i32", 0, 2**31 - 1)
     (field,) = [item for _, item in flat(record.parameters) if getattr(item, "value", None) == "count"]
     assert (field.dtype, kernel.proof["launches"] >= 64) == ("i64", True)
+
+
+def test_a_64_bit_integer_is_one_where_its_bounds_say_so(tmp_path):
+    wide = FILLED.replace('value = ["mul", 2, "N"]', f"minimum = 0, maximum = {2**40}")
+    record, kernel = compiled(tmp_path, "filled", wide)
+    count = record.arguments[-1]
+    assert (count.name, count.dtype, count.maximum, record.schema) == ("count", "i64", 2**40, 5)
+    assert (LaunchRecord.from_json(record.to_json()), kernel.proof["launches"] >= 64) == (record, True)
 
 
 def test_a_number_of_python_is_as_wide_as_its_parameter(tmp_path):

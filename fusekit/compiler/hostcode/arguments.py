@@ -135,7 +135,7 @@ def ranges(signature: Signature | LaunchRecord) -> dict[str, Range]:
         least = max(dim.minimum, 1) if dim.name in signature.skip_if_zero else dim.minimum
         known[dim.name] = Range(least, dim.maximum, dim.divisor)
     for scalar in signature.scalars:
-        if scalar.dtype == "i32":
+        if scalar.is_integer:
             known[scalar.name] = Range(scalar.minimum, scalar.maximum, scalar.divisor)
     for tensor in signature.tensors:
         known[f"{tensor.name}.address"] = Range(0, (1 << ADDRESS_BITS) - 1, tensor.alignment)
