@@ -25,6 +25,8 @@ def dequantised(weight, scales):
 def test_a_checkpoint_of_transformers_gives_its_dequantised_result(tmp_path, monkeypatch):
     """Made and saved by Transformers; its tensors load by their names, experts stacked, and nothing is converted."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
+        pytest.skip("this version of transformers saves scales that it does not read")
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
     quantizer = pytest.importorskip("transformers.quantizers.quantizer_finegrained_fp8")
     files = pytest.importorskip("safetensors.torch")
