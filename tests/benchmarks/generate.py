@@ -205,7 +205,7 @@ def measure(model: str, network, backends, batch: int, new: int, twin=None) -> l
     ids = torch.randint(1, VOCABULARY, (batch, PROMPT), generator=generator).to(device)
     rows, wanted = [], None
     for backend in backends:
-        network = plain if twin is None or backend == backends[0] else twin
+        network = plain if twin is None or backend in (backends[0], "skip") else twin
         network.set_experts_implementation("grouped_mm" if backend == OWN else backend)
         with torch.inference_mode():
             try:
