@@ -16,8 +16,8 @@ from fusekit.abi import evaluate
 from fusekit.errors import UsageError
 from fusekit.plan.activations import kind as kind_of
 from fusekit.plan.operations import OPERATIONS
-from fusekit.plan.quant import NONE, SIDE, Quant
-from fusekit.reference import group_sizes, offsets_of
+from fusekit.plan.quant import NONE, PACKED, SIDE, Quant
+from fusekit.reference import group_sizes, mxfp4, offsets_of
 from fusekit.reference.inputs import RMS, bits
 from fusekit.reference.operands.gather import CHOICES
 from fusekit.runtime import DeviceArray, Devices, Kernel
@@ -73,7 +73,7 @@ class Tensors:
     ) -> None:  # fmt: skip
         self.kernel, self._seed, self._devices = kernel, seed, devices
         self._exponents = _exponents(kernel.spec, problem)
-        self._sizes = sizes
+        self._sizes, self._depth = sizes, problem["K"]
         self.scalars = {"alpha": SCALAR_ALPHA} if kernel.spec["alpha"] == "scalar" else {}
         self.arrays: dict[str, DeviceArray] = {}
         choices = kernel.spec.get("choices") or kernel.spec.get("layer", {}).get("topk") or CHOICES
@@ -130,6 +130,11 @@ class Tensors:
         if array.dtype == "f32":
             block: NDArray[Any] = np.random.default_rng(seed).uniform(0.25, 1.0, min(BLOCK, _count(array)))
             array.upload_repeated((block * 2.0 ** self._exponents.get(name, 0)).astype(np.float32))
+        elif array.dtype == PACKED and name == "w_s":
+            rng, count = np.random.default_rng(seed), min(BLOCK, _count(array))
+            array.upload_repeated(mxfp4.random_scales((count,), self._depth, rng))
+        elif array.dtype == PACKED:
+            array.upload_repeated(mxfp4.random_bytes((min(BLOCK, _count(array)),), seed))
         else:
             exponent = self._exponents.get(name, 0)
             array.upload_repeated(bits((min(BLOCK, _count(array)),), array.dtype, seed, exponent))

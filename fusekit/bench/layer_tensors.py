@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from fusekit.bench.arrays import BLOCK
 from fusekit.dtypes import DTYPES
 from fusekit.plan.layer import Options
-from fusekit.plan.layer.options import MLP
-from fusekit.plan.quant import SIDE, W_FORMAT
-from fusekit.reference import decode, fp8, held
+from fusekit.plan.layer.options import MLP, MXFP4
+from fusekit.plan.quant import PACKED, SIDE, W_FORMAT
+from fusekit.reference import decode, fp8, held, mxfp4
 from fusekit.reference.inputs import RMS, bits
 from fusekit.runtime import DeviceArray
 
@@ -39,7 +39,8 @@ class BlockTensor:
     def _numbers(self) -> NDArray[Any]:
         if self.dtype == W_FORMAT:
             return fp8.decode(self.block, self.dtype)
-        return decode(self.block, self.dtype) if self.block.dtype.kind == "u" else self.block
+        wide = self.block.dtype.kind == "u" and self.dtype != PACKED
+        return decode(self.block, self.dtype) if wide else self.block
 
     def place(self, array: DeviceArray) -> None:
         """Fills a tensor on the device."""
@@ -60,17 +61,25 @@ class BlockTensor:
 
 class Experts:
     """Weights [X, N, K] for the definition, in float64 one expert at a time. turned: the tensor has [X, K, N]. scales:
-    of FP8 values, [X, N / 128, K / 128].
+    of FP8 values, [X, N / 128, K / 128]; of MXFP4 values [X, N, K / 32, 16], [X, N, K / 32] bytes.
     """
 
     def __init__(self, tensor: BlockTensor, *, turned: bool, scales: Array | None = None) -> None:
         self._tensor, self._turned, self._scales = tensor, turned, scales
-        count, *sides = tensor.shape if len(tensor.shape) == 3 else (1, *tensor.shape)
+        shape = tensor.shape
+        if tensor.dtype == PACKED:
+            shape = (*shape[:-2], 2 * shape[-2] * shape[-1])
+        count, *sides = shape if len(shape) == 3 else (1, *shape)
         self._sides = tuple(sides)
         self.shape = (count, *(reversed(sides) if turned else sides))
 
     def __getitem__(self, expert: int) -> Array:
         size = self._sides[0] * self._sides[1]
+        if self._tensor.dtype == PACKED:
+            assert self._scales is not None
+            exponents = self._scales.reshape(-1, self._sides[0], self._scales.shape[-1])[expert]
+            given = self._tensor.values(expert * size // 2, size // 2).reshape(*exponents.shape, -1)
+            return mxfp4.decode(given.astype(np.uint8), exponents.astype(np.uint8))
         matrix = self._tensor.values(expert * size, size).reshape(self._sides)
         if self._scales is not None:
             matrix = scaled(matrix, self._scales.reshape(-1, *self._scales.shape[-2:])[expert])
@@ -95,6 +104,10 @@ def random_tensor(name: str, shape: tuple[int, ...], dtype: str, options: Option
     count, seed = min(BLOCK, max(int(np.prod(shape)), 1)), seed + sum(name.encode())
     depth = {"w1": options.hidden, "shared_w1": options.hidden, "router": options.hidden, "shared_gate": options.hidden,
              "w2": options.intermediate, "shared_w2": options.shared}.get(name.removesuffix("_s"))  # fmt: skip
+    if options.weights == MXFP4 and depth and dtype == PACKED:
+        if name.endswith("_s"):
+            return BlockTensor(shape, dtype, mxfp4.random_scales((count,), depth, np.random.default_rng(seed)))
+        return BlockTensor(shape, dtype, mxfp4.random_bytes((count,), seed))
     if depth and name.endswith("_s"):
         spread = 2.0 ** -round(0.5 * float(np.log2(depth * RMS**4)))
         scales = np.random.default_rng(seed).uniform(0.5 * spread, 1.5 * spread, count).astype(np.float32)
@@ -122,6 +135,8 @@ def definitions(options: Options, tensors: Mapping[str, BlockTensor]) -> dict[st
         scales = tensors[f"{name}_s"].whole() if f"{name}_s" in tensors else None
         if name in ("w1", "w2"):
             inputs[name] = Experts(tensor, turned=options.b_major == "n", scales=scales)
+        elif scales is not None and tensor.dtype == PACKED:
+            inputs[name] = mxfp4.decode(tensor.whole().astype(np.uint8), scales.astype(np.uint8))
         elif scales is not None:
             inputs[name] = scaled(tensor.whole(), scales)
         elif name.removesuffix("_s") in tensors and name.endswith("_s"):

@@ -20,10 +20,10 @@ from fusekit.errors import UsageError
 from fusekit.layers import Layer
 from fusekit.library import Library
 from fusekit.plan.layer import Options, program
-from fusekit.plan.layer.options import LOGITS, MLP, X
+from fusekit.plan.layer.options import LOGITS, MLP, MXFP4, X
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
 from fusekit.plan.operations import OPERATIONS
-from fusekit.plan.quant import NONE, SIDE
+from fusekit.plan.quant import MX_SIDE, NONE, SIDE
 from fusekit.reference import POISON, decode, encode, held, poisoned
 from fusekit.reference import layer as definition
 from fusekit.runtime import DeviceArray
@@ -102,6 +102,8 @@ def weight_bytes(layer: Layer, tokens: int) -> int:
             n, k = keys["problem"]["N"], keys["problem"]["K"]
             size = n * k * (DTYPES[keys.get("dtype", "bf16")].bytes if "quant" not in keys else 1)
             scales = 4 * -(-n // SIDE) * -(-k // SIDE) if "quant" in keys else 0
+            if o.weights == MXFP4 and "quant" in keys:
+                size, scales = n * k // 2, n * k // MX_SIDE
             total += matrices * (size + scales)
     return round(total)
 

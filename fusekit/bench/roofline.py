@@ -9,7 +9,7 @@ from typing import Any
 from fusekit.choice.gpus import Gpu
 from fusekit.dtypes import DTYPES
 from fusekit.plan.operands import WGRAD
-from fusekit.plan.quant import ROW, SIDE, Quant
+from fusekit.plan.quant import MX_SIDE, ROW, SIDE, Quant
 from fusekit.reference.meaning import meaning
 from fusekit.reference.operands.gather import CHOICES
 
@@ -52,6 +52,8 @@ def gemm_work(spec: Mapping[str, Any], *, rows: int, groups: int, busy: int, n: 
     single = rows if means.operands["row_scale"] else 0  # float32 numbers
     if means.quant.coded_inputs:
         single += _scales(means.quant, rows, busy, n, k)
+    elif means.quant.mx_weights:
+        factors = size * read * k + busy * n * (k // 2 + k // MX_SIDE)
     elif means.quant.weights_alone:
         single += busy * -(-n // SIDE) * -(-k // SIDE)
     if means.activation.backward:

@@ -22,6 +22,7 @@ from fusekit.interop.torch import DTYPES
 from fusekit.plan.activations import kind as kind_of
 from fusekit.plan.operations import OPERATIONS
 from fusekit.plan.quant import ROW, SIDE, Quant
+from fusekit.reference.mxfp4 import E2M1
 from fusekit.runtime import DeviceArray
 
 _CHUNK = 1 << 26  # elements that are widened at a time
@@ -148,7 +149,12 @@ class Unfused:
         return torch._scaled_mm(x, w, x_s[:, None], w_s[None], **options)
 
     def _dequantised(self, w: Tensor, dtype: Any) -> Tensor:
-        """FP8 weights times their scales of 128 x 128."""
+        """FP8 weights times their scales of 128 x 128; MXFP4 weights times theirs of 32."""
+        if Quant.of(self.spec["quant"]).mx_weights:
+            low, high = w & 15, w >> 4
+            table = torch.tensor(E2M1, dtype=torch.float32, device=w.device)
+            values = table[torch.stack([low, high], -1).flatten(-2).long()]
+            return torch.ldexp(values, self._t["w_s"].int()[..., None] - 127).flatten(-2).to(dtype)
         scale = self._t["w_s"].repeat_interleave(SIDE, -2)[..., : w.shape[-2], :]
         return (w.float() * scale.repeat_interleave(SIDE, -1)[..., : w.shape[-1]]).to(dtype)
 

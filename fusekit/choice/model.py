@@ -29,6 +29,10 @@ where a dense product, of up to twice as many rows, has instead
 
 and a tile takes ELEMENT_NS and its operands at TILE_GBS, for it waits for each step of its main loop.
 
+A tile of MXFP4 weights makes bf16 of them, whatever its height, in the time of MX_ROWS rows; its kernel takes
+
+    sqrt(products^2 + read^2)
+
 `read` is the weights of the groups that have rows, from memory; `taken in` what each SM has of the operands of its
 other tiles, at SM_GBS and with TILE_ENDS. Rows that choose their groups at random leave E (1 - 1/E)^M of E groups
 empty.
@@ -56,7 +60,7 @@ from fusekit.choice.gpus import REFERENCE, Gpu
 from fusekit.plan.activations import is_backward
 from fusekit.plan.arch import ARCHITECTURES, DEFAULT, Architecture
 from fusekit.plan.operations import OPERATIONS, Operation
-from fusekit.plan.quant import FP8_W
+from fusekit.plan.quant import FP8_W, MX_SIDE, MX_W
 from fusekit.plan.tiles import SWAPPED
 
 SIZES = 16  # group sizes that represent all
@@ -68,6 +72,8 @@ BACKWARD = 300.0  # as many more where it takes a gradient through an activation
 DEPTH = 4096  # the reduction of a problem that does not give it
 PADDING = 0.25  # what a padded column costs, of one that is not
 STATIC = 1.05
+MX_BYTES = 1 / 2 + 1 / MX_SIDE  # of a value of MXFP4, with its share of a scale
+MX_ROWS = 90.0  # of a tile of bf16 that take as long as to make its factors of MXFP4
 SM_GBS = 60.0  # GB/s that one multiprocessor takes in while all do
 ELEMENT_NS, TILE_GBS = 2.4, 250.0  # of a tile that has its SM for itself, for each element of the reduction; GB/s
 TILE_ENDS = 8.0  # rows of operands that come in the time between two tiles
@@ -78,13 +84,13 @@ def with_rows(rows: int, groups: int) -> float:
     return max(1.0, groups * (1 - (1 - 1 / groups) ** rows)) if groups > 1 else 1.0
 
 
-def few_rows(rows: int, groups: int, ragged: bool, arch: Architecture) -> bool:
-    """Whether no group has more rows than a swapped tile, and a dense product no more than two. ragged: they are of any
-    sizes.
+def few_rows(rows: int, groups: int, ragged: bool, most: int) -> bool:
+    """Whether no group has more rows than the highest swapped tile, `most`, and a dense product no more than two of
+    them. ragged: groups are of any sizes.
     """
     if groups == 1 and not ragged:
-        return rows <= 2 * max(arch.tile_rows[SWAPPED])
-    return rows * (1.5 if ragged else 1.0) <= with_rows(rows, groups) * max(arch.tile_rows[SWAPPED])
+        return rows <= 2 * most
+    return rows * (1.5 if ragged else 1.0) <= with_rows(rows, groups) * most
 
 
 def group_sizes(rows: int, groups: int) -> list[float]:
@@ -147,17 +153,22 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None, gpu: Gpu | 
     full *= full_across * busy
     padded *= padded_across * busy
     work = -(-padded // sms) if spec.get("split") else waves(PADDING * padded + (1 - PADDING) * full, sms)
+    quant = str(spec.get("quant"))
+    packed = f"in={MX_W}" in quant
+    if packed:
+        rows = max(float(tile_m), MX_ROWS)
     tile = rows * tile_n * dearer + fetched
     if operation.reduces_rows:
         return tile * work * (static if padded > sms else 1.0)
     products = tile * work * (static if padded > sms else 1.0)
-    quant = str(spec.get("quant"))
-    of_w = 1 if "in=" in quant else 2  # bytes of an element
-    of_x = 2 if f"in={FP8_W}" in quant else of_w
+    of_w = MX_BYTES if packed else 1 if "in=" in quant else 2  # bytes of an element
+    of_x = 2 if packed or f"in={FP8_W}" in quant else of_w
     byte = gpu.sm_rate * 500  # products in the time of one at 1 GB/s
     read = busy * problem[across] * of_w * byte / gpu.gbs
+    if packed:
+        return math.hypot(products, read)
     swapped = spec.get("mainloop") == SWAPPED
-    few = few_rows(problem[down], groups, bool(operation.ragged), arch)
+    few = few_rows(problem[down], groups, bool(operation.ragged), max(arch.tile_rows[SWAPPED]))
     if not swapped and not few:
         return products
     if few and not operation.ragged:

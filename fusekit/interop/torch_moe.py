@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from math import prod
+from math import floor, log2, prod
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -16,11 +16,13 @@ from fusekit.errors import ArgumentError
 from fusekit.interop.torch_layer import DTYPES, casting, operator_of, quantised
 from fusekit.layers import Layer
 from fusekit.library import default_library
+from fusekit.plan.layer.options import MXFP4
 
 _HOLDERS: WeakSet[MoE] = WeakSet()  # modules that hold their weights in FP8
 _MORE = {"logits": ("logits",), "choices": ("indices", "weights")}  # arguments of a call after x, by router.input
 _BIASES = ("b1", "b2", "router_bias", "expert_bias")
 _NAN = 0x7F  # of e4m3, without its sign
+_LARGEST = 6.0  # of e2m1
 _EXPERTS = ("w1", "w2", "b1", "b2", "w1_s", "w2_s")  # a rank has those of its own experts
 
 
@@ -33,7 +35,8 @@ class MoE(nn.Module):  # type: ignore[misc]
     The layouts of weights are the layer's, as its spec says: w1 [X, N, H] and w2 [X, H, I], or with `b_major = "n"`
     w1 [X, H, N] and w2 [X, I, H]; N = 2I for a gated activation. So a checkpoint loads as it is. A dense projection
     that a checkpoint has as `gate_proj` and `up_proj`, such as the shared expert's, is joined while it is loaded, and
-    experts that it has one by one are stacked. With `weights = "fp8-block"` an FP8 checkpoint loads with its scales.
+    experts that it has one by one are stacked. With `weights = "fp8-block"` an FP8 checkpoint loads with its scales,
+    with `weights = "mxfp4"` one of gpt-oss, `gate_up_proj_blocks`, `gate_up_proj_scales` and so on.
 
     `forward` has the arguments of a call. The loss of a layer with `router.aux_loss` is already multiplied by
     `aux_coefficient`. Under autocast, x and the parameters are cast to the layer's dtype. The first call for a count of
@@ -121,6 +124,9 @@ class MoE(nn.Module):  # type: ignore[misc]
                     continue
                 if tensor.dtype == DTYPES["e4m3"]:
                     _any_fp8(tensor, at(self, self.names[f"{name}_s"]))
+                    continue
+                if options.weights == MXFP4 and tensor.dtype == torch.uint8:
+                    _any_mxfp4(tensor, at(self, self.names[f"{name}_s"]))
                     continue
                 across = -2 if options.b_major == "n" and name in ("w1", "w2") else -1
                 bound = float(tensor.shape[across]) ** -0.5
@@ -313,7 +319,11 @@ def default_names(layer: Layer) -> dict[str, str]:
     known |= {"shared_gate": "shared_expert_gate.weight"}
     buffers = {"expert_bias"}
     if layer.options.weights != "none":  # a recipe's scales are made, no checkpoint has them
-        scales = {f"{name}_s": f"{known[name]}_scale_inv" for name in ("w1", "w2", "shared_w1", "shared_w2")}
+        weights = ("w1", "w2", "shared_w1", "shared_w2")
+        scales = {f"{name}_s": f"{known[name]}_scale_inv" for name in weights}
+        if layer.options.weights == MXFP4:
+            scales = {f"{name}_s": f"{known[name]}_scales" for name in weights}
+            known |= {name: f"{known[name]}_blocks" for name in weights}
         known |= scales
         buffers |= scales.keys()
     there = {*operator.parameters, *(buffers & set(operator.inputs))}
@@ -325,6 +335,13 @@ def _any_fp8(tensor: Any, scales: Any) -> None:
     codes = tensor.view(torch.uint8).random_(0, 254)
     codes.add_((codes >= _NAN).to(torch.uint8))  # none of NaN
     scales.fill_(float(tensor.shape[-1]) ** -0.5 / torch.finfo(tensor.dtype).max)
+
+
+def _any_mxfp4(blocks: Any, scales: Any) -> None:
+    """Fills MXFP4 weights with any values, which scales bring within 1 / sqrt(elements of their sums)."""
+    blocks.random_(0, 256)
+    bound = float(blocks.shape[-1] * blocks.shape[-2] * 2) ** -0.5
+    scales.fill_(127 + floor(log2(bound / _LARGEST)))
 
 
 def _count(total: Any, device: Any) -> Any:
@@ -450,8 +467,18 @@ def _joins(options: Any) -> bool:
 
 
 def _check_fp8(module: MoE, state: dict[str, Any], prefix: str) -> None:
-    """Raises ArgumentError for a checkpoint's weights that PyTorch would cast to FP8, without scales."""
+    """Raises ArgumentError for a checkpoint's weights that PyTorch would cast to FP8, without scales; and for weights
+    where those of MXFP4 checkpoints are to be.
+    """
     for name, path in module.names.items():
+        whole = prefix + path.removesuffix("_blocks")
+        if path.endswith("_blocks") and prefix + path not in state and whole in state:
+            raise ArgumentError(
+                f'{whole} is {state[whole].dtype}; {module.layer.name} has weights = "{MXFP4}" and reads {path} and'
+                f" {module.names[f'{name}_s']} of an MXFP4 checkpoint; load such a one, or build the layer without"
+                " weights, which reads bf16",
+                argument=name,
+            )
         wanted, tensor = at(module, path).dtype, state.get(prefix + path)
         if wanted == DTYPES["e4m3"] and tensor is not None and tensor.dtype != wanted:
             raise ArgumentError(

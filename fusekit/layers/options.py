@@ -45,7 +45,8 @@ class LayerOptions:
     @property
     def projections(self) -> str:
         """Type of the projections' weights."""
-        return "e4m3" if self.weights != "none" else str(self.weight_dtype or self.dtype)
+        coded = {"fp8-block": "e4m3", "mxfp4": "u8"}
+        return coded.get(self.weights) or str(self.weight_dtype or self.dtype)
 
     @property
     def local(self) -> int:

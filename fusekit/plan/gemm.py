@@ -135,8 +135,8 @@ class GemmPlan(Product):
     def _accumulators(self, waves: int) -> int:
         if self.quant.weights_alone:  # sums and products, which end before the epilogue; factors in registers
             owners = 1 if self.pingpong else self.arch.consumer_warpgroups
-            sums = self.tile[0] * self.tile[1] // owners
-            return max(2 * sums, self.warpgroup_rows * self.tile[1]) // self.arch.warpgroup + FACTOR_REGISTERS
+            sums = (1 if self.quant.mx_weights else 2) * self.tile[0] * self.tile[1] // owners
+            return max(sums, self.warpgroup_rows * self.tile[1]) // self.arch.warpgroup + FACTOR_REGISTERS
         multiplied = self.tile[0] if self.swapped else self.arch.mma_rows // waves if self.quant.promoted else 0
         return (self.warpgroup_rows + multiplied) * self.tile[1] // self.arch.warpgroup
 
@@ -208,7 +208,7 @@ class GemmPlan(Product):
     @property
     def relays(self) -> bool:
         """Whether an idle warp hands gathered stages on, after a fence; else their consumers fence."""
-        return self.gathers and not self._idle_work
+        return self.gathers and (not self._idle_work or self.quant.mx_weights)
 
     @property
     def stage_arrivals(self) -> int:
@@ -255,17 +255,22 @@ class GemmPlan(Product):
     @property
     def stage_bytes(self) -> int:
         """Bytes of a stage: a tile of each operand."""
-        return self.tile[0] * self.arch.swizzle_bytes + self.tile[1] * self.w_row_bytes
+        return self.tile[0] * self.x_row_bytes + self.tile[1] * self.w_row_bytes
+
+    @property
+    def x_row_bytes(self) -> int:
+        """Bytes of a row of x in a stage."""
+        return self.tile_k * self.element
 
     @property
     def w_row_bytes(self) -> int:
         """Bytes of a row of w in a stage."""
-        return self.arch.swizzle_bytes // self.element * self.w_element
+        return self.w_tile_k * self.w_element
 
     @property
     def tma_bytes(self) -> int:
         """Bytes per stage that TMA loads."""
-        return self.stage_bytes - (self.tile[self.gathered_side] * self.arch.swizzle_bytes if self.gathers else 0)
+        return self.stage_bytes - (self.tile[self.gathered_side] * self.x_row_bytes if self.gathers else 0)
 
     def box(self, width: int, limit: int | None = None) -> int:
         """Columns of a staging box for `width` columns: the widest that divides it."""
@@ -374,12 +379,13 @@ class GemmPlan(Product):
     def layout(self, stages: int, warp_bytes: int) -> SharedMemory:
         """The shared memory with a pipeline of `stages`, and `warp_bytes` of staging boxes per warp."""
         tile_m, tile_n = self.tile
-        stage, ring = stages * self.arch.swizzle_bytes, self.ring_slots
+        ring = self.ring_slots
         counts = [count for operand in self.operands for count in operand.barriers(self)]
-        exchange = 4 * tile_m * self.exchange_pitch * (self.arch.consumer_warpgroups if self.pingpong else 1)
+        regions = self.arch.consumer_warpgroups if self.pingpong or self.alternates else 1
+        exchange = 4 * tile_m * self.exchange_pitch * regions
         return SharedMemory(
             (
-                Region("x", stage * tile_m, 1024),
+                Region("x", stages * tile_m * self.x_row_bytes, 1024),
                 Region("w", stages * tile_n * self.w_row_bytes, 1024),
                 Region("staging", warp_bytes * self.consumer_warps, 1024),
                 *pipeline("stages", stages, self.stage_arrivals, self.reading_warps * self.cluster_size),
@@ -454,7 +460,7 @@ class GemmPlan(Product):
                 width = SIDE  # a block has gates alone, or ups
             elif self.halved and self.quant.by_block:
                 width = SEGMENT
-            elif self.quant.weights_alone:
+            elif self.quant.weights_alone and not self.quant.mx_weights:
                 width = SIDE  # a scale is of gates alone, or of ups
         return {"N": self.vector, "K": self.vector} if self.wgrad else {"K": self.vector, str(self.width): width}
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fusekit.dtypes import DTYPES
 from fusekit.plan.activations import Kind, kind
 from fusekit.plan.arch import ARCHITECTURES
-from fusekit.plan.quant import W_FORMAT, Quant
+from fusekit.plan.quant import MX_SIDE, W_FORMAT, Quant
 
 if TYPE_CHECKING:
     from fusekit.abi import Expr
@@ -19,7 +19,8 @@ class Product:
     """The product of `spec`: a KernelSpec, or anything that has its attributes. tile and cluster are (M, N).
 
     epilogue: "forward", "backward" (after the derivative of an activation) or "wgrad". kind: the activation. pingpong:
-    each consumer warpgroup has tiles of its own; swapped: and rows of w take the side of the MMA that has 64.
+    each consumer warpgroup has tiles of its own; swapped: tiles have few rows, and those of w take the side of the MMA
+    that has 64.
     """
 
     def __init__(self, spec: Any) -> None:
@@ -30,11 +31,11 @@ class Product:
         self.tile: tuple[int, int] = spec.tile
         self.cluster: tuple[int, int] = spec.cluster
         self.swapped: bool = spec.mainloop == "swap-ab"
-        self.pingpong: bool = self.swapped or spec.mainloop == "pingpong"
         self.dynamic: bool = spec.schedule == "dynamic"
         self.epilogue: str = spec.epilogue
         self.grouped: bool = spec.grouped
         self.quant: Quant = spec.quant
+        self.pingpong: bool = spec.mainloop == "pingpong" or (self.swapped and not self.quant.mx_weights)
         # 16-bit operands of a weight gradient have a row for each token, FP8 operands a column.
         self.b_major: str = "n" if self.wgrad and not self.quant.coded_inputs else spec.b_major
         self.glu_layout: str = spec.glu_layout
@@ -66,7 +67,7 @@ class Product:
     def factors(self) -> tuple[str, str]:
         """Types of x and w; of grouped-wgrad, dy and x."""
         if self.quant.weights_alone:
-            return self.dtype, W_FORMAT
+            return self.dtype, self.quant.w_format
         return (self.quant.x_format, W_FORMAT) if self.quant.coded_inputs else (self.dtype, self.dtype)
 
     @property
@@ -76,8 +77,8 @@ class Product:
 
     @property
     def vector(self) -> int:
-        """Elements of the factors in 16 bytes; of w, where they are more."""
-        return VECTOR_BYTES // self.w_element
+        """Elements of the factors in 16 bytes; of w, where they are more; of MXFP4, of two scales."""
+        return 2 * MX_SIDE if self.quant.mx_weights else VECTOR_BYTES // self.w_element
 
     @property
     def w_element(self) -> int:
@@ -90,9 +91,19 @@ class Product:
         return self.swapped or self.quant.weights_alone
 
     @property
+    def alternates(self) -> bool:
+        """Whether both consumer warpgroups multiply a tile, and finish one after the other, all rows of it."""
+        return self.swapped and not self.pingpong
+
+    @property
     def tile_k(self) -> int:
-        """Elements of the reduction in one stage: one swizzle row."""
-        return self.arch.swizzle_bytes // self.element
+        """Elements of the reduction in one stage: one swizzle row of x; two, where w is MXFP4."""
+        return (2 if self.quant.mx_weights else 1) * self.arch.swizzle_bytes // self.element
+
+    @property
+    def w_tile_k(self) -> int:
+        """Elements of w's tensor in a row of one stage: bytes of two values of MXFP4."""
+        return self.tile_k // (2 if self.quant.mx_weights else 1)
 
     @property
     def out_tile_n(self) -> int:

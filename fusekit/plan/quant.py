@@ -13,19 +13,21 @@ from fusekit.plan.quantise import AMAX, BLOCKS, LAYOUTS, MXFP8, SCALES, SQUARE, 
 from fusekit.plan.quantise import SIDE as SIDE
 
 NONE, TENSOR, ROW, BLOCK = "none", "fp8-tensor", "fp8-row", "fp8-block"
-FP8_W = "fp8-weights"
-RECIPES = (TENSOR, ROW, BLOCK, FP8_W)
+FP8_W, MX_W = "fp8-weights", "mxfp4-weights"
+RECIPES = (TENSOR, ROW, BLOCK, FP8_W, MX_W)
 OUTPUTS = (BLOCK, MXFP8, AMAX)
 X_FORMATS = ("e4m3", "e5m2")
 W_FORMAT = E4M3 = "e4m3"
+PACKED = "u8"  # two e2m1 values, the low nibble first
+MX_SIDE = 32  # values that have one scale, along K
 ACCUMULATIONS = ("promoted", "fast")
 
 
 @dataclass(frozen=True, slots=True)
 class Quant:
-    """inputs: of the factors, "none" for those of the spec's dtype; "fp8-weights": x has it, w is FP8 values. x_format:
-    type of x. accumulation: "promoted" where float32 registers take over after every 128 of K, "fast" where one
-    accumulator of the tensor cores has them all.
+    """inputs: of the factors, "none" for those of the spec's dtype; "fp8-weights", "mxfp4-weights": x has it, w is FP8
+    or MXFP4 values. x_format: type of x. accumulation: "promoted" where float32 registers take over after every 128 of
+    K, "fast" where one accumulator of the tensor cores has them all.
 
     out: what y or dz is stored as, "none" for its dtype; "amax": in its dtype, and of each group the largest number;
     keep: in its dtype too. scales: the rule of their scales. transpose: FP8 values along the tokens, too. x_blocks: of
@@ -101,12 +103,22 @@ class Quant:
     @property
     def coded_inputs(self) -> bool:
         """Whether both factors of the product are FP8 values."""
-        return self.inputs not in (NONE, FP8_W)
+        return self.inputs not in (NONE, FP8_W, MX_W)
 
     @property
     def weights_alone(self) -> bool:
-        """Whether w is FP8 values, with a scale for 128 x 128, and x is not."""
-        return self.inputs == FP8_W
+        """Whether w is FP8 values, with a scale for 128 x 128, or MXFP4, and x is not."""
+        return self.inputs in (FP8_W, MX_W)
+
+    @property
+    def mx_weights(self) -> bool:
+        """Whether w is MXFP4: two e2m1 values a byte, and a scale of a byte for 32 of a row."""
+        return self.inputs == MX_W
+
+    @property
+    def w_format(self) -> str:
+        """Type of the elements of w, where it is not dtype's."""
+        return PACKED if self.mx_weights else W_FORMAT
 
     def canonical(self) -> str:
         """As a spec has it in JSON: each key of the table that is not its default, `in=fp8-row`; "none" for none."""

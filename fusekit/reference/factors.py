@@ -9,6 +9,9 @@ A kernel makes bf16 of w, which is exact, and multiplies in float32; a product t
 sum from zero, in instructions of 16 of K each, and is its result times the scale, added with one rounding (fma). That
 order is the same in every kernel, so z[m] has the same bits whatever the other rows are. NaN is no value of a weight:
 kernels read its code as 480.
+
+With ``in = "mxfp4-weights"`` w is MXFP4 (mxfp4.py). A kernel makes bf16 of the values times their scales, which is
+exact, and z has the bits of the kernel whose w is those numbers in bf16.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusekit.plan.quant import SIDE, TENSOR
+from fusekit.reference import mxfp4
 from fusekit.reference.formats import Array, values
 from fusekit.reference.fp8 import decode
 from fusekit.reference.meaning import Meaning, need
@@ -53,9 +57,12 @@ def x_values(means: Meaning, inputs: Mapping[str, Any], rows: NDArray[np.int64])
 
 
 def w_values(means: Meaning, inputs: Mapping[str, Any], w: Array, group: int, columns: Any) -> Array:
-    """``columns`` of w[group] of w [E, N, K], float32 or (for FP8) float64 [columns, K]."""
+    """``columns`` of w[group] of w [E, N, K], float32 or (for FP8 and MXFP4) float64 [columns, K]."""
     if not (means.quant.coded_inputs or means.quant.weights_alone):
         return values(w[group, columns], means.dtype)
+    if means.quant.mx_weights:
+        exponents = need(inputs, "w_s", None).reshape(*w.shape[:2], -1)[group, columns]
+        return mxfp4.decode(w[group, columns].reshape(*exponents.shape, -1), exponents)
     scale = need(inputs, "w_s", None).astype(np.float64)
     if means.quant.by_block or means.quant.weights_alone:
         blocks = scale.reshape(w.shape[0], *scale.shape[-2:])[group]

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusekit.plan.operands import WGRAD
-from fusekit.plan.quant import SIDE
+from fusekit.plan.quant import MX_SIDE, SIDE
+from fusekit.reference import mxfp4
 from fusekit.reference.formats import RMS, Array, bits
 from fusekit.reference.fp8 import coded_shapes, largest_shapes, padded_starts
 from fusekit.reference.meaning import Meaning, meaning
@@ -63,12 +64,12 @@ def make_inputs(
     # With FP8, the scales do it.
     fp8 = means.quant.coded_inputs or means.quant.weights_alone
     one_over_root_k = 0 if fp8 else -round(0.5 * np.log2(max(K, 1) * RMS**4))
-    inputs: dict[str, Any] = {
-        "x": bits((_rows(means, "x", M), K), means.factors[0], seed + 1),
-        "w": bits(
-            (*groups, *((N, K) if means.b_major == "k" else (K, N))), means.factors[1], seed + 2, one_over_root_k
-        ),
-    }
+    shape = (*groups, *((N, K) if means.b_major == "k" else (K, N)))
+    inputs: dict[str, Any] = {"x": bits((_rows(means, "x", M), K), means.factors[0], seed + 1)}
+    if means.quant.mx_weights:
+        inputs["w"] = mxfp4.random_bytes((*groups, N, K // MX_SIDE, MX_SIDE // 2), seed + 2)
+    else:
+        inputs["w"] = bits(shape, means.factors[1], seed + 2, one_over_root_k)
     if means.grouped and not means.operands["choices"]:
         inputs["offsets"] = offsets_of(sizes)
     dims = {"E": E, "M": M, "N": N, "K": K}

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fusekit.plan.operands import BACKWARD, FORWARD, WGRAD
 from fusekit.plan.operands import fields as operand_fields
 from fusekit.plan.operations import OPERATIONS
-from fusekit.plan.quant import W_FORMAT, Quant
+from fusekit.plan.quant import Quant
 from fusekit.reference.formats import Array
 from fusekit.spec import Activation, KernelSpec
 from fusekit.spec.model import OPS
@@ -30,9 +30,9 @@ class Meaning:
         self.activation = Activation(**keys["activation"])
         self.grouped = bool(operation.ragged)  # else all rows belong together
         self.quant = Quant.of(str(keys["quant"]))
-        self.factors = (self.dtype, W_FORMAT if self.quant.weights_alone else self.dtype)
+        self.factors = (self.dtype, self.quant.w_format if self.quant.weights_alone else self.dtype)
         if self.quant.coded_inputs:
-            self.factors = (self.quant.x_format, W_FORMAT)
+            self.factors = (self.quant.x_format, self.quant.w_format)
         self.epilogue = FORWARD
         if operation.reduces_rows or self.activation.backward:
             self.epilogue = WGRAD if operation.reduces_rows else BACKWARD

@@ -24,8 +24,9 @@ COLUMNS = 4096
 
 
 def weights(means: Meaning, inputs: Mapping[str, Any]) -> Array:
-    """w as [E, N, K], whatever its order in memory; E is 1 for a dense-gemm."""
-    w = need(inputs, "w", 3 if means.grouped else 2)
+    """w as [E, N, K], whatever its order in memory; E is 1 for a dense-gemm. Of MXFP4, [E, N, K / 2] bytes."""
+    w = need(inputs, "w", (3 if means.grouped else 2) + means.quant.mx_weights)
+    w = w.reshape(*w.shape[:-2], -1) if means.quant.mx_weights else w
     w = w if means.grouped else w[None]
     return w.transpose(0, 2, 1) if means.b_major == "n" else w
 
@@ -42,8 +43,9 @@ def product(
     Both float64 [rows, columns]; the error is what float32 may make of it.
     """
     x, w = need(inputs, "x", 2), weights(means, inputs)
-    if w.shape[2] != x.shape[1]:
-        raise ValueError(f"x has K = {x.shape[1]} and w has K = {w.shape[2]}; they must be equal")
+    depth = w.shape[2] * (2 if means.quant.mx_weights else 1)
+    if depth != x.shape[1]:
+        raise ValueError(f"x has K = {x.shape[1]} and w has K = {depth}; they must be equal")
     count = w.shape[1] if columns is None else columns.size
     value = np.empty((rows.size, count))
     error = np.empty_like(value)

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fusekit.plan.quant import FP8_W
-from fusekit.reference import activations, fp8, layouts, permutation, router
+from fusekit.plan.quant import FP8_W, MX_W
+from fusekit.reference import activations, fp8, layouts, mxfp4, permutation, router
 from fusekit.reference.formats import Array, decode, encode, held
 from fusekit.reference.quantise import blocks
 from fusekit.spec import Activation
@@ -124,10 +124,10 @@ def gemm(keys: Keys, given: Given, dims: Dims) -> Results:
 def product(keys: Keys, given: Given) -> Results:
     dense = keys["op"] == "dense-gemm"
     rows = chosen(keys, given, "x")
-    if coded_factors(keys) and keys["quant"].get("in") != FP8_W:
+    if coded_factors(keys) and keys["quant"].get("in") not in (FP8_W, MX_W):
         rows = rows * spread(given["x_s"].T, 1)[:, : rows.shape[1]]
     bias = given.get("bias") if keys.get("bias") else None
-    columns = given["w"].shape[-1 if keys.get("b_major", "k") == "n" else -2]
+    columns = given["w"].shape[-3 if packed_weights(keys) else -1 if keys.get("b_major", "k") == "n" else -2]
     z = np.zeros((len(rows), columns))
     groups = [slice(0, len(rows))] if dense else slices(given["offsets"])
     for group, own in enumerate(groups):
@@ -156,10 +156,18 @@ def weights_of(keys: Keys, given: Given, group: int) -> Array:
     """The weights [N, K] of a group."""
     dense = keys["op"] == "dense-gemm"
     w: Array = given["w"] if dense else given["w"][group]
+    if packed_weights(keys):
+        exponents = given["w_s"] if dense else given["w_s"][group]
+        return mxfp4.decode(w.astype(np.uint8), exponents.astype(np.uint8))
     if coded_factors(keys):
         scales = given["w_s"] if dense else given["w_s"][group]
         w = w * spread(spread(scales.reshape(scales.shape[-2:]), 0), 1)[: w.shape[0], : w.shape[1]]
     return w.T if keys.get("b_major", "k") == "n" else w
+
+
+def packed_weights(keys: Keys) -> bool:
+    """Whether w is MXFP4."""
+    return coded_factors(keys) and keys["quant"].get("in") == MX_W
 
 
 def coded_factors(keys: Keys) -> bool:

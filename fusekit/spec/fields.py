@@ -55,7 +55,7 @@ ACTIVATION_FIELDS = (
 
 QUANT_FIELDS = (
     Field("in", "choice", 'What x and w are, and the shapes of their scales; default: "none", of dtype; "fp8-weights": '
-        "x of dtype, w e4m3.",
+        'x of dtype, w e4m3; "mxfp4-weights": w e2m1.',
         choices=(NONE, *RECIPES), default=NONE),
     Field("x_format", "choice", "Type of x; w is e4m3.", choices=X_FORMATS, default="e4m3"),
     Field("accumulation", "choice", "Whether float32 registers take over after every 128 of K, or one accumulator "

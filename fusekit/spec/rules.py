@@ -9,7 +9,7 @@ from fusekit.dtypes import DTYPES
 from fusekit.plan.activations import Kind, kind, kinds, no_gate
 from fusekit.plan.gemm import VECTOR_BYTES
 from fusekit.plan.operands import BACKWARD, WGRAD, operands
-from fusekit.plan.quant import BLOCK, SIDE, Quant
+from fusekit.plan.quant import BLOCK, MX_SIDE, SIDE, Quant
 from fusekit.plan.quantise import AMAX, MXFP8
 from fusekit.plan.tiles import refusals
 from fusekit.spec.fields import Broken
@@ -147,7 +147,11 @@ def _problem(spec: KernelSpec) -> list[Broken]:
         refusals += _aligned("problem.N", problem.N, "a row of dy", size)
         return refusals + _aligned("problem.K", problem.K, "a row of x", size)
     factor = "w" if spec.plan.quant.weights_alone else "x"
-    refusals += _aligned("problem.K", problem.K, f"a row of {factor}", spec.plan.w_element)
+    if spec.plan.quant.mx_weights and problem.K % spec.plan.vector:
+        rule = f"a step reads two scales of {MX_SIDE} values of w, so K is a multiple of {spec.plan.vector}"
+        refusals.append(("problem.K", problem.K, f"{rule}; say {_near(problem.K, spec.plan.vector)}"))
+    elif not spec.plan.quant.mx_weights:
+        refusals += _aligned("problem.K", problem.K, f"a row of {factor}", spec.plan.w_element)
     if spec.activation.backward and spec.glu_layout == "interleaved-32" and problem.N % 32:
         rule = "interleaved-32 alternates 32 gate and 32 up columns, so N = I is a multiple of 32"
         return [*refusals, ("problem.N", problem.N, f"{rule}; say {_near(problem.N, 32)}")]

@@ -7,7 +7,8 @@ fusekit.choice:
   group) and `CLUSTERS`, the same tile with the other cluster, and the best one with another tile. Tiles of `COMMON` are
   preferred, where the model calls them hardly dearer than the best, or as the other tile not much dearer.
 - no tile, but clusters: for each of them the best tile and that other one.
-- a tile, but no cluster: for each tile the better of `CLUSTERS`; `ALONE` for a tile that cannot have either.
+- a tile, but no cluster: for each tile the better of `CLUSTERS`; `ALONE` for a tile that cannot have either, as none of
+  MXFP4 weights can, whose `LOW` is for few rows as well.
 - no schedule: dynamic.
 
 Without a problem they are those of `TYPICAL`. Values that a table gives are kept: each of its lists has a variant for
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusekit.choice import rank
 from fusekit.choice.model import few_rows
+from fusekit.plan.quant import MX_W
 from fusekit.plan.tiles import SWAPPED
 from fusekit.spec.fields import SWEEP_FIELDS, Broken
 from fusekit.spec.model import KernelSpec, Problem
@@ -74,14 +76,16 @@ def expand(schema: "Schema", stem: str, values: Mapping[str, Any], index: Index)
     excluded: Sequence[Mapping[str, Any]] = values.get("exclude") or ()
     expansion = Expansion(unused=set(range(1, len(excluded) + 1)))
     fatal = False
+    quant = values.get("quant")
+    packed = isinstance(quant, Mapping) and quant.get("in") == MX_W
     for choice in _product(given):
         built: list[Spec] = []
         broken: list[Broken] = []
         for rest in _product(free):
-            if rest.keys() >= {"tile", "cluster"} and (rest["cluster"] == ALONE) != (rest["tile"] in FEW):
+            if rest.keys() >= {"tile", "cluster"} and (rest["cluster"] == ALONE) != (packed or rest["tile"] in FEW):
                 continue
             spec = schema.make(stem, values, choice | rest)
-            if "cluster" in free and (spec.cluster == ALONE) != (spec.mainloop == SWAPPED):
+            if "cluster" in free and (spec.cluster == ALONE) != (packed or spec.mainloop == SWAPPED):
                 continue
             matching = _matching(spec, index)
             expansion.unused -= matching
@@ -148,9 +152,9 @@ def _chosen(specs: Sequence[Any], free: Mapping[str, Any]) -> list[Any]:
 
 def _fits(spec: Any) -> bool:
     """Whether the problem is one that the tile is a candidate for."""
-    if spec.tile in FEW:
+    if spec.mainloop == SWAPPED:
         problem = _problem(spec)
-        return few_rows(problem["M"], problem["E"], spec.grouped, spec.plan.arch)
+        return few_rows(problem["M"], problem["E"], spec.grouped, max(spec.tile[0], *spec.plan.arch.tile_rows[SWAPPED]))
     narrow = spec.op == "dense-gemm" and spec.problem is not None and spec.problem.N <= NARROW
     return spec.tile != LOW or narrow
 

@@ -44,6 +44,12 @@ def test_weights_of_groups_without_rows_are_not_read():
     assert work == Work(2 * 100 * 64 * 32, 2 * (100 * 32 + 3 * 64 * 32 + 100 * 64))
 
 
+def test_mxfp4_weights_are_read_as_half_bytes_with_a_scale_for_32():
+    spec = gemm_spec(tile=(16, 128), quant="in=mxfp4-weights").canonical()
+    work = gemm_work(spec, rows=100, groups=8, busy=3, n=192, k=256)
+    assert work == Work(2 * 100 * 192 * 256, 2 * 100 * (256 + 192) + 3 * 192 * (128 + 8), 1.0)
+
+
 def test_fp8_weights_are_read_as_bytes_with_their_scales_and_multiplied_in_16_bits():
     spec = gemm_spec(tile=(16, 64), quant="in=fp8-weights").canonical()
     work = gemm_work(spec, rows=100, groups=8, busy=3, n=192, k=256)

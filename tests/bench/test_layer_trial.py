@@ -33,7 +33,8 @@ ADDED = {"bias": True, "grad_dtype": "f32", "accumulate": True, "shared": 16}
 # A gate near 0 has another slope once its row, times its weight, was rounded.
 RELU = {"activation": {"kind": "reglu"}, "glu_layout": "concat", "router": {"scale": "input"}, "tokens": 256}
 CODED = {"weights": "fp8-block", "keep": "none", "hidden": 144, "intermediate": 128, "shared": 128}
-OTHERS = {"added": ADDED, "relu": RELU, "fp8-weights": CODED}
+PACKED = {"weights": "mxfp4", "keep": "none", "intermediate": 64, "shared": 128, "bias": True}
+OTHERS = {"added": ADDED, "relu": RELU, "fp8-weights": CODED, "mxfp4-weights": PACKED}
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:

@@ -49,6 +49,8 @@ class Loose(Layer):
 
     def kernel_name(self, part: str, tokens: int) -> str:
         name = super().kernel_name(part, tokens)
+        if not name:  # not launched for so many tokens
+            return name
         if not pinned(self._tables[part]):
             result = self._library.variants(name.partition("@")[0], self._library.find(name).arch)
             name = str(self._rng.choice([record.name for record in result]))
@@ -57,6 +59,8 @@ class Loose(Layer):
 
     def _kernel(self, part: str, dims: Any) -> Any:
         name = self.kernel_name(part, dims["T"])
+        if not name:
+            return None
         kernel = self._library.load(name) if name not in self._held else self._held[name]
         self._held[name] = kernel
         if not OPERATIONS[self._tables[part]["op"]].gemm:

@@ -57,7 +57,7 @@ def multiple_of_n(spec: KernelSpec) -> int:
     """What N must be a multiple of: 16 bytes a row of w and of y, and whole blocks of the layout."""
     if spec.plan.quant.by_block and spec.plan.halved and spec.glu_layout == "concat":
         return 128
-    if spec.plan.quant.weights_alone and spec.glu_layout == "concat":
+    if spec.plan.quant.weights_alone and spec.glu_layout == "concat" and not spec.plan.quant.mx_weights:
         return 256
     if spec.activation.backward and spec.plan.quant.coded and spec.glu_layout != "none":
         return {"concat": 128, "interleaved": 16}.get(spec.glu_layout, 32)

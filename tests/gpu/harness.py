@@ -15,7 +15,7 @@ import numpy as np
 from fusekit import reference
 from fusekit.dtypes import DTYPES as FORMATS
 from fusekit.plan.exchange import CHUNK, words
-from fusekit.plan.quant import SIDE
+from fusekit.plan.quant import PACKED, SIDE
 from fusekit.reference.fp8 import padded_starts
 from fusekit.spec import KernelSpec
 
@@ -31,7 +31,7 @@ CODED = ("_q", "_s", "_t", "_ts", "_amax")  # endings of outputs that `reference
 TOKENS = {"x", "dy", "preactivation"}
 DTYPES = {
     "bf16": np.uint16, "fp16": np.uint16, "f32": np.float32, "i32": np.int32, "e4m3": np.uint8, "e5m2": np.uint8,
-    "e8m0": np.uint8,
+    "e8m0": np.uint8, "u8": np.uint8,
 }  # fmt: skip
 
 
@@ -275,8 +275,8 @@ def _gaps(name: str, buffer: Buffer, rows: np.ndarray) -> list[str]:
 def _placed(name: str, shape: tuple[int, ...], dtype: str, pad: int, data: np.ndarray | None) -> Buffer:
     """The buffer of an argument; vectors, and what is compact like them, without padding and less well aligned."""
     if name in VECTORS or name.endswith("_amax"):
-        return guarded(shape, dtype, 0, data, GUARD + np.dtype(DTYPES[dtype]).itemsize)
-    if name in COMPACT or dtype == "e8m0":
+        return guarded(shape, dtype, 0, data, GUARD + max(np.dtype(DTYPES[dtype]).itemsize, 4))
+    if name in COMPACT or dtype in ("e8m0", "u8"):
         pad = 0
     return guarded(shape, dtype, pad * 2 if np.dtype(DTYPES[dtype]).itemsize == 1 else pad, data)
 
@@ -311,4 +311,5 @@ def _dtype_of(spec: KernelSpec, name: str) -> str:
     fixed: Mapping[str, str] = {"offsets": "i32", "index": "i32", "arrivals": "i32", **dict.fromkeys(singles, "f32")}
     names = ("dy_t", "x_t") if spec.epilogue == "wgrad" else ("x", "w")
     fixed = dict(zip(names, spec.plan.factors, strict=True)) | fixed
+    fixed |= {"w_s": PACKED} if spec.plan.quant.mx_weights else {}
     return fixed.get(name, spec.dtype)

@@ -152,6 +152,12 @@ THREE = (
              "another layout"],
         ),
         (
+            {"weights": "mxfp4", "hidden": 96, "intermediate": 96, "dtype": "bf16", "b_major": "n", "keep": "none"},
+            ['b_major = "n": MXFP4 checkpoints have w1 [X, N, H] and w2 [X, H, I]; say b_major = "k"',
+             *(f"{field} = 96: a step of a product reads two scales of 32 values; say a multiple of 64"
+               for field in ("hidden", "intermediate"))],
+        ),
+        (
             CODED | {"b_major": "n"},
             ['b_major = "n": FP8 checkpoints have w1 [X, N, H] and w2 [X, H, I]; say b_major = "k"'],
         ),

@@ -97,6 +97,45 @@ def test_the_main_loop_of_fp8_weights_follows_from_the_tile(tile, mainloop):
     assert {spec.mainloop for spec in parse_text(text + FP8_W, "k")} == {mainloop}
 
 
+MX_W = 'quant = { in = "mxfp4-weights" }\n'
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            "tile = [16, 64]",
+            "tiles of MXFP4 weights are [128, 128], or 16 or 32 or 64 high and 128 wide; say one of these",
+        ),
+        ("tile = [128, 128]\ncluster = [2, 1]", "CTAs do not share tiles of MXFP4 weights; say [1, 1]"),
+        ('tile = [16, 128]\nb_major = "n"', 'MXFP4 weights are contiguous along K: w is [E, N, K]; say b_major = "k"'),
+        ('tile = [16, 128]\ndtype = "fp16"', 'bf16 is made of MXFP4 weights, as x is; say dtype = "bf16"'),
+        (
+            "tile = [16, 128]\nproblem = { E = 1, M = 1, N = 8, K = 96 }",
+            "problem.K = 96: a step reads two scales of 32 values of w, so K is a multiple of 64; say 64 or 128",
+        ),
+    ],
+)
+def test_what_mxfp4_weights_need(keys, message):
+    text = f'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-gemm"\narch = "sm_90a"\n{keys}\n'
+    assert any(message in line for line in problems(text + MX_W))
+
+
+@pytest.mark.parametrize(
+    ("tile", "mainloop"), [((16, 128), "swap-ab"), ((64, 128), "swap-ab"), ((128, 128), "cooperative")]
+)
+def test_tiles_of_mxfp4_weights_have_a_main_loop_and_no_neighbour(tile, mainloop):
+    text = f'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-gemm"\narch = "sm_90a"\ntile = {list(tile)}\n'
+    assert {(spec.mainloop, spec.cluster) for spec in parse_text(text + MX_W, "k")} == {(mainloop, (1, 1))}
+
+
+def test_mxfp4_weights_have_tiles_for_few_rows_and_for_many():
+    text = 'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-gemm"\narch = "sm_90a"\n' + MX_W
+    for rows, height in ((64, 16), (1024, 64), (65536, 128)):
+        specs = parse_text(text + f"problem = {{ E = 32, M = {rows}, N = 2880, K = 2880 }}\n", "k")
+        assert specs[0].tile == (height, 128)
+
+
 SWIGLU = 'activation = { kind = "swiglu" }\nglu_layout = "%s"\n'
 
 

@@ -25,7 +25,10 @@ AT = "[[kernel]] 1 (fc1): "
         ("bias = 1", "bias = 1: must be true or false, is an integer"),
         ('b_major = "m"', 'b_major = "m": must be "k" or "n"'),
         ('quant = "fp8"', 'quant = "fp8": must be "none", or a table { in = .., x_format = ..'),
-        ('quant = { in = "fp8-rows" }', 'must be "none", "fp8-tensor", "fp8-row", "fp8-block" or "fp8-weights"; did'),
+        (
+            'quant = { in = "fp8-rows" }',
+            'must be "none", "fp8-tensor", "fp8-row", "fp8-block", "fp8-weights" or "mxfp4-weights"; did',
+        ),
         (
             'quant = { x_format = "e5m2" }',
             'quant.x_format = "e5m2": it is about in, which is "none"; say in = "fp8-block"',

@@ -1,5 +1,5 @@
 """The operands of a layer's products: tensors as they are; or by the recipe "fp8-block" FP8 values and their scales; or
-with `weights = "fp8-block"` rows as they are and FP8 weights.
+with `weights = "fp8-block"` or "mxfp4" rows as they are and weights as a checkpoint has them.
 
     product       reads                          product      reads, along the tokens
     fc1           rows of x, w1                  fc2-wgrad    dy, activation
@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fusekit.abi.layer_pass import ARGUMENT
 from fusekit.plan.layer.program import QUANTISE, WGRAD
-from fusekit.plan.quant import BLOCK, FP8_W, NONE, SIDE
+from fusekit.plan.quant import BLOCK, FP8_W, MX_SIDE, MX_W, NONE, PACKED, SIDE
 from fusekit.plan.quantise import MOST_TOPK, SQUARE
 
 if TYPE_CHECKING:
     from fusekit.plan.layer.passes import Passes
 
 E4M3 = "e4m3"
+MXFP4 = "mxfp4"
 Which = str | tuple[str, ...]  # one or more passes of a layer
 
 
@@ -68,6 +69,9 @@ class Rows:
 class Factors(Protocol):
     """The operands of a layer's products, and the results that are operands of others, by a recipe."""
 
+    def stored(self, *shape: int) -> tuple[int, ...]:
+        """The shape in memory of a weight of `shape`."""
+
     def weight(self, name: str, major: str, *shape: int) -> None:
         """Adds the step that quantises the weight `name`, which lies by `major`."""
 
@@ -88,8 +92,8 @@ class Factors(Protocol):
 
 def factors(passes: Passes) -> Factors:
     """The operands of the layer's recipe, or with weights as a checkpoint has them."""
-    if passes.options.weights == BLOCK:
-        return CodedWeights(passes)
+    if passes.options.weights != NONE:
+        return (PackedWeights if passes.options.weights == MXFP4 else CodedWeights)(passes)
     return Plain(passes) if passes.options.recipe == NONE else Blocks(passes)
 
 
@@ -98,6 +102,9 @@ class Plain:
 
     def __init__(self, passes: Passes) -> None:
         self.passes = passes
+
+    def stored(self, *shape: int) -> tuple[int, ...]:
+        return shape
 
     def weight(self, name: str, major: str, *shape: int) -> None:
         """Nothing to quantise."""
@@ -122,6 +129,8 @@ class Plain:
 class CodedWeights(Plain):
     """Tensors of the layer's dtype times FP8 weights, of which NAME_s has the scales."""
 
+    kind = FP8_W
+
     def weight(self, name: str, major: str, *shape: int) -> None:
         """As in `Factors`: the scales are an argument."""
         *experts, rows, columns = shape
@@ -131,7 +140,21 @@ class CodedWeights(Plain):
     def product(self, which: Which, rows: Rows, weight: str, major: str, *, backward: bool = False) -> Given:
         """As in `Factors`."""
         given = super().product(which, rows, weight, major, backward=backward)
-        return given | Given({"quant": {"in": FP8_W}}, {"w_s": f"{weight}_s"})
+        return given | Given({"quant": {"in": self.kind}}, {"w_s": f"{weight}_s"})
+
+
+class PackedWeights(CodedWeights):
+    """Likewise of MXFP4 weights [..., N, K / 32, 16] with a scale of a byte for 32 of K."""
+
+    kind = MX_W
+
+    def stored(self, *shape: int) -> tuple[int, ...]:
+        """As in `Factors`: bytes of two values."""
+        return (*shape[:-1], shape[-1] // MX_SIDE, MX_SIDE // 2)
+
+    def weight(self, name: str, major: str, *shape: int) -> None:
+        """As in `Factors`: the scales are an argument."""
+        self.passes.buffer(f"{name}_s", *shape[:-1], shape[-1] // MX_SIDE, dtype=PACKED, place=ARGUMENT)
 
 
 class Blocks:
@@ -140,6 +163,9 @@ class Blocks:
     def __init__(self, passes: Passes) -> None:
         self.passes, self.options = passes, passes.options
         self.plain = Plain(passes)
+
+    def stored(self, *shape: int) -> tuple[int, ...]:
+        return shape
 
     def weight(self, name: str, major: str, *shape: int) -> None:
         """As in `Factors`: FP8 values in both orientations, by a pass of their own; without those that only gradients

@@ -12,14 +12,14 @@ from fusekit.plan.arch import ARCHES, arch_hint
 from fusekit.plan.exchange import MOST_RANKS
 from fusekit.plan.fields import Field, type_hint
 from fusekit.plan.gemm import SEGMENT
-from fusekit.plan.quant import BLOCK, NONE, SIDE, W_FORMAT
+from fusekit.plan.quant import BLOCK, MX_SIDE, NONE, PACKED, SIDE, W_FORMAT
 from fusekit.plan.quantise import BLOCKS, ROWS
 from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS
 
 MOE, MLP = "moe", "mlp"
 KINDS = (MOE, MLP)
 X, LOGITS, CHOICES = "x", "logits", "choices"
-F32, NOTHING = "f32", "none"
+F32, NOTHING, MXFP4 = "f32", "none", "mxfp4"
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 TOKENS = 8192  # of a layer without a problem
 DECODED = (1, 64, 128, 256)  # further ones, of a layer for inference alone
@@ -80,7 +80,8 @@ class Options:
     @property
     def projections(self) -> str:
         """Type of the projections' weights."""
-        return W_FORMAT if self.weights == BLOCK else self.weight_dtype or self.dtype
+        coded = {BLOCK: W_FORMAT, MXFP4: PACKED}
+        return coded.get(self.weights) or self.weight_dtype or self.dtype
 
     @property
     def local(self) -> int:
@@ -157,10 +158,11 @@ def layer_fields(activation: tuple[Field, ...], dtypes: tuple[str, ...]) -> tupl
             "e4m3 values with a scale for 128 elements, of weights for 128 x 128.",
             choices=(NONE, BLOCK), default=NONE),
         Field("weights", "choice",
-            'How w1, w2 and the shared expert\'s weights lie in memory: "none", as weight_dtype says; or "fp8-block", '
-            "as FP8 checkpoints have them: e4m3 values with a float32 scale for 128 x 128, w1_s and so on. Tokens stay "
-            'bf16. With keep = "none" alone.',
-            choices=(NONE, BLOCK), default=NONE),
+            'How w1, w2 and the shared expert\'s weights lie in memory: "none", as weight_dtype says; "fp8-block", '
+            "as FP8 checkpoints have them: e4m3 values with a float32 scale for 128 x 128, w1_s and so on; or "
+            '"mxfp4", as those of gpt-oss: bytes of two e2m1 values, [X, N, H / 32, 16], with a scale of a byte for 32 '
+            'of a row. Tokens stay bf16. With keep = "none" alone.',
+            choices=(NONE, BLOCK, MXFP4), default=NONE),
         Field("x_blocks", "choice", 'With a recipe: "128x128", one scale for 128 tokens of 128 columns of what the '
             'gradients of w1 and w2 read as x, which then take less time: x and the activation (b_major = "n": dz and '
             "dy).",
@@ -288,10 +290,13 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
 
 
 def _broken_weights(options: Options) -> Iterator[tuple[str, Any, str]]:
-    """Rules of a layer whose weights are FP8 values as a checkpoint has them."""
+    """Rules of a layer whose weights are FP8 or MXFP4 values as a checkpoint has them."""
+    packed = options.weights == MXFP4
+    what = "MXFP4" if packed else "FP8"
     three = (
-        f'weights = "{BLOCK}": a checkpoint has FP8 weights, tokens stay bf16; recipe = "{BLOCK}": bf16 or float32 '
-        "weights and tokens are quantised, for training too; weight_dtype: the type of weights that recipe quantises"
+        f'weights = "{options.weights}": a checkpoint has {what} weights, tokens stay bf16; recipe = "{BLOCK}": '
+        "bf16 or float32 weights and tokens are quantised, for training too; weight_dtype: the type of weights that "
+        "recipe quantises"
     )
     if options.recipe != NONE:
         yield "weights", options.weights, f"goes with no recipe; say one of the two. {three}"
@@ -301,9 +306,15 @@ def _broken_weights(options: Options) -> Iterator[tuple[str, Any, str]]:
         rule = "a backward pass reads weights that an optimiser has changed, and these have no optimiser"
         yield "keep", options.keep, f'{rule}; say keep = "{NOTHING}", or recipe = "{BLOCK}" instead of weights'
     if options.dtype != "bf16" and options.kind != MOE:
-        yield "dtype", options.dtype, 'bf16 is made of FP8 weights; say dtype = "bf16", or leave weights out'
+        yield "dtype", options.dtype, f'bf16 is made of {what} weights; say dtype = "bf16", or leave weights out'
     if options.b_major != "k":
-        yield "b_major", options.b_major, 'FP8 checkpoints have w1 [X, N, H] and w2 [X, H, I]; say b_major = "k"'
+        yield "b_major", options.b_major, f'{what} checkpoints have w1 [X, N, H] and w2 [X, H, I]; say b_major = "k"'
+    if packed:
+        for field in ("hidden", "intermediate", "shared"):
+            if getattr(options, field) % (2 * MX_SIDE):
+                rule = f"a step of a product reads two scales of {MX_SIDE} values; say a multiple of {2 * MX_SIDE}"
+                yield field, getattr(options, field), rule
+        return
     yield from _broken_rows(options, SIDE, f"a scale of w1 is of {SIDE} columns of gates alone, or of ups")
 
 

@@ -123,7 +123,8 @@ class Passes:
 
     def parameter(self, name: str, *shape: int, grad: str = "", dtype: str = "", major: str = "") -> tuple[str, str]:
         """A parameter and its gradient. major: of a projection's weight."""
-        argument = self.buffer(name, *shape, dtype=self.options.projections if major else dtype, place=ARGUMENT)
+        stored = self.factors.stored(*shape) if major else shape
+        argument = self.buffer(name, *stored, dtype=self.options.projections if major else dtype, place=ARGUMENT)
         if major:
             self.factors.weight(name, major, *shape)
         return argument, self.buffer(f"d{name}", *shape, dtype=grad or self.options.grad_dtype, place=ARGUMENT)

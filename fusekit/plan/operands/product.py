@@ -15,6 +15,7 @@ from fusekit.plan.operands.base import (
     tensor,
     vector,
 )
+from fusekit.plan.quant import MX_SIDE
 
 
 class X(Operand):
@@ -31,7 +32,7 @@ class X(Operand):
 
 
 class W(Operand):
-    """w [E, N, K] or [E, K, N]; dense without E."""
+    """w [E, N, K] or [E, K, N], of MXFP4 values [E, N, K / 32, 16] bytes; dense without E."""
 
     name, order, epilogues = "w", 20, (FORWARD, BACKWARD)
     words = {
@@ -41,8 +42,12 @@ class W(Operand):
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         shape: tuple[Expr, ...] = (plan.n, "K") if plan.b_major == "k" else ("K", plan.n)
-        strides = tuple(f"w.stride{index}" for index in range(len(plan.leading) + 1))
-        return (tensor("w", "input", plan.factors[1], (*plan.leading, *shape), (*strides, 1), plan.vector),)
+        strides: tuple[Expr, ...] = (*(f"w.stride{index}" for index in range(len(plan.leading) + 1)), 1)
+        divisor = plan.vector
+        if plan.quant.mx_weights:
+            divisor = MX_SIDE // 2
+            shape, strides = (plan.n, ["floordiv", "K", MX_SIDE], divisor), (*strides[:-1], divisor, 1)
+        return (tensor("w", "input", plan.factors[1], (*plan.leading, *shape), strides, divisor),)
 
 
 class Y(Operand):

@@ -47,8 +47,8 @@ class Gather(DeviceOperand):
         self.wgrad = plan.wgrad
         width = plan.tile[plan.gathered_side]
         self.height = plan.tile_k if self.wgrad else width  # rows of a stage
-        self.boxes = width // plan.arch.box if self.wgrad else 1
-        self.stage_bytes = width * plan.arch.swizzle_bytes
+        self.boxes = (width if self.wgrad else plan.tile_k) // plan.arch.box
+        self.stage_bytes = width * (plan.arch.swizzle_bytes if self.wgrad else plan.x_row_bytes)
         self.share = self.height // GATHER_WARPS  # rows of a warp
         self.read_ahead = AHEAD if self.wgrad else 1  # sets of row numbers that a lane keeps
 
@@ -214,7 +214,7 @@ class Gather(DeviceOperand):
                 cute.arch.mbarrier_wait(shared.stages_empty + stage, phase)
                 self.copy(state, left - step * self.plan.tile_k, shared, stage, warp, lane)
                 cute.arch.cp_async_mbarrier_arrive_noinc(landed + stage)
-                state = (state[0], *(ptx.advance(address, ROW_BYTES) for address in state[1:]))
+                state = (state[0], *(ptx.advance(address, self.boxes * ROW_BYTES) for address in state[1:]))
             stage += 1
             if stage == self.plan.stages:
                 stage = Int32(0)

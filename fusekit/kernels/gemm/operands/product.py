@@ -20,6 +20,13 @@ class X(DeviceOperand):
         if self.plan.gathers:
             return None
         x = given.x if self.plan.skip_if_zero else self.kit.not_empty(given.x)
+        if self.plan.quant.mx_weights:  # a stage is of two boxes along K
+            box = self.plan.arch.box
+            x = cute.make_tensor(
+                x.iterator, cute.make_layout((x.shape[0], box, x.shape[1] // box), stride=(x.stride[0], 1, box))
+            )
+            shape = self.height, box, self.plan.tile_k // box
+            return self.kit.load_map(x, shape, self.kit.swizzled(self.dtype, box))
         return self.kit.load_map(x, (self.height, self.plan.tile_k), self.kit.swizzled(self.dtype, self.plan.tile_k))
 
     def view(self, parameter):
@@ -38,7 +45,12 @@ class X(DeviceOperand):
         tile_m, tile_k = self.plan.tile[0], self.plan.tile_k
         destination, barrier, k = stages.x + stage * (tile_m * tile_k), stages.full + stage, k_tile * tile_k
         starts = [row + first for first in range(0, tile_m, self.height)]
-        return self.kit.Boxes(descriptor, destination, barrier, starts, self.height * tile_k, lambda start: (k, start))
+        boxes = tile_k // self.plan.arch.box
+
+        def place(start):
+            return (0, start, k_tile * boxes) if self.plan.quant.mx_weights else (k, start)
+
+        return self.kit.Boxes(descriptor, destination, barrier, starts, self.height * tile_k, place)
 
 
 class W(DeviceOperand):
@@ -56,8 +68,8 @@ class W(DeviceOperand):
 
     def parameter(self, given):
         w, _ = self.view_nke(given.w)
-        box = (self.width, self.plan.tile_k, *([1] if self.plan.grouped else []))
-        return self.kit.load_map(w, box, self.kit.swizzled(self.dtype, self.plan.tile_k, n_major=self.n_major))
+        box = (self.width, self.plan.w_tile_k, *([1] if self.plan.grouped else []))
+        return self.kit.load_map(w, box, self.kit.swizzled(self.dtype, self.plan.w_tile_k, n_major=self.n_major))
 
     def view(self, parameter):
         return None
@@ -67,8 +79,12 @@ class W(DeviceOperand):
         return self.view_nke(given.w)[1]
 
     def view_nke(self, w):
-        """w viewed as [N, K, E], [N, K] when dense, whatever its layout in memory; and N."""
-        if self.plan.grouped:
+        """w viewed as [N, K, E], [N, K] when dense, whatever its layout in memory; and N. K: bytes of MXFP4 values."""
+        if self.plan.quant.mx_weights:
+            *groups, n, blocks, size = w.shape
+            *stride, row, _, _ = w.stride
+            layout = cute.make_layout((n, blocks * size, *groups), stride=(row, 1, *stride))
+        elif self.plan.grouped:
             layout = cute.select(w.layout, [2, 1, 0] if self.n_major else [1, 2, 0])
         else:
             layout = cute.select(w.layout, [1, 0] if self.n_major else [0, 1])
@@ -81,7 +97,7 @@ class W(DeviceOperand):
     def boxes(self, descriptor, stages, stage, k_tile, columns):
         """A stage of w; columns: (tile along N, half of N, group)."""
         n_tile, half_n, group = columns
-        tile_n, tile_k = self.plan.tile[1], self.plan.tile_k
+        tile_n, tile_k = self.plan.tile[1], self.plan.w_tile_k
         destination, barrier, k = stages.w + stage * (tile_n * tile_k), stages.full + stage, k_tile * tile_k
         if self.concat:
             half = tile_n // 2

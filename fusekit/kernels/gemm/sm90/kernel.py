@@ -186,6 +186,8 @@ class Gemm:
             cute.arch.sync_warp()
             if lane == 0:
                 ring.free(count)
+            if cutlass.const_expr(plan.alternates):  # in turn, each all rows of a tile
+                row_offset = ((consumer + count) & 1) * plan.warpgroup_rows
             if cutlass.const_expr(plan.swapped):
                 end = cutlass.min(end, row + plan.tile[0])  # the epilogue's blocks are higher than the tile
             tile = Tile(row + row_offset, end, column_of(n_tile), group, count)

@@ -18,6 +18,7 @@ from fusekit.kernels import ptx
 from fusekit.kernels.floats import fma
 from fusekit.kernels.gemm.sm90.dequantised import DequantisedLoop
 from fusekit.kernels.gemm.sm90.main_loop import MainLoop, Run, Stages, release
+from fusekit.kernels.gemm.sm90.packed import PackedLoop
 from fusekit.kernels.gemm.sm90.swapped import SwappedLoop
 from fusekit.plan.arch.sm_90a import WARP_ROWS
 from fusekit.plan.gemm import SEGMENT, GemmPlan
@@ -27,7 +28,7 @@ from fusekit.plan.operands.x_scale import stage_bytes, w_scales
 def main_loop(plan: GemmPlan, halves) -> MainLoop:
     """The main loop of a kernel whose factors are x and w."""
     if plan.quant.weights_alone:
-        return DequantisedLoop(plan, halves)
+        return (PackedLoop if plan.quant.mx_weights else DequantisedLoop)(plan, halves)
     return (SwappedLoop if plan.swapped else PromotedLoop if plan.quant.promoted else MainLoop)(plan, halves)
 
 

@@ -38,7 +38,7 @@ class SwappedLoop(MainLoop):
     def x_tensor(self, pointer):
         """Rows of x at `pointer`, every stage."""
         tile_m, tile_k = self.plan.tile[0], self.plan.tile_k
-        layout = staged(swizzled(self.x_dtype, tile_k), (tile_m, tile_k), self.plan.stages, tile_m * tile_k)
+        layout = staged(swizzled(self.x_dtype, self.plan.arch.box), (tile_m, tile_k), self.plan.stages, tile_m * tile_k)
         return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.x_dtype), layout.outer)
 
     def tiled_mma(self):
@@ -74,24 +74,34 @@ class SwappedLoop(MainLoop):
             own = self.plan.arch.consumer_warpgroups
             barrier, threads, region = self.plan.named_barrier(TURNS), own * threads, 0
             first, rows = consumer * (tile_n // own), consumer * 4
-        flat = cute.make_tensor(products.iterator, cute.make_layout(cute.size(products)))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3
         base = memory.toint() + region * (4 * tile_m * pitch)
         column, row = first + warp * WARP_ROWS + (lane >> 2), (lane & 3) * 2  # of the lane's first product
         to = base + (row * pitch + column) * 4
         cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)  # the tile before has been read
-        for block in cutlass.range_constexpr(tile_n // own // 64):
-            for chunk in cutlass.range_constexpr(tile_m // 8):
-                for r in cutlass.range_constexpr(2):
-                    for c in cutlass.range_constexpr(2):
-                        place = (chunk * 8 + c) * pitch + block * 64 + r * 8
-                        value = flat[block * (tile_m // 2) + chunk * 4 + r * 2 + c]
-                        ptx.store_shared_f32(to + place * 4, value)
+        self.put(products, to, tile_n // own // 64)
         cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
         line = ((rows + warp) & (tile_m // WARP_ROWS - 1)) * WARP_ROWS + (lane >> 2)
         source = base + (line * pitch + (lane & 3) * 2) * 4
-        for chunk in cutlass.range_constexpr(tile_n // 8):
-            for r in cutlass.range_constexpr(2):
+        self.take(most, source)
+
+    def put(self, products, to: Int32, blocks: int) -> None:
+        """Store a lane's products, from its first one's place on; of so many times 64 columns."""
+        tile_m, pitch = self.plan.tile[0], self.plan.exchange_pitch
+        flat = cute.make_tensor(products.iterator, cute.make_layout(cute.size(products)))
+        for block in range(blocks):
+            for chunk in range(tile_m // 8):
+                for r in range(2):
+                    for c in range(2):
+                        place = (chunk * 8 + c) * pitch + block * 64 + r * 8
+                        value = flat[block * (tile_m // 2) + chunk * 4 + r * 2 + c]
+                        ptx.store_shared_f32(to + place * 4, value)
+
+    def take(self, most, source: Int32) -> None:
+        """Load a lane's products of a row and of the eighth after it, from its first one's place on."""
+        tile_n, pitch = self.plan.tile[1], self.plan.exchange_pitch
+        for chunk in range(tile_n // 8):
+            for r in range(2):
                 pair = ptx.load_shared_f32x2(source + (r * 8 * pitch + chunk * 8) * 4)
-                for c in cutlass.range_constexpr(2):
+                for c in range(2):
                     most[chunk * 4 + r * 2 + c] = pair[c]
