@@ -166,7 +166,7 @@ REFUSED = {
     "many": "a loop on the arguments makes calls: .*a launch record launches always the same",
     "loop": "a loop on the arguments makes it: .*no launch can be made of it",
     "float_grid": "a launch record cannot compute .*fptosi",
-    "power": "intr.exp2 is an operation .*compute it before the launch, and pass the result",
+    "power": r"intr.exp2 is an operation .*compute it before the launch, and pass the result",
     "other_stream": "another stream than the one that it is given",
     "nothing": "launches no kernel",
     "wide_number": "argument 1 has 64 bits, the source gives a number of 32; give it in the parameter's own type",

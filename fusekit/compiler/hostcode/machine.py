@@ -247,8 +247,8 @@ class Run:
             result = self.arithmetic(instruction, operands)
         else:
             raise BuildError(
-                f"host code: {name} is an operation that a launch record is not read out of: {instruction.place}; compute it"
-                " before the launch, and pass the result"
+                f"host code: {name} is an operation that a launch record is not read out of: {instruction.place};"
+                " compute it before the launch, and pass the result"
             )
         if instruction.result is not None:
             self.slots[instruction.result] = result
