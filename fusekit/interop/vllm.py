@@ -1,8 +1,8 @@
 """fusekit as an experts kernel of vLLM 0.33: a plugin, by the entry point `vllm.general_plugins`.
 
-vLLM keeps routing, expert maps and communication. Where its automatic choice for bf16 experts, or for FP8 experts with
-128 x 128 scales, is Triton and a layer of the store computes these experts, fusekit runs them, on vLLM's weights and
-scales as they are; elsewhere vLLM's choice stays.
+vLLM keeps routing, expert maps and communication. Where its automatic choice for bf16 experts, for FP8 experts with
+128 x 128 scales or for MXFP4 experts of gpt-oss is Triton, for the last also Marlin, and a layer of the store computes
+these experts, fusekit runs them, on vLLM's weights and scales as they are; elsewhere vLLM's choice stays.
 """
 
 from __future__ import annotations
@@ -15,9 +15,14 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationConfig
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
-from vllm.model_executor.layers.fused_moe.oracle import fp8, unquantized
+from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp4, unquantized
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
-from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
+from vllm.model_executor.layers.quantization import mxfp4 as mxfp4_methods
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8Dynamic128Sym,
+    kFp8Static128BlockSym,
+    kMxfp4Static,
+)
 from vllm.platforms import current_platform
 
 from fusekit.errors import NotBuiltError
@@ -27,7 +32,8 @@ from fusekit.interop.torch_layer import DTYPES, stream_of
 from fusekit.library import Library
 
 NAME = "FusekitExperts"
-_FP8 = "fp8-block"  # of a layer's weights
+_FP8, _MXFP4 = "fp8-block", "mxfp4"  # of a layer's weights
+_MXFP4_SIDE = 64  # such a layer's intermediate is a multiple of it; vLLM fills up with zeros
 _GATED: dict[str, dict[str, Any]] = {
     "silu": {"kind": "swiglu"},
     "gelu": {"kind": "geglu"},
@@ -44,7 +50,7 @@ _PLAIN: dict[str, dict[str, Any]] = {
 
 
 def register(library: Library | None = None, layers: str = "*") -> None:
-    """Lets vLLM's unquantized and FP8 experts choose fusekit. The entry point calls it in each process of vLLM.
+    """Lets vLLM's unquantized, FP8 and MXFP4 experts choose fusekit. The entry point calls it in each process of vLLM.
 
     Parameters
     ----------
@@ -59,9 +65,9 @@ def register(library: Library | None = None, layers: str = "*") -> None:
         return
     experts_class = _experts_class(Chooser(library, layers, init_logger("vllm.fusekit")))
 
-    def choose(selected: tuple[Any, Any], triton: Any, moe_config: Any, *keys: Any) -> tuple[Any, Any]:
+    def choose(selected: tuple[Any, Any], backends: tuple[Any, ...], moe_config: Any, *keys: Any) -> tuple[Any, Any]:
         backend, kernel = selected
-        if backend is triton and moe_config.moe_backend == "auto":
+        if backend in backends and moe_config.moe_backend == "auto":
             standard = mk.FusedMoEActivationFormat.Standard
             supported, why = experts_class.is_supported_config(experts_class, moe_config, *keys, standard)
             if supported:
@@ -71,15 +77,26 @@ def register(library: Library | None = None, layers: str = "*") -> None:
         return backend, kernel
 
     def select(moe_config: Any) -> tuple[Any, Any]:
-        return choose(theirs(moe_config), unquantized.UnquantizedMoeBackend.TRITON, moe_config, None, None)
+        return choose(theirs(moe_config), (unquantized.UnquantizedMoeBackend.TRITON,), moe_config, None, None)
 
     def select_fp8(config: Any, weight_key: Any, activation_key: Any, allow_vllm_cutlass: bool = False) -> Any:
         selected = theirs_fp8(config, weight_key, activation_key, allow_vllm_cutlass)
-        return choose(selected, fp8.Fp8MoeBackend.TRITON, config, weight_key, activation_key)
+        return choose(selected, (fp8.Fp8MoeBackend.TRITON,), config, weight_key, activation_key)
+
+    theirs_mxfp4, backends = mxfp4_methods.select_mxfp4_moe_backend, mxfp4.Mxfp4MoeBackend
+
+    def select_mxfp4(config: Any, activation_key: Any = None) -> Any:
+        selected = theirs_mxfp4(config, activation_key)
+        if activation_key is not None:
+            return selected
+        backend, kernel = choose(selected, (backends.TRITON, backends.MARLIN), config, kMxfp4Static, None)
+        # The backend says how vLLM lays weights out after it has loaded them: for that of XPUs, as they are.
+        return (backends.XPU if kernel is experts_class else backend), kernel
 
     select.fusekit = True  # type: ignore[attr-defined]
     replace("select_unquantized_moe_backend", theirs, select)
     replace("select_fp8_moe_backend", theirs_fp8, select_fp8)
+    mxfp4_methods.select_mxfp4_moe_backend = select_mxfp4  # of gpt-oss; other formats ask the oracle itself
 
 
 def replace(name: str, old: Callable[..., Any], new: Callable[..., Any]) -> None:
@@ -102,10 +119,12 @@ def described(moe_config: Any, quant_config: Any, weights: str = "none") -> Expe
     if name == "swigluoai_uninterleave":
         activation |= {"alpha": numbers.alpha, "up_offset": numbers.beta}
     layout = "none" if name in _PLAIN else "interleaved" if name == "swigluoai" else "concat"
+    intermediate = moe_config.intermediate_size_per_partition
+    if weights == _MXFP4:
+        intermediate += -intermediate % _MXFP4_SIDE
     return Experts(
-        moe_config.hidden_dim, moe_config.intermediate_size_per_partition, moe_config.num_local_experts,
-        moe_config.experts_per_token, dtypes[0], given_parameters(activation), layout, moe_config.has_bias, "k",
-        weights=weights,
+        moe_config.hidden_dim, intermediate, moe_config.num_local_experts, moe_config.experts_per_token, dtypes[0],
+        given_parameters(activation), layout, moe_config.has_bias, "k", weights=weights,
     )  # fmt: skip
 
 
@@ -117,7 +136,7 @@ def _experts_class(chooser_: Chooser) -> Any:
 
         def __init__(self, moe_config: Any, quant_config: Any, **more: Any) -> None:
             super().__init__(moe_config, quant_config, **more)
-            weights = "none" if quant_config.weight_quant_dtype is None else _FP8
+            weights = {None: "none", _MXFP4: _MXFP4}.get(quant_config.weight_quant_dtype, _FP8)
             served = _served(self.chooser, moe_config, quant_config, weights)
             if served is None:  # the numbers of the activation came after the choice, and are others
                 experts = described(moe_config, quant_config, weights)
@@ -143,7 +162,7 @@ def _experts_class(chooser_: Chooser) -> Any:
             quant_config = FusedMoEQuantConfig.make()
             if described(moe_config, quant_config) is None:
                 return False, f"kernel does not support {moe_config.activation} of {moe_config.in_dtype}"
-            weights = "none" if weight_key is None else _FP8
+            weights = {None: "none", kMxfp4Static: _MXFP4}.get(weight_key, _FP8)
             return _served(cls.chooser, moe_config, quant_config, weights) is not None, None
 
         @staticmethod
@@ -160,7 +179,8 @@ def _experts_class(chooser_: Chooser) -> Any:
 
         @staticmethod
         def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-            return (weight_key, activation_key) in ((None, None), (kFp8Static128BlockSym, kFp8Dynamic128Sym))
+            known = (None, None), (kFp8Static128BlockSym, kFp8Dynamic128Sym), (kMxfp4Static, None)
+            return (weight_key, activation_key) in known
 
         @staticmethod
         def _supports_activation(activation: Any) -> bool:
@@ -195,6 +215,8 @@ def _experts_class(chooser_: Chooser) -> Any:
                 topk_ids = expert_map[topk_ids].where(topk_ids >= 0, -1)
             if apply_router_weight_on_input:  # vLLM has multiplied x by them
                 topk_weights = topk_weights.new_ones(topk_weights.shape)
+            if self.quant_config.weight_quant_dtype == _MXFP4:  # two values a byte, [X, N, K / 2]
+                w1, w2 = (weights.unflatten(-1, (-1, 16)) for weights in (w1, w2))
             parameters = {"w1": w1, "w2": w2, "b1": self.w1_bias, "b2": self.w2_bias, "w1_s": self.w1_scale,
                           "w2_s": self.w2_scale}  # fmt: skip
             self._served(

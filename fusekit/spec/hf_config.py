@@ -9,6 +9,7 @@ import json
 from difflib import get_close_matches
 
 from fusekit.errors import SpecError
+from fusekit.plan.layer.options import MXFP4
 from fusekit.plan.quant import BLOCK
 from fusekit.spec.config_fields import Fields
 from fusekit.spec.hf_families import FAMILIES
@@ -60,7 +61,7 @@ def read_model(text: str, source: str, family: str | None = None) -> Model:
             0, f"the config's model_type is {show(model_type)}; it is read as {family}, as was asked for"
         )
     dtype = _dtype(fields)
-    quantised, weights = _quantised(fields)
+    quantised, weights = _quantised(fields, model_type)
     notes = (*fields.notes, *fields.unread(), *quantised)
     return Model(model_type, hidden, mlps, router, dtype, notes, weights if dtype == "bf16" else "none")
 
@@ -74,19 +75,24 @@ def _dtype(fields: Fields) -> str:
     return "bf16"
 
 
-def _quantised(fields: Fields) -> tuple[list[str], str]:
+def _quantised(fields: Fields, model_type: str) -> tuple[list[str], str]:
     """(notes, a layer's `weights`) of the checkpoint."""
     config = fields.values.get("quantization_config")
     if not config:
         return [], "none"
     method = config.get("quant_method", config) if isinstance(config, dict) else config
     if isinstance(config, dict) and method == "fp8" and config.get("weight_block_size") == [128, 128]:
-        note = (
-            f'the checkpoint has e4m3 values with 128x128 scales: layers for inference with weights = "{BLOCK}" read '
-            f"them as they are; for others, dequantise them when loading"
-        )
-        return [note], BLOCK
+        return [_as_they_are("e4m3 values with 128x128 scales", BLOCK)], BLOCK
+    if method == "mxfp4" and model_type == "gpt_oss":
+        return [_as_they_are("experts of e2m1 values with a scale for 32", MXFP4)], MXFP4
     note = (
         f"the checkpoint is quantised ({show(method)}): these kernels take 16-bit weights; dequantise them when loading"
     )
     return [note], "none"
+
+
+def _as_they_are(what: str, weights: str) -> str:
+    return (
+        f'the checkpoint has {what}: layers for inference with weights = "{weights}" read them as they are; for '
+        "others, dequantise them when loading"
+    )

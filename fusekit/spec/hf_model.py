@@ -33,6 +33,7 @@ NUMBERED = "w1[e] is w1.weight over w3.weight of expert e, stacked once; w2[e] i
 FUSED = "w1 is gate_up_proj.weight and w2 is down_proj.weight, as the checkpoint has them"
 LINEARS = "w1 is {0}.input_linear.weight and w2 is {0}.output_linear.weight, as the checkpoint has them"
 AS_STORED = "w1 is gate_up_proj [X, H, 2 I] and w2 is down_proj [X, I, H], as the checkpoint has them"
+IN_BLOCKS = "w1 is gate_up_proj_blocks, w1_s gate_up_proj_scales, w2 and w2_s those of down_proj"
 TRANSPOSED = (
     "w1 and w2 are the transposes, made once, of gate_up_proj [E, H, 2 I] and down_proj [E, I, H]. To use those as "
     'they are, exchange b_major = "k", the default, and "n" in the GEMMs, and dy and x in a launch of grouped-wgrad, '

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fusekit.errors import SpecError
-from fusekit.plan.layer.options import DECODED
-from fusekit.plan.quant import SIDE
-from fusekit.spec.hf_model import AS_STORED, Mlp, Model, Router
+from fusekit.plan.layer.options import DECODED, MXFP4
+from fusekit.plan.quant import MX_SIDE, SIDE
+from fusekit.spec.hf_model import AS_STORED, IN_BLOCKS, Mlp, Model, Router
 from fusekit.spec.model_kernels import Kernel, Request, Sizes, mlp_title, router_section, sections
 
 _LAYER_ROUTER = ("score_function", "pre_softmax", "expert_bias", "num_groups", "group_topk", "scaling_factor")
@@ -43,10 +43,10 @@ def parts(model: Model, sizes: Sizes, request: Request) -> Iterator[Part]:
             layer = _experts(model, router, mlp, joined, sizes, request)
             apart = [router_section(router, sizes, request)] if request.ranks > 1 else []
             others = [] if joined is None else [instead[joined.role]]
-            yield Part(_title(model, mlp), [layer], [*routing[len(apart) :], instead[mlp.role], *others])
+            yield Part(_title(model, mlp, request), [layer], [*routing[len(apart) :], instead[mlp.role], *others])
             yield from (Part(*section) for section in apart)
         elif mlp is not joined:
-            yield Part(_title(model, mlp), [_mlp(model, mlp, request)], [instead[mlp.role]])
+            yield Part(_title(model, mlp, request), [_mlp(model, mlp, request)], [instead[mlp.role]])
 
 
 def _joins(model: Model, shared: Mlp, request: Request) -> bool:
@@ -56,8 +56,10 @@ def _joins(model: Model, shared: Mlp, request: Request) -> bool:
     return alike and not shared.bias and request.ranks == 1
 
 
-def _title(model: Model, mlp: Mlp) -> str:
+def _title(model: Model, mlp: Mlp, request: Request) -> str:
     stored = mlp.weights if mlp.b_major == "k" else AS_STORED
+    if model.weights == MXFP4 and not request.training and _reads(model, mlp, request):
+        stored = IN_BLOCKS
     return f"{mlp_title(model, mlp)}; {stored}"
 
 
@@ -70,10 +72,8 @@ def _common(model: Model, mlp: Mlp, request: Request) -> dict[str, Any]:
     if mlp.bias:
         keys["bias"] = True
     if not request.training:
-        keys["keep"] = "none"
-        if not mlp.intermediate % SIDE:  # else a block of scales has rows of gate and of up
-            keys |= {"weights": model.weights} if model.weights != "none" else {}
-    door, major = request.outside, mlp.b_major
+        keys |= {"keep": "none"} | ({"weights": model.weights} if _reads(model, mlp, request) else {})
+    door, major = request.outside, "k" if "weights" in keys else mlp.b_major
     if door is not None:
         keys |= {name: value for name, value in (door.keys or {}).items() if request.training and name != "keep"}
         if door.package != "transformers":  # which alone has weights as the checkpoint stores them
@@ -81,6 +81,14 @@ def _common(model: Model, mlp: Mlp, request: Request) -> dict[str, Any]:
         if mlp.gated and door.glu_layout:
             keys["glu_layout"] = door.glu_layout
     return keys | ({"b_major": major} if major != "k" else {})
+
+
+def _reads(model: Model, mlp: Mlp, request: Request) -> bool:
+    """Whether a layer for inference reads the checkpoint's quantised weights as they are."""
+    if model.weights == MXFP4:
+        layout = request.outside is None or request.outside.glu_layout in ("", mlp.glu_layout)
+        return layout and not model.hidden % (2 * MX_SIDE) and not mlp.intermediate % (2 * MX_SIDE)
+    return model.weights != "none" and not mlp.intermediate % SIDE  # else a block of scales has rows of gate and of up
 
 
 def _experts(

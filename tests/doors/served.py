@@ -4,6 +4,7 @@ import torch
 
 from fusekit.cpu import CpuLayer
 from fusekit.plan.quant import SIDE
+from fusekit.reference import mxfp4 as reference
 from tests.plan.test_layer_program import options
 
 E, H, I, K, T = 8, 256, 128, 2, 33  # noqa: E741
@@ -40,21 +41,28 @@ def library():
         one_trained={"topk": 1, "keep": "z", "grad_dtype": "bf16"},
         gpt_oss=gpt_oss,
         fp8={"weights": "fp8-block"},
+        mxfp4=gpt_oss | {"weights": "mxfp4"},
     )
 
 
 class Problem:
-    """Random experts and tokens; biases where `bias`; with `fp8` e4m3 weights, and their scales s1 and s2."""
+    """Random experts and tokens; biases where `bias`; with `fp8` e4m3 weights, and their scales s1 and s2; with `mxfp4`
+    bytes of two e2m1 values, [..., K / 2].
+    """
 
     s1 = s2 = None
 
-    def __init__(self, bias=False, bias_dtype=torch.bfloat16, fp8=False):
+    def __init__(self, bias=False, bias_dtype=torch.bfloat16, fp8=False, mxfp4=False):
         generator = torch.Generator().manual_seed(0)
         randn = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
         self.x = randn(T, H).bfloat16()
         self.w1, self.w2 = (randn(E, 2 * I, H) * H**-0.5).bfloat16(), (randn(E, H, I) * I**-0.5).bfloat16()
         if fp8:
             (self.w1, self.s1), (self.w2, self.s2) = quantised(self.w1), quantised(self.w2)
+        if mxfp4:
+            coded = lambda low, high, *shape: torch.randint(low, high, shape, generator=generator).byte()  # noqa: E731
+            self.w1, self.s1 = coded(0, 256, E, 2 * I, H // 2), coded(118, 124, E, 2 * I, H // 32)
+            self.w2, self.s2 = coded(0, 256, E, H, I // 2), coded(118, 124, E, H, I // 32)
         self.b1 = randn(E, 2 * I).bfloat16().to(bias_dtype) if bias else None
         self.b2 = randn(E, H).bfloat16().to(bias_dtype) if bias else None
         weights, ids = randn(T, E).softmax(-1).topk(K)
@@ -90,6 +98,8 @@ def dequantised(weights, scales):
     """In float32."""
     if scales is None:
         return weights.float()
+    if weights.dtype == torch.uint8:
+        return torch.from_numpy(reference.decode(weights.unflatten(-1, (-1, 16)).numpy(), scales.numpy())).float()
     each = scales.float().repeat_interleave(SIDE, -2).repeat_interleave(SIDE, -1)
     return weights.float() * each[..., : weights.shape[-2], : weights.shape[-1]]
 

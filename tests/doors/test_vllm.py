@@ -26,9 +26,14 @@ from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
     RoutingMethodType,
     biased_moe_quant_config,
 )
+from vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe import (  # noqa: E402
+    OAITritonMxfp4ExpertsMonolithic,
+)
+from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts  # noqa: E402
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts  # noqa: E402
-from vllm.model_executor.layers.fused_moe.oracle import fp8, unquantized  # noqa: E402
+from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp4, unquantized  # noqa: E402
 from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep  # noqa: E402
+from vllm.model_executor.layers.quantization import mxfp4 as mxfp4_methods  # noqa: E402
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod  # noqa: E402
 from vllm.model_executor.layers.quantization.utils import quant_utils  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
@@ -55,6 +60,7 @@ def stock(monkeypatch):
     for oracle, backends in first.items():
         monkeypatch.setattr(oracle, "_get_priority_backends", lambda *_, chosen=backends: [*chosen])
     monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(mxfp4_methods, "select_mxfp4_moe_backend", mxfp4.select_mxfp4_moe_backend)
     originals = {name: getattr(oracle, name) for oracle, name in ORACLES}
     yield
     for oracle, name in ORACLES:
@@ -197,6 +203,78 @@ def test_fp8_experts_elsewhere(store, monkeypatch):
         assert fp8.select_fp8_moe_backend(config(moe_backend="triton"), *BLOCK)[1] is TritonExperts
         assert fp8.select_fp8_moe_backend(config(), *BLOCK)[1].__qualname__ == door.NAME
     assert "quantization scheme" in records[1]
+
+
+@pytest.fixture(params=["TRITON", "MARLIN"])
+def gpt_oss(store, request, monkeypatch):
+    """What vLLM chooses for gpt-oss on a Hopper GPU, with its Triton kernels and without them."""
+    own = {"TRITON": OAITritonMxfp4ExpertsMonolithic, "MARLIN": MarlinExperts}[request.param]
+    for kernel in (OAITritonMxfp4ExpertsMonolithic, MarlinExperts):
+        monkeypatch.setattr(kernel, "_supports_current_device", staticmethod(lambda kernel=kernel: kernel is own))
+    monkeypatch.setattr(mxfp4, "_user_moe_activation_override", lambda: None)  # it asks the model's config
+    return SimpleNamespace(backend=mxfp4.Mxfp4MoeBackend[request.param], kernel=own)
+
+
+def gpt_oss_config(**changed):
+    return config(**{"activation": MoEActivation.SWIGLUOAI, "has_bias": True, **changed})
+
+
+def gpt_oss_layer(problem, **changed):
+    """vLLM's method for gpt-oss, and its layer with the weights of a problem."""
+    layer = torch.nn.Module()
+    layer.moe_config = settings = gpt_oss_config(**changed)
+    layer.activation, layer.global_num_experts, layer.expert_map = settings.activation, E, None
+    layer.apply_router_weight_on_input, layer._expert_routing_tables = False, lambda: None
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+        method_ = mxfp4_methods.GptOssMxfp4MoEMethod(settings)
+        parallel = settings.moe_parallel_config
+        hidden, settings.intermediate_size_per_partition = method_.maybe_roundup_sizes(
+            H, settings.intermediate_size_per_partition, torch.bfloat16, parallel
+        )
+        method_.create_weights(layer, E, hidden, settings.intermediate_size_per_partition, torch.bfloat16)
+        given = {"w13_weight": problem.w1, "w2_weight": problem.w2, "w13_weight_scale": problem.s1,
+                 "w2_weight_scale": problem.s2, "w13_bias": problem.b1, "w2_bias": problem.b2}  # fmt: skip
+        for name, value in given.items():
+            there = getattr(layer, name).data
+            there[tuple(slice(extent) for extent in value.shape)] = value
+        addresses = [parameter.data_ptr() for parameter in layer.parameters()]
+        method_.process_weights_after_loading(layer)
+    assert addresses == [parameter.data_ptr() for parameter in layer.parameters()]
+    return method_, layer
+
+
+@pytest.mark.parametrize("cut", [0, 32], ids=["whole", "filled up"])
+def test_an_mxfp4_checkpoint_by_its_own_method(store, gpt_oss, cut):
+    problem = Problem(bias=True, mxfp4=True)
+    if cut:  # of tensor parallelism, which leaves no multiple of 64; vLLM fills up with zeros
+        problem.w1, problem.s1, problem.b1 = (each[:, : -2 * cut] for each in (problem.w1, problem.s1, problem.b1))
+        problem.w2, problem.s2 = problem.w2[..., : -cut // 2], problem.s2[..., : -cut // 32]
+    method_, layer = gpt_oss_layer(problem, intermediate_size=I - cut)
+    assert method_.experts_cls.__qualname__ == door.NAME and not method_.is_monolithic
+    with torch.inference_mode():
+        y = method_.apply(layer, problem.x, problem.weights, problem.ids, None, None)
+    assert error(y, problem.wanted(gpt_oss=True)) < 0.01
+    assert store.ran == {"store/mxfp4"} and store.searched == 1
+    layer.w2_weight.zero_()  # a reload in place
+    with torch.inference_mode():
+        assert not torch.equal(y, method_.apply(layer, problem.x, problem.weights, problem.ids, None, None))
+
+
+def test_mxfp4_experts_elsewhere(gpt_oss, monkeypatch):
+    records = []
+    logger = logging.getLogger("vllm.fusekit")
+    monkeypatch.setattr(logger, "warning", lambda text, *given: records.append(text % given))
+    own = gpt_oss.backend, gpt_oss.kernel
+    select = mxfp4_methods.select_mxfp4_moe_backend
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+        for _ in range(2):
+            assert select(gpt_oss_config(experts_per_token=3)) == own
+        (text,) = records
+        assert 'weights = "mxfp4"' in text and "topk = 3" in text and 'glu_layout = "interleaved"' in text
+        assert select(gpt_oss_config(moe_backend=gpt_oss.backend.value.lower())) == own
+        assert select(gpt_oss_config(), quant_utils.kFp8StaticTensorSym) == own
+        assert mxfp4.select_mxfp4_moe_backend(gpt_oss_config()) == own  # for other formats than gpt-oss's
+        assert select(gpt_oss_config())[1].__qualname__ == door.NAME
 
 
 def test_a_refusal_is_logged_once_with_the_spec_to_build(store, monkeypatch):

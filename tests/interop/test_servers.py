@@ -85,7 +85,7 @@ class Format(enum.Enum):
 
 
 class Backend(enum.Enum):
-    TRITON, CPU = 1, 2
+    TRITON, CPU, MARLIN, XPU = 1, 2, 3, 4
 
 
 class Base:
@@ -120,13 +120,17 @@ def vllm(monkeypatch):
         f"{fused_moe}.unquantized_fused_moe_method": {"select_unquantized_moe_backend": select},
         "vllm.model_executor.layers.quantization.fp8": {"select_fp8_moe_backend": select_fp8},
         "vllm.model_executor.layers.quantization.utils.quant_utils": {
-            "kFp8Static128BlockSym": "w128", "kFp8Dynamic128Sym": "x128",
+            "kFp8Static128BlockSym": "w128", "kFp8Dynamic128Sym": "x128", "kMxfp4Static": "w32",
+        },
+        "vllm.model_executor.layers.quantization.mxfp4": {
+            "select_mxfp4_moe_backend": lambda config, activation_key=None: (Backend.MARLIN, Base)
         },
         f"{fused_moe}.activation": {"ApplyMoEActivationConfig": numbers},
         f"{fused_moe}.config": {"FusedMoEQuantConfig": quant},
         f"{fused_moe}.oracle": {},
         f"{fused_moe}.oracle.unquantized": {"select_unquantized_moe_backend": select, "UnquantizedMoeBackend": Backend},
         f"{fused_moe}.oracle.fp8": {"select_fp8_moe_backend": select_fp8, "Fp8MoeBackend": Backend},
+        f"{fused_moe}.oracle.mxfp4": {"Mxfp4MoeBackend": Backend},
         f"{fused_moe}.topk_weight_and_reduce": {"TopKWeightAndReduceNoOP": object},
     }  # fmt: skip
     names = {".".join(name.split(".")[:count]) for name in modules for count in range(1, name.count(".") + 2)}
@@ -173,20 +177,31 @@ def test_vllm_chooses_for_fp8_experts(vllm):
         assert method.select_fp8_moe_backend(config(**changed), *keys) == (Backend.TRITON, Base)
 
 
-@pytest.mark.parametrize("which", ["plain", "gpt_oss", "fp8"])
+def test_vllm_chooses_for_mxfp4_experts(vllm):
+    vllm.register(library())
+    select, given = vllm.mxfp4_methods.select_mxfp4_moe_backend, config(activation=Activation.SWIGLUOAI, has_bias=True)
+    backend, kernel = select(given)
+    assert backend is Backend.XPU and kernel.__qualname__ == vllm.NAME
+    assert select(given, "x8") == select(config(experts_per_token=3)) == (Backend.MARLIN, Base)
+
+
+@pytest.mark.parametrize("which", ["plain", "gpt_oss", "fp8", "mxfp4"])
 def test_vllm_runs_a_layer(vllm, which):
     vllm.register(library())
-    gpt_oss, fp8 = which == "gpt_oss", which == "fp8"
-    problem = Problem(bias=gpt_oss, fp8=fp8)
+    gpt_oss, fp8, mxfp4 = which in ("gpt_oss", "mxfp4"), which == "fp8", which == "mxfp4"
+    problem = Problem(bias=gpt_oss, fp8=fp8, mxfp4=mxfp4)
     settings = config(activation=Activation.SWIGLUOAI if gpt_oss else Activation.SILU, has_bias=gpt_oss)
     select, keys = vllm.unquantized.select_unquantized_moe_backend, ()
     if fp8:
         select, keys = vllm.fp8.select_fp8_moe_backend, ("w128", "x128")
+    if mxfp4:
+        select = vllm.mxfp4_methods.select_mxfp4_moe_backend
     quant = SimpleNamespace(
-        biases=(problem.b1, problem.b2), scales=(problem.s1, problem.s2), weight_quant_dtype="e4m3" if fp8 else None
-    )
+        biases=(problem.b1, problem.b2), scales=(problem.s1, problem.s2),
+        weight_quant_dtype="e4m3" if fp8 else "mxfp4" if mxfp4 else None,
+    )  # fmt: skip
     kernel = select(settings, *keys)[1](settings, quant)
-    assert kernel.expects_unquantized_inputs is fp8
+    assert kernel.expects_unquantized_inputs is (fp8 or mxfp4)
     first, second, out = kernel.workspace_shapes(len(problem.x), 2 * I, H, K, E, E, None, settings.activation)
     output = torch.empty(out, dtype=torch.bfloat16)
     given = output, problem.x, problem.w1, problem.w2, problem.weights, problem.ids, settings.activation, E

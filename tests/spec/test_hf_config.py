@@ -203,9 +203,9 @@ def test_the_talker_of_an_omni_model_is_a_config_of_its_own():
 
 
 def test_quantised_checkpoints_and_dtypes_are_said():
-    assert any('quantised ("mxfp4")' in note for note in read("gpt-oss-20b").notes)
+    assert any('weights = "mxfp4" read them as they are' in note for note in read("gpt-oss-20b").notes)
     assert any('weights = "fp8-block" read them as they are' in note for note in read("deepseek-v3").notes)
-    assert (read("deepseek-v3").weights, read("kimi-k2").weights) == ("fp8-block", "none")
+    assert [read(name).weights for name in ("deepseek-v3", "kimi-k2", "gpt-oss-20b")] == ["fp8-block", "none", "mxfp4"]
     assert any('quantised ("fp8")' in note for note in read("kimi-k2").notes)  # it does not say in which blocks
     assert any('torch_dtype is "float32"' in note for note in read("gemma-2-9b").notes)
     assert read("starcoder2-3b").dtype == "fp16"

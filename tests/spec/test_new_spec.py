@@ -254,6 +254,14 @@ def test_a_layer_of_inference_has_no_loss_and_no_backward_pass():
     layer = layers_of(text_of("mixtral-8x7b", kernels=False, training=False))["moe"]
     assert layer.router["aux_loss"] is False
     assert layer.weights == "none"
+    text = text_of("gpt-oss-20b", kernels=False, training=False)
+    assert [(layer.weights, layer.b_major) for layer in layers_of(text).values()] == [("mxfp4", "k")]
+    assert "gate_up_proj_blocks" in text
+    for door in ("transformers", "vllm", "sglang"):
+        (layer,) = layers_of(text_of("gpt-oss-20b", kernels=False, training=False, door=door)).values()
+        assert (layer.weights, layer.b_major) == ("mxfp4", "k")
+    narrow = CONFIGS["gpt-oss-20b"] | {"intermediate_size": 96}  # not a multiple of two scales
+    assert layers_of(text_of(narrow, kernels=False, training=False))["moe"].weights == "none"
     by_sequence = text_of("deepseek-v3", kernels=False)
     assert {layer.weights for layer in layers_of(by_sequence).values()} == {"none"}
     assert "the layer's is that of all its tokens, so aux_loss is left out" in by_sequence.replace("\n#  ", "")
@@ -300,5 +308,6 @@ def test_a_layer_of_other_than_eights_of_experts_takes_logits():
 @pytest.mark.parametrize("model", ["gpt-oss-20b", "gpt-oss-120b", "mixtral-8x7b", "qwen3-30b-a3b"])
 def test_the_packaged_layers_are_those_of_the_models(model):
     packaged = layers_of((packaged_folder() / f"{model}.toml").read_text(), model)["moe"]
-    layer = layers_of(text_of(model, model, kernels=False, training=False, tokens=packaged.tokens), model)["moe"]
+    config = {key: value for key, value in CONFIGS[model].items() if key != "quantization_config"}  # dequantised
+    layer = layers_of(text_of(config, model, kernels=False, training=False, tokens=packaged.tokens), model)["moe"]
     assert packaged.canonical() == layer.canonical() | {"keep": "z"}
