@@ -5,7 +5,8 @@
 
 Transformers keeps the router; fusekit runs the experts, forward and backward, on the model's own parameters. The layer
 is found in the store by what the module computes: `kind = "moe"` with `router = { input = "choices" }`. FP8 checkpoints
-with 128 x 128 scales run in layers with `weights = "fp8-block"`, tokens in bf16.
+with 128 x 128 scales run in layers with `weights = "fp8-block"`, MXFP4 checkpoints of gpt-oss in those with "mxfp4",
+tokens in bf16.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from fusekit.interop.experts import Experts, given_parameters, layer_for
 from fusekit.interop.torch_layer import DTYPES, casting, launch, operator_of, quantised
 from fusekit.interop.torch_moe import main_grad
 from fusekit.library import Library, open_library
-from fusekit.plan.quant import BLOCK, SIDE
+from fusekit.plan.layer.options import MXFP4
+from fusekit.plan.quant import BLOCK, MX_SIDE, PACKED, SIDE
 
 NAMES = {"w1": ("gate_up_proj", "up_proj"), "w2": ("down_proj",) * 2, "b1": ("gate_up_proj_bias", "up_proj_bias"),
          "b2": ("down_proj_bias",) * 2}  # fmt: skip
 """A layer's parameters in an experts module: (gated, not gated)."""
 
 SCALED = ("w1", "w2", "shared_w1", "shared_w2")
-"""The parameters that are FP8 in an FP8 checkpoint."""
+"""The parameters that are FP8 in an FP8 checkpoint, or MXFP4 in such a one."""
 
-SCALE = "_scale_inv"
-"""Added to the name of an FP8 weight, its scales'."""
+BLOCKS = "_blocks"
+"""Added to the name of an MXFP4 weight."""
 
 # Numbers that modules keep for their gate.
 _NUMBERS = ("alpha", "limit", "swiglu_alpha", "swiglu_limit", "gate_softcap", "up_softcap")
@@ -81,6 +83,12 @@ def register(
     function = backend(library, layers, recipe, in_place)
     for interface in _interfaces():
         interface.register(name, function)
+    try:
+        from fusekit.interop.transformers_mxfp4 import install as install_mxfp4
+    except ImportError:  # a version that has no MXFP4 checkpoints
+        pass
+    else:
+        install_mxfp4(name)
     if blocks:
         from fusekit.interop.transformers_blocks import install
 
@@ -218,12 +226,13 @@ def backend(
                 f"{type(module).__name__}: it normalises what each expert gives, for which fusekit has no kernel; use"
                 ' experts_implementation="grouped_mm" for this model'
             )
-        weight_dtype, device = module.down_proj.dtype, hidden_states.device.type
+        device, w2 = hidden_states.device.type, getattr(module, path_in(module, "down_proj"))
+        weight_dtype, shape = w2.dtype, w2.shape if w2.dim() == 3 else (*w2.shape[:2], w2.shape[2] * MX_SIDE)
         cast, scaled = casting(device), has_scales(module)
         dtype = hidden_states.dtype if scaled else weight_dtype
         if cast:
             dtype = torch.get_autocast_dtype(device)
-        shape = (*module.down_proj.shape, top_k_index.shape[-1])
+        shape = (*shape, top_k_index.shape[-1])
         # As text: torch.compile would make symbols of floats.
         numbers = [_text(getattr(module, attribute, None)) for attribute in _NUMBERS]
         flags = module.has_gate, module.has_bias, module.is_transposed
@@ -232,10 +241,10 @@ def backend(
         tensors = {"x": hidden_states, "indices": top_k_index.to(torch.int32), "weights": top_k_weights.float()}
         for argument, (gated, plain) in NAMES.items():
             if argument in inputs:
-                tensors[argument] = getattr(module, gated if module.has_gate else plain)
+                path = path_in(module, gated if module.has_gate else plain)
+                tensors[argument] = getattr(module, path)
                 if scaled and argument in SCALED:
-                    scales = getattr(module, f"{gated if module.has_gate else plain}{SCALE}")
-                    tensors[f"{argument}_s"] = scales.float()  # of e8m0 a copy
+                    tensors[f"{argument}_s"] = as_read(getattr(module, scales_of(path)))
         if cast:
             for argument, kind in zip(inputs, types, strict=True):
                 if argument in ("x", *NAMES):
@@ -248,11 +257,28 @@ def backend(
     return experts
 
 
+def path_in(module: Any, name: str) -> str:
+    """The name of a parameter of an experts module, which has MXFP4 weights by other names."""
+    return f"{name}{BLOCKS}" if hasattr(module, f"{name}{BLOCKS}") else name
+
+
+def scales_of(path: str) -> str:
+    """The name of the scales of an FP8 or MXFP4 weight."""
+    return f"{path.removesuffix(BLOCKS)}_scales" if path.endswith(BLOCKS) else f"{path}_scale_inv"
+
+
+def as_read(scales: Any) -> Any:
+    """Scales as a layer reads them."""
+    return scales if scales.dtype == torch.uint8 else scales.float()  # of e8m0 a copy
+
+
 def has_scales(module: Any) -> bool:
-    """Whether an experts module has FP8 weights. Raises ArgumentError for those that no layer reads."""
-    weights, block = module.down_proj, getattr(module, "block_size", None)
+    """Whether an experts module has FP8 or MXFP4 weights. Raises ArgumentError for those that no layer reads."""
+    weights, block = getattr(module, path_in(module, "down_proj")), getattr(module, "block_size", None)
     if weights.element_size() > 1:
         return False
+    if hasattr(module, f"down_proj{BLOCKS}"):
+        return True
     if weights.dtype == DTYPES["e4m3"] and block is not None and tuple(block) == (SIDE, SIDE):
         return True
     raise ArgumentError(
@@ -299,6 +325,8 @@ def _of_weights(kind: str, weights: str) -> dict[str, Any]:
     """What is said of weights of a type, for products of `kind`."""
     if weights == "e4m3":
         return {"weights": BLOCK}
+    if weights == PACKED:
+        return {"weights": MXFP4, "b_major": "k"}
     return {"weight_dtype": "" if weights == kind else weights}
 
 

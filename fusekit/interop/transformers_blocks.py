@@ -28,7 +28,17 @@ from fusekit.interop import torch_fp8
 from fusekit.interop.experts import Experts, layer_for
 from fusekit.interop.torch_layer import DTYPES, casting, launch, operator_of, operators, quantised
 from fusekit.interop.torch_moe import at, joined, main_grad
-from fusekit.interop.transformers import NAMES, SCALE, SCALED, described_layer, has_scales, with_recipe
+from fusekit.interop.transformers import (
+    BLOCKS,
+    NAMES,
+    SCALED,
+    as_read,
+    described_layer,
+    has_scales,
+    path_in,
+    scales_of,
+    with_recipe,
+)
 from fusekit.library import Library, open_library
 
 ROUTERS = ("gate", "router")
@@ -172,16 +182,17 @@ def has_hooks(module: Any) -> bool:
 
 def run(module: Any, x: Any, residual: Any = None) -> Any:
     """The block's output from its layer, which adds the residual if the block was fused with one."""
-    parameters = {argument: _tensor(module, paths) for argument, paths in module._fusekit_paths}
+    known = _paths_in(module)
+    parameters = {argument: _tensor(module, paths) for argument, paths in known}
     name = module.experts.config._experts_implementation
     cast, scaled = casting(x.device.type), has_scales(module.experts)
     key = _key(module, x.device.type, cast, x.dtype if scaled else None)
     operator, inputs, types, summed, weights, fp8 = _look_up(name, *key)
     tensors = {"x": x, **parameters}
     if scaled:
-        for argument, paths in module._fusekit_paths:
+        for argument, paths in known:
             if argument in SCALED:
-                tensors[f"{argument}_s"] = _tensor(module, tuple(f"{path}{SCALE}" for path in paths)).float()
+                tensors[f"{argument}_s"] = as_read(_tensor(module, tuple(scales_of(path) for path in paths)))
     for argument, kind in zip(inputs, types, strict=True):
         if argument in parameters and (cast or argument in ("router", "router_bias", "expert_bias")):
             tensors[argument] = tensors[argument].to(DTYPES[kind])
@@ -204,9 +215,17 @@ def run(module: Any, x: Any, residual: Any = None) -> Any:
 
 def _key(module: Any, device: str, cast: bool, dtype: Any = None) -> tuple[Any, ...]:
     """The arguments of `Backend.look_up`. dtype: of the products; default: that of the experts' weights."""
-    w2, router = (_tensor(module, paths) for name, paths in module._fusekit_paths if name in ("w2", "router"))
+    w2, router = (_tensor(module, paths) for name, paths in _paths_in(module) if name in ("w2", "router"))
     dtype = torch.get_autocast_dtype(device) if cast else dtype or w2.dtype
     return module._fusekit_block, dtype, w2.dtype, router.dtype, getattr(module, "_fusekit_residual", False)
+
+
+def _paths_in(module: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Where the tensors of the block lie; MXFP4 weights have other names than those that they were described by."""
+    known: tuple[tuple[str, tuple[str, ...]], ...] = module._fusekit_paths
+    if path_in(module.experts, "down_proj") == "down_proj":
+        return known
+    return tuple((name, (f"{paths[0]}{BLOCKS}",) if name in ("w1", "w2") else paths) for name, paths in known)
 
 
 def hold_fp8(model: Any, hold: bool) -> int:
