@@ -1,13 +1,14 @@
 """fusekit as an MoE runner of SGLang 0.5.23: a plugin, by the entry point `sglang.srt.plugins`.
 
 SGLang keeps routing and communication. Where its runner for bf16 experts, or for FP8 experts with 128 x 128 scales,
-would be Triton's and a layer of the store computes these experts, fusekit runs them, on SGLang's weights and scales as
-they are; elsewhere SGLang's choice stays.
+would be Triton's, or for MXFP4 experts that of triton_kernels, and a layer of the store computes these experts, fusekit
+runs them, on SGLang's weights and scales as they are; elsewhere SGLang's choice stays.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
@@ -25,13 +26,14 @@ TOKENS = 8192
 
 _METHOD = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod"
 _FP8_METHOD = "sglang.srt.layers.quantization.fp8.Fp8MoEMethod"
-_FP8 = "fp8-block"  # of a layer's weights
+_MXFP4_METHOD = "sglang.srt.layers.quantization.mxfp4.Mxfp4MoEMethod"
+_FP8, _MXFP4 = "fp8-block", "mxfp4"  # of a layer's weights
 _GATED: dict[str, dict[str, Any]] = {"gelu": {"kind": "geglu"}, "gelu_tanh": {"kind": "geglu", "approximate": "tanh"}}
 _PLAIN: dict[str, dict[str, Any]] = {"silu": {"kind": "silu"}, "gelu": {"kind": "gelu"}, "relu2": {"kind": "srelu"}}
 
 
 def register(library: Library | None = None, layers: str = "*") -> None:
-    """Lets SGLang's unquantized and FP8 experts choose fusekit. The entry point calls it in each process of SGLang.
+    """Lets SGLang's unquantized, FP8 and MXFP4 experts choose fusekit. The entry point calls it in each process.
 
     Parameters
     ----------
@@ -50,15 +52,36 @@ def register(library: Library | None = None, layers: str = "*") -> None:
         original(method, layer, moe_runner_config)
         _replace(chooser, method, layer, moe_runner_config)
 
+    def create_mxfp4_runner(original: Any, method: Any, layer: Any, moe_runner_config: Any) -> None:
+        from sglang.srt.layers.moe.utils import get_moe_runner_backend
+
+        if get_moe_runner_backend().value == NAME:  # a name that the method does not know
+            _use_triton(method, moe_runner_config, mxfp4=getattr(layer, "moe_ep_size", 1) == 1)
+        else:
+            original(method, layer, moe_runner_config)
+        _replace(chooser, method, layer, moe_runner_config)
+
+    def process_mxfp4(original: Any, method: Any, layer: Any) -> None:
+        if not _is_served(method):  # else blocks and scales stay as they are
+            original(method, layer)
+
     def apply(original: Any, method: Any, layer: Any, dispatch_output: Any) -> Any:
-        if method.runner is None or method.runner.runner_backend.value != NAME:
+        if not _is_served(method):
             return original(method, layer, dispatch_output)
         return method.runner.run(dispatch_output, method.get_triton_quant_info(layer))
+
+    def apply_mxfp4(original: Any, method: Any, layer: Any, dispatch_output: Any) -> Any:
+        if not _is_served(method):
+            return original(method, layer, dispatch_output)
+        return method.runner.run(dispatch_output, _mxfp4_info(layer))
 
     for target, hook in (
         (f"{_METHOD}.create_moe_runner", create_moe_runner),
         (f"{_FP8_METHOD}.create_moe_runner", create_moe_runner),
         (f"{_FP8_METHOD}.apply", apply),  # which knows its own runners alone
+        (f"{_MXFP4_METHOD}.create_moe_runner", create_mxfp4_runner),
+        (f"{_MXFP4_METHOD}.process_weights_after_loading", process_mxfp4),
+        (f"{_MXFP4_METHOD}.apply", apply_mxfp4),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)
 
@@ -104,20 +127,26 @@ def _refusal(config: Any, experts: Experts | None) -> str:
 def _replace(chooser: Chooser, method: Any, layer: Any, config: Any) -> None:
     """Gives a method of Triton's the runner of fusekit, if there is a layer."""
     from sglang.srt.layers.moe.moe_runner import MoeRunner
-    from sglang.srt.layers.moe.utils import MoeRunnerBackend, get_moe_runner_backend
+    from sglang.srt.layers.moe.utils import get_moe_runner_backend
 
     wanted = get_moe_runner_backend()
     if method.runner is None and wanted.value == NAME:  # a name that the method for FP8 experts does not know
-        method.runner, method._owns_moe_runner = MoeRunner(MoeRunnerBackend.TRITON, config), True
-    if method.runner is None or not method.runner.runner_backend.is_triton():
-        return
-    if not (wanted.is_auto() or wanted.value == NAME):
-        return
+        _use_triton(method, config)
+        method._owns_moe_runner = True
     weights = _weights(method)
+    if method.runner is None:
+        return
+    runner = method.runner.runner_backend
+    if not (runner.is_triton() or (runner.is_triton_kernels() and weights == _MXFP4)):
+        return
+    if not (wanted.is_auto() or wanted.value == NAME or (runner.is_triton_kernels() and _was_auto())):
+        return
     if weights is None:
         chooser.refuse("no kernels for FP8 weights other than a checkpoint's e4m3 with 128 x 128 scales")
         return
     experts = described(config, method.with_bias, weights)
+    if experts is not None and weights == _MXFP4:  # the method fills up with zeros
+        experts = replace(experts, hidden=method.hidden_size, intermediate=method.intermediate_size_per_partition)
     if why := _refusal(config, experts):
         chooser.refuse(why)
         return
@@ -128,8 +157,44 @@ def _replace(chooser: Chooser, method: Any, layer: Any, config: Any) -> None:
         method.runner.runner_core.served = served
 
 
+def _was_auto() -> bool:
+    """Whether SGLang chose the runner of triton_kernels itself, as it does for gpt-oss on Hopper."""
+    from sglang.srt.runtime_context import get_server_args
+
+    return bool(get_server_args().moe_runner_backend == "auto")  # as it was given
+
+
+def _use_triton(method: Any, config: Any, mxfp4: bool = False) -> None:
+    """Gives a method the runner that runs where fusekit's does not. mxfp4: that of triton_kernels, if it is there."""
+    from sglang.srt.layers.moe.moe_runner import MoeRunner
+    from sglang.srt.layers.moe.utils import MoeRunnerBackend
+    from sglang.srt.utils import is_triton_kernels_available
+
+    backend = MoeRunnerBackend.TRITON
+    if mxfp4 and is_triton_kernels_available():
+        backend, method.use_triton_kernels = MoeRunnerBackend.TRITON_KERNELS, True
+    method.moe_runner_config, method.runner = config, MoeRunner(backend, config)
+
+
+def _is_served(method: Any) -> bool:
+    return method.runner is not None and method.runner.runner_backend.value == NAME
+
+
+def _mxfp4_info(layer: Any) -> Any:
+    """What a layer's runner is given: two values a byte, [X, N, K / 32, 16]."""
+    from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
+
+    w13, w2 = (weight.unflatten(-1, (-1, 16)) for weight in (layer.w13_weight, layer.w2_weight))
+    return TritonMoeQuantInfo(
+        w13_weight=w13, w2_weight=w2, w13_scale=layer.w13_weight_scale, w2_scale=layer.w2_weight_scale,
+        b13=getattr(layer, "w13_weight_bias", None), b2=getattr(layer, "w2_weight_bias", None),
+    )  # fmt: skip
+
+
 def _weights(method: Any) -> str | None:
     """A layer's `weights` for those of a method, or None."""
+    if type(method).__name__ == _MXFP4_METHOD.rpartition(".")[2]:
+        return _MXFP4
     quant = getattr(method, "quant_config", None)
     if quant is None:
         return "none"

@@ -27,6 +27,7 @@ from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig  # noqa: E402
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput  # noqa: E402
 from sglang.srt.layers.moe.topk import StandardTopKOutput  # noqa: E402
 from sglang.srt.layers.quantization import fp8 as fp8_module  # noqa: E402
+from sglang.srt.layers.quantization import mxfp4 as mxfp4_module  # noqa: E402
 from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod  # noqa: E402
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
@@ -40,6 +41,9 @@ GPT_OSS = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}
 
 HOOKED = [(kind, "create_moe_runner") for kind in (UnquantizedFusedMoEMethod, Fp8MoEMethod)]
 HOOKED += [(Fp8MoEMethod, "apply")]
+HOOKED += [
+    (mxfp4_module.Mxfp4MoEMethod, name) for name in ("create_moe_runner", "process_weights_after_loading", "apply")
+]
 
 
 @pytest.fixture
@@ -61,7 +65,7 @@ def store(monkeypatch):
 class Served:
     """A method of SGLang's with the weights of a problem."""
 
-    def __init__(self, problem, fp8=None, **changed):
+    def __init__(self, problem, fp8=None, mxfp4=False, **changed):
         fields = {
             "num_experts": E,
             "num_local_experts": E,
@@ -76,16 +80,20 @@ class Served:
         self.layer.moe_runner_config, self.layer.num_experts = self.config, self.config.num_local_experts
         self.layer.moe_tp_size = 1
         self.method = UnquantizedFusedMoEMethod() if fp8 is None else Fp8MoEMethod(Fp8Config(**fp8))
-        sizes = self.config.num_local_experts, H, I, torch.bfloat16
+        if mxfp4:
+            self.method = mxfp4_module.Mxfp4MoEMethod("mlp.experts")
+            self.layer.num_local_experts = self.config.num_local_experts
+        sizes = self.config.num_local_experts, H, self.config.intermediate_size_per_partition, torch.bfloat16
         self.method.create_weights(self.layer, *sizes, with_bias=problem.b1 is not None)
         given = {"w13_weight": problem.w1, "w2_weight": problem.w2, "w13_weight_bias": problem.b1,
                  "w2_weight_bias": problem.b2, "w13_weight_scale_inv": problem.s1,
-                 "w2_weight_scale_inv": problem.s2}  # fmt: skip
+                 "w2_weight_scale_inv": problem.s2, "w13_weight_scale": problem.s1,
+                 "w2_weight_scale": problem.s2}  # fmt: skip
         for name, parameter in self.layer.named_parameters():
             if name in given and parameter.shape == given[name].shape:
                 parameter.data.copy_(given[name])
         self.method.create_moe_runner(self.layer, self.config)
-        if fp8 and problem.s1 is not None and self.method.block_quant:
+        if mxfp4 or (fp8 and problem.s1 is not None and self.method.block_quant):
             self.method.process_weights_after_loading(self.layer)
 
     @property
@@ -150,6 +158,62 @@ def test_fp8_experts_elsewhere(store, monkeypatch):
             assert Served(Problem(fp8=True), FP8).backend == door.NAME
     assert len(records) == 2 and 'weights = "fp8-block"' in records[0] and "topk = 3" in records[0]
     assert "128 x 128 scales" in records[1]
+
+
+@pytest.fixture
+def asked(store, monkeypatch):
+    """--moe-runner-backend fusekit, of a server that has been set up."""
+    flags = SimpleNamespace(moe=SimpleNamespace(flashinfer_mxfp4_moe_precision="default"))
+    monkeypatch.setattr(mxfp4_module, "get_exec", lambda: flags)
+    for module in (utils, mxfp4_module):
+        monkeypatch.setattr(module, "get_moe_runner_backend", door._backend)
+    return store
+
+
+def test_an_mxfp4_checkpoint_by_its_own_method(asked):
+    served = Served(problem := Problem(bias=True, mxfp4=True), mxfp4=True, **GPT_OSS)
+    assert served.backend == door.NAME  # to which SGLang binds its top k
+    assert error(served.run(), problem.wanted(gpt_oss=True)) < 0.01
+    assert asked.ran == {"store/mxfp4"}
+    assert torch.equal(served.layer.w13_weight, problem.w1) and torch.equal(served.layer.w2_weight_scale, problem.s2)
+    served.layer.w2_weight_scale.data.add_(1)  # a reload in place is read
+    served.layer.w2_weight_bias.data.mul_(2)
+    assert error(served.run(), 2 * problem.wanted(gpt_oss=True)) < 0.01
+
+
+def test_mxfp4_experts_elsewhere(asked, monkeypatch):
+    records, own = [], []
+    logger = logging.getLogger("sglang.fusekit")
+    monkeypatch.setattr(logger, "warning", lambda text, *given: records.append(text % given))
+    kind = mxfp4_module.Mxfp4MoEMethod
+    hooked = kind.process_weights_after_loading.__wrapped__
+    monkeypatch.setattr(hooked, "__code__", (lambda self, layer: self.own.append(layer)).__code__)
+    monkeypatch.setattr(kind, "own", own, raising=False)
+    for _ in range(2):
+        served = Served(Problem(bias=True, mxfp4=True), mxfp4=True, **GPT_OSS, top_k=3)
+        assert served.method.runner.runner_backend.value == "triton" and own.pop() is served.layer
+    (text,) = records
+    assert 'weights = "mxfp4"' in text and "topk = 3" in text and 'glu_layout = "interleaved"' in text
+    Served(Problem(bias=True, mxfp4=True), mxfp4=True, **GPT_OSS)
+    assert not own
+    for value in ("triton", "triton_kernel"):  # asked for
+        arguments = SimpleNamespace(moe_runner_backend=value)
+        monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda given=arguments: given)
+        for module in (utils, mxfp4_module):
+            monkeypatch.setattr(module, "get_moe_runner_backend", lambda value=value: utils.MoeRunnerBackend(value))
+        served = Served(Problem(bias=True, mxfp4=True), mxfp4=True, **GPT_OSS)
+        assert served.method.runner.runner_backend.value == value and own.pop() is served.layer
+
+
+def test_sglang_may_have_chosen_triton_kernels_itself(asked, monkeypatch):
+    """As it does for gpt-oss on Hopper, before it makes a layer."""
+    for module in (utils, mxfp4_module):
+        monkeypatch.setattr(module, "get_moe_runner_backend", lambda: utils.MoeRunnerBackend.TRITON_KERNELS)
+    arguments = SimpleNamespace(moe_runner_backend="auto")
+    monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: arguments)
+    served = Served(problem := Problem(bias=True, mxfp4=True), mxfp4=True, **GPT_OSS)
+    assert served.backend == door.NAME and torch.equal(served.layer.w13_weight, problem.w1)
+    assert error(served.run(), problem.wanted(gpt_oss=True)) < 0.01
 
 
 def test_no_tokens(store):
