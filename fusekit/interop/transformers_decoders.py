@@ -98,7 +98,9 @@ def arguments(kind: Any, is_tuple: bool) -> dict[str, Any]:
             seen.update(given)
             return mix(hidden_states), None
 
-        stand_in = SimpleNamespace(
+        # Transformers' wrapper of forward looks at both.
+        stand_in_class = type("StandIn", (SimpleNamespace,), {"forward": kind.forward, "gradient_checkpointing": False})
+        stand_in = stand_in_class(
             input_layernorm=before, self_attn=attention, post_attention_layernorm=after, training=False,
             mlp=lambda rows: (block(rows), None) if is_tuple else block(rows),
         )  # fmt: skip

@@ -37,13 +37,18 @@ def _names() -> set[str]:
     return set()
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _serves(name: str) -> bool:
+    return name in _names()
+
+
 class Mxfp4Experts(GptOssExperts):  # type: ignore[misc]
     """Experts of gpt-oss whose weights are blocks and scales: w1 [X, 2 I, H / 32, 16] and w2 [X, H, I / 32, 16]."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Transformers' call."""
         given = self.config._experts_implementation
-        if given not in _names():
+        if not _serves(given):
             raise ArgumentError(
                 f'experts_implementation is "{given}", and the model keeps MXFP4 weights for fusekit; load it again'
                 " with quantization_config=Mxfp4Config(dequantize=True)"
