@@ -133,6 +133,8 @@ MAPS = tuple(row.name for row in ROWS if row.map)
 SCALARS = ("f32", "i32", "i64", "f64", "bf16", "fp16")
 FLOATS = ("f32", "f64", "bf16", "fp16")
 """Of numbers that are passed by value."""
+ROUNDINGS = ("f32", "bf16", "fp16")
+"""Those to which a float expression can round a number, by the operator of that name."""
 
 
 def by(column: str, names: tuple[str, ...] = ARGUMENTS) -> dict[Any, str]:

@@ -16,7 +16,7 @@ from fusekit.dtypes import ARGUMENTS, DTYPES, FLOATS, SCALARS
 ROLES = ("input", "output", "inout")
 PEER = "peer"
 MOST_PEERS = 32
-WHOLE = {"i32": (-(2**31), 2**31 - 1), "i64": (-(2**63), 2**63 - 1)}
+WHOLE = {f"i{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (32, 64)}
 """The least and the largest scalar of each type of integer."""
 F32_END = float(2**128 - 2**103)
 """From here on a number is rounded to infinity, as an f32."""

@@ -27,11 +27,12 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from fusekit.abi.codec import describe
 from fusekit.abi.expr import MAX_DEPTH, RecordError, check_size
-from fusekit.dtypes import DTYPES
+from fusekit.dtypes import DTYPES, ROUNDINGS
 
 FloatExpr = float | str | tuple[Any, ...]
 _NOT_FINITE = ("inf", "-inf", "nan")
@@ -141,7 +142,7 @@ def packed(value: float, dtype: str) -> bytes:
     """`value`, a number of the type, as bytes."""
     if dtype == "bf16":
         return struct.pack("<f", value)[2:]
-    return struct.pack({"f32": "<f", "f64": "<d", "fp16": "<e"}[dtype], value)
+    return struct.pack({16: "<e", 32: "<f", 64: "<d"}[DTYPES[dtype].bits], value)
 
 
 def is_nan(data: bytes, dtype: str) -> bool:
@@ -188,17 +189,15 @@ _FUNCTIONS: dict[str, tuple[Callable[..., float], bool]] = {
     "fsqrt": (_root, True),
     **{f"d{name}": (function, False) for name, function in _ARITHMETIC.items()},
     "dsqrt": (_root, False),
-    "f32": (rounded, False),
-    "bf16": (lambda a: rounded(a, "bf16"), False),
-    "fp16": (lambda a: rounded(a, "fp16"), False),
+    **{name: (partial(rounded, dtype=name), False) for name in ROUNDINGS},
     "neg": (lambda a: -a, False),
     "feq": (lambda a, b: float(a == b), False),
     "flt": (lambda a, b: float(a < b), False),
     "fle": (lambda a, b: float(a <= b), False),
 }
 FLOAT_OPERATORS = {
-    **dict.fromkeys(_FUNCTIONS, 2), "fsqrt": 1, "dsqrt": 1, "f32": 1, "bf16": 1, "fp16": 1, "neg": 1, "fif": 3,
-    **dict.fromkeys(_OF_INTEGERS, 1),
+    **dict.fromkeys(_FUNCTIONS, 2), "fsqrt": 1, "dsqrt": 1, "neg": 1, "fif": 3,
+    **dict.fromkeys((*ROUNDINGS, *_OF_INTEGERS), 1),
 }  # fmt: skip
 """How many operands each has."""
 SCHEMA_2_FLOATS = frozenset({"fadd", "fsub", "fmul", "fdiv"})

@@ -31,12 +31,14 @@ from fusekit.abi.limits import LAUNCH_VARIABLES, WORD
 from fusekit.abi.parameters import ENCODINGS, INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZLE_BYTES, Scalar
 from fusekit.cabi.layout import DTYPES, KINDS, LAYER_VARIABLES, OPERATORS, PASSES, PLACES, TABLES, Field
 from fusekit.dtypes import DTYPES as TYPES
+from fusekit.dtypes import FLOATS
 from fusekit.errors import UsageError
 
 _CODES = {name: code for code, name in enumerate(OPERATORS)}
 _SWIZZLES = tuple(SWIZZLE_BYTES)
 _ARCH = re.compile(r"sm_([0-9]+)([0-9])([af]?)")
 _RUNTIME_MEMORY = ("workspace", "scratch")
+FLOAT_KINDS = dict(zip(FLOATS, ("float", "double", "bfloat", "half"), strict=True))
 _SUFFIXES = ("", "f", "a")
 _MEMBERS = {
     "cooperative": "cooperative",
@@ -326,7 +328,7 @@ class _RecordWriter:
         elif isinstance(item, IntegerParameter):
             kind, row["value"] = "int" if item.dtype[0] == "i" else "uint", self.steps(item.value)
         elif isinstance(item, FloatParameter):
-            kind = {"f32": "float", "f64": "double", "fp16": "half", "bf16": "bfloat"}[item.dtype]
+            kind = FLOAT_KINDS[item.dtype]
             row["number"] = self._float_steps(item.value, single=item.dtype == "f32")
         else:
             assert isinstance(item, PointerParameter)

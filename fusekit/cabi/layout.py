@@ -35,7 +35,7 @@ from fusekit.abi.limits import (
     WORD,
 )
 from fusekit.dtypes import DTYPES as TYPES
-from fusekit.dtypes import ROWS
+from fusekit.dtypes import FLOATS, ROUNDINGS, ROWS
 
 MAGIC = int.from_bytes(b"fusekit\0", "little")
 VERSION = 1
@@ -50,7 +50,7 @@ OPERATORS = (
     "push", "variable", "jump", "unless", "bit_length", "exp2", "add", "sub", "mul", "floordiv", "ceildiv", "mod",
     "min", "max", "eq", "ne", "lt", "le", "fadd", "fsub", "fmul", "fdiv",
     # Of floats alone: `number` pushes a double, of which `value` has the bits; `fint` and `dint` a variable.
-    "number", "fint", "dint", "fsqrt", "dsqrt", "f32", "bf16", "fp16", "neg", "dadd", "dsub", "dmul", "ddiv", "feq",
+    "number", "fint", "dint", "fsqrt", "dsqrt", *ROUNDINGS, "neg", "dadd", "dsub", "dmul", "ddiv", "feq",
     "flt", "fle",
 )  # fmt: skip
 KINDS = ("tensor_map", "pointer", "workspace", "scratch", "int", "uint", "float", "double", "half", "bfloat")
@@ -272,7 +272,7 @@ def declarations() -> str:
         "VERSION": VERSION,
         "DTYPES": len(DTYPES),
         "I32": DTYPES.index("i32"),
-        **{f"TYPE_{name.upper()}": DTYPES.index(name) for name in ("i64", "f64", "bf16", "fp16")},
+        **{f"TYPE_{name.upper()}": DTYPES.index(name) for name in ("i64", *FLOATS[1:])},
         "FIRST_DIM": len(LAUNCH_VARIABLES),
     }
     parts = [

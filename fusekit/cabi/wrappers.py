@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fusekit.abi import Dim, LaunchRecord, PeersArgument, ScalarArgument, TensorArgument, render
-from fusekit.cabi.flat import default_of
+from fusekit.cabi.flat import FLOAT_KINDS, default_of
 from fusekit.cabi.identifiers import members
 from fusekit.dtypes import DTYPES
 
@@ -57,7 +57,7 @@ BODIES = """\
 """
 
 
-_ROUNDED = {"bf16": "fk_bfloat({})", "fp16": "fk_half({})"}
+_ROUNDED = {name: f"fk_{kind}({{}})" for name, kind in FLOAT_KINDS.items() if DTYPES[name].bits == 16}
 
 
 class Wrapper:

@@ -26,11 +26,10 @@ from ctypes import (
 )
 from typing import Any
 
-from fusekit.dtypes import DTYPES
+from fusekit.dtypes import ROWS
 
-SCALARS: dict[int | None, Any] = {
-    DTYPES[name].xla: kind for name, kind in (("i32", c_int32), ("i64", c_int64), ("f32", c_float), ("f64", c_double))
-}
+_C = {"int32_t": c_int32, "int64_t": c_int64, "float": c_float, "double": c_double}
+SCALARS: dict[int | None, Any] = {row.xla: _C[row.c] for row in ROWS if row.c in _C}
 SCALAR = 3  # XLA_FFI_AttrType
 METADATA = 1  # XLA_FFI_Extension_Metadata
 COMMAND_BUFFER_COMPATIBLE = 1

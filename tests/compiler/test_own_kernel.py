@@ -310,6 +310,7 @@ def test_every_block_of_the_page_is_looked_at():
         "interop.jax",
         "fusekit.capture()",
         "fusekit.compile(",
+        "fusekit.traced(",
         "fusekit adopt",
     )
     for _, text in BLOCKS:

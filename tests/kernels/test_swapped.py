@@ -1,5 +1,6 @@
 """Products of few rows in the order that epilogues expect: every thread's part, by the layout of wgmma's D fragment."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -45,6 +46,7 @@ def test_a_warpgroup_turns_its_products(tile, consumer):
         ),
     )  # fmt: skip
     own = SimpleNamespace(plan=plan)
+    own.put, own.take = (partial(getattr(module.SwappedLoop, name), own) for name in ("put", "take"))
     shared = SimpleNamespace(toint=lambda: 0)
 
     def turned(number):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fusekit.compiler.hostcode.bits import FLOAT_OPERATIONS, Bits
 from fusekit.compiler.hostcode.expressions import ExpressionWriter
 from fusekit.compiler.hostcode.terms import Term
+from fusekit.dtypes import ROUNDINGS
 from fusekit.errors import BuildError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Floats:
             return (letter + op.removeprefix("f"), *map(self.lower, args))
         if letter and op in ("sitofp", "uitofp"):
             return self._integer(letter, args[0], op == "sitofp")
-        if op in ("f32", "bf16", "fp16"):
+        if op in ROUNDINGS:
             return (op, self.lower(args[0]))
         if op == "fpext":
             return self.lower(args[0])

@@ -17,6 +17,7 @@ from fusekit.compiler.hostcode import encoded, loops
 from fusekit.compiler.hostcode.bits import FLOAT_OPERATIONS, FLOAT_PREDICATES, PREDICATES, Bits, Graph, Pointer, Symbol
 from fusekit.compiler.hostcode.layout import Layout, Layouts, Leaf
 from fusekit.compiler.hostcode.program import EXIT, Function, Instruction, functions
+from fusekit.dtypes import ROUNDINGS
 from fusekit.errors import BuildError
 
 Value = Any  # Bits, Pointer, Symbol, or a list of values: an aggregate
@@ -258,7 +259,8 @@ class Run:
         if not all(isinstance(item, Bits) for item in operands):
             return self.unknown(instruction)
         if name == "fptrunc":
-            name = {"f32": "f32", "bf16": "bf16", "f16": "fp16"}.get(str(instruction.operation.results[0].type), name)
+            to = str(instruction.operation.results[0].type).replace("f16", "fp16").replace("bfp16", "bf16")
+            name = to if to in ROUNDINGS else name
         elif instruction.name in _FLOATS and width < 32 and name != "fpext":  # the DSL computes with 32 bits or more
             return self.unknown(instruction)
         return self.graph.make(name, width, *operands)
