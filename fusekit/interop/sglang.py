@@ -158,7 +158,7 @@ def _replace(chooser: Chooser, method: Any, layer: Any, config: Any) -> None:
 
 
 def _was_auto() -> bool:
-    """Whether SGLang chose the runner of triton_kernels itself, as it does for gpt-oss on Hopper."""
+    """Whether SGLang chose the runner of triton_kernels itself, as it does for gpt-oss."""
     from sglang.srt.runtime_context import get_server_args
 
     return bool(get_server_args().moe_runner_backend == "auto")  # as it was given
