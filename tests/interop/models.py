@@ -3,6 +3,8 @@
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
+from tests.doors.served import error
+
 ATTENTION = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256,
     "max_position_embeddings": 1024, "pad_token_id": 0,
@@ -48,3 +50,21 @@ def tokens(count, device="cpu", seed=0):
     """Token ids [2, count]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, ATTENTION["vocab_size"], (2, count), generator=generator).to(device)
+
+
+def agree(model, wanted):
+    """Asserts that logits are apart by no more than rounding, and that `generate` gives the same tokens."""
+    ids = tokens(11)
+    with torch.no_grad():
+        assert error(model(input_ids=ids).logits, wanted(input_ids=ids).logits.float()) < 0.02
+        generated = [each.generate(ids, max_new_tokens=4, do_sample=False) for each in (model, wanted)]
+    assert torch.equal(*generated)
+
+
+def ran(library):
+    """The passes that ran, by layer, of a library of `test_transformers`."""
+    return {
+        name.removeprefix("store/"): {which for which, *_ in layer.passes}
+        for name, layer in library._layers.items()
+        if layer.passes
+    }

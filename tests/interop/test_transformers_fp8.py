@@ -99,17 +99,8 @@ def compared(folder, backend):
     experts = model.model.layers[-1].mlp.experts
     assert isinstance(experts, fp8.FP8Experts) and experts.down_proj.dtype == torch.float8_e4m3fn
     assert want.model.layers[-1].mlp.experts.down_proj.dtype == torch.bfloat16
-    ids = models.tokens(11)
-    with torch.no_grad():
-        assert error(model(input_ids=ids).logits, want(input_ids=ids).logits.float()) < 0.02
-        tokens = [each.generate(ids, max_new_tokens=4, do_sample=False) for each in (model, want)]
-    assert torch.equal(*tokens)
+    models.agree(model, want)
     return model
-
-
-def ran(library):
-    return {name.removeprefix("store/"): {which for which, *_ in layer.passes}
-            for name, layer in library._layers.items() if layer.passes}  # fmt: skip
 
 
 @pytest.mark.parametrize("source", [shipped, saved])
@@ -118,7 +109,7 @@ def test_experts_of_a_checkpoint(library, tmp_path, source):
         pytest.skip("this version of transformers saves scales that it does not read")
     interop.register(library, "fusekit-fp8")
     model = compared(source(tmp_path, "qwen3-moe"), "fusekit-fp8")
-    assert ran(library) == {"experts": {"inference"}}
+    assert models.ran(library) == {"experts": {"inference"}}
     with pytest.raises(ArgumentError, match=r"reads fp8-block weights.* under torch\.no_grad"):
         model(input_ids=models.tokens(5))
 
@@ -135,7 +126,7 @@ def test_whole_blocks_of_a_checkpoint(library, tmp_path, name):
         got, expected = (tuples(block(x))[0] for block in blocks)
         assert error(got, expected.float()) < 0.02
         model.generate(models.tokens(3), max_new_tokens=2)
-    assert ran(library) == {name.replace("-", "_"): {"inference"}}
+    assert models.ran(library) == {name.replace("-", "_"): {"inference"}}
     with pytest.raises(ArgumentError, match="has no block that a layer with a recipe computes"):
         interop.hold_fp8(model)
 
