@@ -5,16 +5,20 @@
 
 Prints JSON, microseconds, medians, for `inference`, `forward`, `backward`, and the last two together (`training`):
 `bound`, the bound passes; `driver`, their launches and events by the driver alone; `ratio`, of the first to the second
-(on a GPU, the goal is 1.15 at most);
+(on a GPU, the goal is 1.15 at most), and `within`, how far the medians of the fifths of its pairs are from it;
 `module`, of an inference and a training; and `bare`, the bound passes of a training in a torch.autograd.Function that
 does nothing else but allocate the same tensors: what PyTorch itself costs. `first`: seconds from an imported PyTorch
 with one matmul done to the end of a first forward and backward pass. `--stand-in` takes a driver that launches nothing
 and tensors of the CPU, to compare two versions on a machine without a GPU.
+
+The two of a ratio take turns in blocks of a few calls, on one processor, and the ratio is the median over pairs of
+blocks that follow one another: a clock that changes, or another program, meets both.
 """
 
 import argparse
 import hashlib
 import json
+import os
 import statistics
 import sys
 import time
@@ -25,6 +29,7 @@ from types import SimpleNamespace
 import torch
 
 CALLS, ROUNDS = 40, 25  # calls between two waits for the device: fewer launches than its queue holds
+BLOCK, PAIRS = 20, 150  # calls of a block, and pairs of blocks of a ratio
 
 
 def stand_in(config):
@@ -78,6 +83,31 @@ def median(call, wait, clock):
         times.append((clock() - begin) / CALLS)
     wait()
     return round(1e6 * statistics.median(times), 1)
+
+
+def compared(call, driver, wait, clock):
+    """Microseconds of the host for one call of each, their ratio, and how well it is known."""
+
+    def block(call):
+        wait()
+        call()  # what the wait has put out of the processor's caches
+        begin = clock()
+        for _ in range(BLOCK):
+            call()
+        return (clock() - begin) / BLOCK
+
+    pairs = []
+    for number in range(PAIRS):
+        first, second = (call, driver) if number % 2 else (driver, call)
+        times = block(first), block(second)
+        pairs.append(times if number % 2 else times[::-1])
+    wait()
+    ratios = [ours / theirs for ours, theirs in pairs]
+    ratio = statistics.median(ratios)
+    fifths = [statistics.median(ratios[begin : begin + PAIRS // 5]) for begin in range(0, PAIRS, PAIRS // 5)]
+    ours, theirs = (round(1e6 * statistics.median(each), 1) for each in zip(*pairs, strict=True))
+    within = max(abs(each - ratio) for each in fifths)
+    return {"bound": ours, "driver": theirs, "ratio": round(ratio, 3), "within": round(within, 3)}
 
 
 def bound(moe, x):
@@ -178,10 +208,11 @@ def measured(moe, tokens, *how):
 
     calls = bound(moe, x)
     calls["inference"]["module"], calls["training"]["module"] = inference, training
-    figures = {which: {name: median(call, *how) for name, call in group.items()} for which, group in calls.items()}
-    for each in figures.values():
-        each["ratio"] = round(each["bound"] / each["driver"], 2)
-    return figures
+    return {
+        which: compared(group.pop("bound"), group.pop("driver"), *how)
+        | {name: median(call, *how) for name, call in group.items()}
+        for which, group in calls.items()
+    }
 
 
 def main():
@@ -207,6 +238,7 @@ def main():
     moe(x.requires_grad_()).sum().backward()
     wait()
     first = time.perf_counter() - begin
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     figures = {str(tokens): measured(moe, tokens, wait, clock) for tokens in options.tokens}
     name = "stand-in driver" if options.stand_in else torch.cuda.get_device_name()
     dynamo = "torch._dynamo" in sys.modules

@@ -1,32 +1,39 @@
 """A library of TVM-FFI functions on the GPU: PyTorch's tensors, stream and allocator; the bits that Python gives.
 
-fusekit --store STORE build layer quickstart
+fusekit --store STORE build layer quickstart examples/ranks.toml
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_tvm_ffi.py
 """
 
+import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 tvm_ffi = pytest.importorskip("tvm_ffi")
 TOKENS = 1000
+ROOT = Path(__file__).parents[2]
+
+
+def exported(opened, file, *names):
+    if shutil.which("gcc") is None:
+        pytest.skip("gcc is not installed")
+    for name in names:
+        if not [*opened.store.names(name, "sm_90a")]:
+            pytest.skip(f"the store has no {name}; build it there")
+    store = opened.store.roots[0].path
+    command = [sys.executable, "-m", "fusekit", "--store", store, "export", "--lang", "tvm-ffi", file, *names]
+    subprocess.run(command, check=True, capture_output=True)
+    return file
 
 
 @pytest.fixture(scope="module")
 def moe(opened, tmp_path_factory):
-    if shutil.which("gcc") is None:
-        pytest.skip("gcc is not installed")
-    for name in ("layer/moe", "quickstart/moe-fc1"):
-        if not [*opened.store.names(name, "sm_90a")]:
-            pytest.skip(f"the store has no {name}; build it there")
     file = tmp_path_factory.mktemp("tvm_ffi") / "moe.so"
-    command = [sys.executable, "-m", "fusekit", "--store", opened.store.roots[0].path, "export", "--lang", "tvm-ffi",
-               file, "layer/moe", "quickstart/moe-fc1"]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True)
-    return tvm_ffi.load_module(str(file))
+    return tvm_ffi.load_module(str(exported(opened, file, "layer/moe", "quickstart/moe-fc1")))
 
 
 def random(*shape):
@@ -94,3 +101,13 @@ def test_a_captured_call_of_a_kernel_has_the_bits_of_python(opened, moe):
     assert torch.equal(y, want)
     with pytest.raises(ValueError, match="w has DLPack's dtype"):
         moe.quickstart_moe_fc1(x, w.float(), y, offsets)
+
+
+def test_ranks_in_symmetric_memory_have_the_bits_of_python(opened, tmp_path):
+    """On two GPUs, or on one that both processes use in turn."""
+    file = exported(opened, tmp_path / "ranks.so", "ranks/moe")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+               ROOT / "examples" / "symmetric_ranks.py", file]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
