@@ -48,6 +48,7 @@ _SHARED = ("shared_experts", "shared_expert")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HIDDEN, _INTERMEDIATE, _TOKENS = 64, 32, 24  # of the copy that is compared
 _CLOSE = 1e-4  # relative Frobenius error of that comparison: routers compute in float32
+_Paths = tuple[tuple[str, tuple[str, ...]], ...]  # an argument of a layer, and where the tensors of it lie
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Block:
     """
 
     layer: Experts
-    paths: tuple[tuple[str, tuple[str, ...]], ...]
+    paths: _Paths
     is_tuple: bool
 
 
@@ -220,9 +221,13 @@ def _key(module: Any, device: str, cast: bool, dtype: Any = None) -> tuple[Any, 
     return module._fusekit_block, dtype, w2.dtype, router.dtype, getattr(module, "_fusekit_residual", False)
 
 
-def _paths_in(module: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Where the tensors of the block lie; MXFP4 weights have other names than those that they were described by."""
-    known: tuple[tuple[str, tuple[str, ...]], ...] = module._fusekit_paths
+def _paths_in(module: Any) -> _Paths:
+    """Where the tensors of the block lie."""
+    return _stored(module, module._fusekit_paths)
+
+
+def _stored(module: Any, known: _Paths) -> _Paths:
+    """The paths as the block has them; MXFP4 weights have other names than those that they are described by."""
     if path_in(module.experts, "down_proj") == "down_proj":
         return known
     return tuple((name, (f"{paths[0]}{BLOCKS}",) if name in ("w1", "w2") else paths) for name, paths in known)
@@ -317,7 +322,7 @@ def _paths(module: Any, options: Any) -> dict[str, tuple[str, ...]]:
         paths["shared_w2"] = (f"{shared}.down_proj.weight",)
     if options.shared_gate:
         paths["shared_gate"] = ("shared_expert_gate.weight",)
-    for path in (path for each in paths.values() for path in each):
+    for path in (path for _, each in _stored(module, tuple(paths.items())) for path in each):
         try:
             at(module, path)
         except AttributeError:

@@ -4,9 +4,10 @@
     python tests/benchmarks/run.py generate [--models qwen3-30b-a3b] [--backends grouped_mm,fusekit] [--batches 1]
 
 Backends: grouped_mm, Transformers' own; fusekit, its experts; blocks, whole blocks; skip, without experts: what the
-rest takes. Models whose names end in -fp8 have e4m3 experts with 128 x 128 scales, as a checkpoint has them; grouped_mm
-then has what they dequantise to in bf16, and own is Transformers' own way with them, if its kernels can be loaded. Each
-backend generates greedily, by `generate` (eager), and by a step with a static cache in one CUDA graph (graph).
+rest takes. Models whose names end in -fp8 have e4m3 experts with 128 x 128 scales, those of -mxfp4 blocks and scales of
+MXFP4, as checkpoints have them; grouped_mm then has what they dequantise to in bf16, and own is Transformers' own way
+with FP8, if its kernels can be loaded. Each backend generates greedily, by `generate` (eager), and by a step with a
+static cache in one CUDA graph (graph).
 Where the tokens of a sequence first differ from those of grouped_mm in eager mode, `gap` is how far the logit of the
 other token is below the best one there, in standard deviations of the logits. Where two scores of a router are close,
 a rounding sends a token to another expert, so grouped_mm in a graph differs from itself, too. A gap above 0.1 and above
@@ -20,6 +21,9 @@ import json
 import statistics
 import sys
 import time
+
+from fusekit.plan.quant import MX_SIDE
+from fusekit.reference import mxfp4
 
 VOCABULARY, PROMPT, WITHIN, ROUNDS = 32768, 32, 0.1, 3
 SIDE, LARGEST = 128, 448  # of a block with one scale; the largest e4m3 value
@@ -36,8 +40,11 @@ MODELS = {
     }),
 }  # fmt: skip
 MODELS["qwen3-30b-a3b-fp8"] = MODELS["qwen3-30b-a3b"]
+MODELS["gpt-oss-20b-mxfp4"] = MODELS["gpt-oss-20b"]
 BACKENDS = ("grouped_mm", "fusekit", "blocks", "skip")
+FUSEKIT = BACKENDS[1]
 OWN = "own"
+WEIGHTS = "gate_up_proj", "down_proj"
 
 
 def register(library=None, layers="generate/*") -> None:
@@ -46,7 +53,7 @@ def register(library=None, layers="generate/*") -> None:
 
     from fusekit.interop import transformers as door
 
-    door.register(library, "fusekit", layers)
+    door.register(library, FUSEKIT, layers)
     door.register(library, "blocks", layers, blocks=True)
     ExpertsInterface.register("skip", lambda module, x, index, weights: x * weights.sum(-1, keepdim=True).to(x.dtype))
 
@@ -72,8 +79,16 @@ def network_of(kind: str, sizes: dict, device: str):
     return network
 
 
+def twin_of(model: str, network):
+    """A copy of the network with weights as a checkpoint of such a model has them, or None. The experts of the network
+    become what those dequantise to.
+    """
+    make = {"fp8": in_fp8, "mxfp4": in_mxfp4}.get(model.rpartition("-")[2])
+    return make and make(network).eval()
+
+
 def in_fp8(network):
-    """A copy of the model whose experts are FP8 modules of Transformers; its own become what those dequantise to."""
+    """A copy whose experts are FP8 modules of Transformers."""
     import torch
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
@@ -82,7 +97,7 @@ def in_fp8(network):
     given = FineGrainedFP8Config(modules_to_not_convert=apart)
     replace_with_fp8_linear(twin, modules_to_not_convert=apart, quantization_config=given)
     for layer, plain in zip(twin.model.layers, network.model.layers, strict=True):
-        for name in ("gate_up_proj", "down_proj"):
+        for name in WEIGHTS:
             weights = getattr(plain.mlp.experts, name).data
             blocks = weights.float().unflatten(-1, (-1, SIDE)).unflatten(-3, (-1, SIDE))
             scales = blocks.abs().amax((-3, -1), keepdim=True) / LARGEST
@@ -90,7 +105,43 @@ def in_fp8(network):
             weights.copy_((values.float() * scales).reshape(weights.shape))
             for end, tensor in (("", values.reshape(weights.shape)), ("_scale_inv", scales[..., 0, :, 0].contiguous())):
                 setattr(layer.mlp.experts, f"{name}{end}", torch.nn.Parameter(tensor, requires_grad=False))
-    return twin.eval()
+    return twin
+
+
+def in_mxfp4(network):
+    """A copy that Transformers loads, for fusekit's experts, from a checkpoint with MXFP4 experts."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    state = network.state_dict()
+    for path in [path for path in state if path.endswith(WEIGHTS)]:
+        weights = state.pop(path)
+        blocks, scales = packed(weights.mT)  # [X, N, K]
+        state |= {f"{path}_blocks": blocks, f"{path}_scales": scales}
+        weights.copy_(convert_moe_packed_tensors(blocks, scales))
+    config = copy.deepcopy(network.config)
+    config.quantization_config = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+    }
+    state = {path: tensor.cpu() for path, tensor in state.items()}
+    twin = type(network).from_pretrained(
+        None, config=config, state_dict=state, dtype=network.dtype, experts_implementation=FUSEKIT
+    )
+    return twin.to(network.device)
+
+
+def packed(weights):
+    """MXFP4 of weights [..., K]: bytes [..., K / 32, 16] of the nearest two values, and scales [..., K / 32] of which
+    the largest value of the 32 is 4 to 8 times.
+    """
+    import torch
+
+    magnitudes = torch.tensor(mxfp4.MAGNITUDES, device=weights.device)
+    numbers = weights.float().unflatten(-1, (-1, MX_SIDE))
+    exponents = numbers.abs().amax(-1, keepdim=True).log2().floor() - 2
+    numbers = numbers / exponents.exp2()
+    codes = torch.bucketize(numbers.abs().contiguous(), (magnitudes[1:] + magnitudes[:-1]) / 2) + 8 * (numbers < 0)
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).byte(), (exponents[..., 0] + 127).byte()
 
 
 def generated(network, ids, new: int):
@@ -195,7 +246,7 @@ def differences(tokens, wanted, logits) -> dict:
 
 
 def measure(model: str, network, backends, batch: int, new: int, twin=None) -> list[dict]:
-    """A row for each backend, the first of which the others are compared with. twin: that of `in_fp8`, which all others
+    """A row for each backend, the first of which the others are compared with. twin: that of `twin_of`, which all others
     run then.
     """
     import torch
@@ -258,9 +309,9 @@ def main() -> int:
     say(torch.cuda.get_device_name())
     for model in options.models.split(","):
         network = network_of(*MODELS[model], "cuda")
-        twin = in_fp8(network) if model.endswith("-fp8") else None
+        twin = twin_of(model, network)
         backends = options.backends.split(",")
-        if twin is not None:
+        if model.endswith("-fp8"):
             backends.insert(1, OWN)
         for batch in map(int, options.batches.split(",")):
             if time.monotonic() - begin > options.budget:

@@ -8,6 +8,7 @@ if not hasattr(moe, "ExpertsInterface"):
     pytest.skip("this version of transformers has no ExpertsInterface", allow_module_level=True)
 
 from tests.benchmarks import generate  # noqa: E402
+from tests.doors.served import error  # noqa: E402
 from tests.interop.models import ATTENTION  # noqa: E402
 from tests.interop.test_transformers import GPT_OSS, H, I, Library, said  # noqa: E402
 from tests.interop.test_transformers_blocks import restored  # noqa: E402, F401
@@ -21,6 +22,8 @@ TINY = {
 BACKENDS = generate.BACKENDS[:3]  # without experts, tokens are others
 FP8 = {"hidden": 256, "intermediate": 128, "weights": "fp8-block", "keep": "none", "dtype": "bf16",
        "grad_dtype": "bf16"}  # fmt: skip
+MXFP4 = {"activation": GPT_OSS, "glu_layout": "interleaved", "bias": True, "weights": "mxfp4", "keep": "none",
+         "hidden": 128, "intermediate": 64, "dtype": "bf16", "grad_dtype": "bf16"}  # fmt: skip
 GPT = {"activation": GPT_OSS, "glu_layout": "interleaved", "bias": True, "b_major": "n"}
 
 
@@ -33,6 +36,7 @@ def library(restored, monkeypatch):  # noqa: F811
     layers = Library(
         gpt=said(8, 4, **GPT, **common), qwen=said(16, 4, **common),
         fp8=said(16, 4, **FP8), fp8_block=said(16, 4, **FP8 | {"router": {}}),
+        mxfp4=said(8, 4, **MXFP4), mxfp4_block=said(8, 4, **MXFP4 | {"router": {"bias": True}}),
         gpt_block=said(8, 4, **GPT, **common, router={"bias": True}), qwen_block=said(16, 4, **common, router={}),
     )  # fmt: skip
     known = set(moe.ExpertsInterface._global_mapping)
@@ -42,17 +46,26 @@ def library(restored, monkeypatch):  # noqa: F811
         del moe.ExpertsInterface._global_mapping[name]
 
 
-def test_an_fp8_checkpoint_has_the_tokens_of_what_it_dequantises_to(library):
-    sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "num_experts": 16,
-             "num_experts_per_tok": 4, "norm_topk_prob": True, "num_hidden_layers": 1}  # fmt: skip
-    network = generate.network_of("Qwen3MoeConfig", sizes, "cpu")
-    twin = generate.in_fp8(network)
-    assert twin.model.layers[0].mlp.experts.down_proj.dtype == torch.float8_e4m3fn
-    rows = generate.measure("tiny-fp8", network, ["grouped_mm", generate.OWN, "fusekit", "blocks"], 2, 3, twin)
-    assert {row["backend"] for row in rows} == {"grouped_mm", "fusekit", "blocks"}  # its own kernels want a GPU
+@pytest.mark.parametrize(("model", "parameter"), [("qwen3-30b-a3b-fp8", "down_proj"),
+                                                  ("gpt-oss-20b-mxfp4", "down_proj_blocks")])  # fmt: skip
+def test_a_checkpoint_has_the_tokens_of_what_it_dequantises_to(library, model, parameter):
+    sizes = SIZES | TINY[model.rpartition("-")[0]] | {"num_experts_per_tok": 4, "num_hidden_layers": 1}
+    if model.endswith("fp8"):
+        sizes |= {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128}
+    else:
+        sizes |= {"hidden_size": 128, "intermediate_size": 64, "layer_types": ["full_attention"]}
+    network = generate.network_of(generate.MODELS[model][0], sizes, "cpu")
+    before = network.model.layers[0].mlp.experts.down_proj.clone()
+    twin = generate.twin_of(model, network)
+    assert getattr(twin.model.layers[0].mlp.experts, parameter).element_size() == 1
+    assert 0 < error(network.model.layers[0].mlp.experts.down_proj, before.float()) < 0.15  # of three bits and one
+    own = [generate.OWN] if model.endswith("fp8") else []  # it wants a GPU, and has no rows here
+    rows = generate.measure(model, network, [BACKENDS[0], *own, *BACKENDS[1:]], 2, 3, twin)
+    assert {row["backend"] for row in rows} == {*BACKENDS}
     assert max(row.get("gap", 0) for row in rows if row["backend"] != "blocks") <= generate.WITHIN
     ran = {name for name, layer in library._layers.items() if layer.passes}
-    assert ran == {"store/fp8", "store/fp8_block"}
+    kind = model.rpartition("-")[2]
+    assert ran == {f"store/{kind}", f"store/{kind}_block"}
 
 
 @pytest.mark.parametrize("model", TINY)

@@ -95,6 +95,16 @@ def test_blocks_of_a_checkpoint(library, folder):
     assert models.ran(library) == {"block": {"inference"}, "block_bf16": {"inference"}}
 
 
+def test_blocks_of_a_model_that_was_loaded_with_experts(library, folder):
+    interop.register(library, "fusekit-experts")
+    interop.register(library, "fusekit-mxfp4", blocks=True)
+    model = load(folder, "fusekit-experts")
+    model.set_experts_implementation("fusekit-mxfp4")
+    with torch.no_grad():
+        model(input_ids=models.tokens(3))
+    assert models.ran(library).keys() == {"block"}
+
+
 @pytest.mark.parametrize("blocks", [False, True])
 def test_one_graph_under_the_compiler(library, folder, blocks):
     interop.register(library, "fusekit-mxfp4", blocks=blocks)
