@@ -221,7 +221,7 @@ def backend(
 
     def experts(module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         """Transformers' call: [T, H], [T, K] and [T, K] to [T, H]."""
-        if getattr(module, "has_post_expert_norm", False):
+        if _set_in(module, "has_post_expert_norm"):
             raise ArgumentError(
                 f"{type(module).__name__}: it normalises what each expert gives, for which fusekit has no kernel; use"
                 ' experts_implementation="grouped_mm" for this model'
@@ -234,7 +234,7 @@ def backend(
             dtype = torch.get_autocast_dtype(device)
         shape = (*shape, top_k_index.shape[-1])
         # As text: torch.compile would make symbols of floats.
-        numbers = [_text(getattr(module, attribute, None)) for attribute in _NUMBERS]
+        numbers = [_text(_set_in(module, attribute)) for attribute in _NUMBERS]
         flags = module.has_gate, module.has_bias, module.is_transposed
         kinds = type(module), type(getattr(module, "act_fn", None))
         name, inputs, types, summed, weights, fp8 = look_up(*kinds, dtype, weight_dtype, *shape, *flags, *numbers)
@@ -257,9 +257,14 @@ def backend(
     return experts
 
 
+def _set_in(module: Any, name: str) -> Any:
+    """A plain attribute of a module or its class, or None; not by way of `nn.Module`, which is slow where there is none."""
+    return vars(module)[name] if name in vars(module) else getattr(type(module), name, None)
+
+
 def path_in(module: Any, name: str) -> str:
     """The name of a parameter of an experts module, which has MXFP4 weights by other names."""
-    return f"{name}{BLOCKS}" if hasattr(module, f"{name}{BLOCKS}") else name
+    return f"{name}{BLOCKS}" if f"{name}{BLOCKS}" in module._parameters else name
 
 
 def scales_of(path: str) -> str:
@@ -274,11 +279,13 @@ def as_read(scales: Any) -> Any:
 
 def has_scales(module: Any) -> bool:
     """Whether an experts module has FP8 or MXFP4 weights. Raises ArgumentError for those that no layer reads."""
-    weights, block = getattr(module, path_in(module, "down_proj")), getattr(module, "block_size", None)
+    path = path_in(module, "down_proj")
+    weights = getattr(module, path)
     if weights.element_size() > 1:
         return False
-    if hasattr(module, f"down_proj{BLOCKS}"):
+    if path.endswith(BLOCKS):
         return True
+    block = getattr(module, "block_size", None)
     if weights.dtype == DTYPES["e4m3"] and block is not None and tuple(block) == (SIDE, SIDE):
         return True
     raise ArgumentError(
