@@ -258,7 +258,7 @@ def backend(
 
 
 def _set_in(module: Any, name: str) -> Any:
-    """A plain attribute of a module or its class, or None; not by way of `nn.Module`, which is slow where there is none."""
+    """A plain attribute of a module or its class, or None; `nn.Module` itself is slow where there is none."""
     return vars(module)[name] if name in vars(module) else getattr(type(module), name, None)
 
 

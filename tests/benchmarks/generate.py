@@ -119,10 +119,7 @@ def in_mxfp4(network):
         state |= {f"{path}_blocks": blocks, f"{path}_scales": scales}
         weights.copy_(convert_moe_packed_tensors(blocks, scales))
     config = copy.deepcopy(network.config)
-    config.quantization_config = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
-    }
+    config.quantization_config = {"quant_method": "mxfp4"}
     state = {path: tensor.cpu() for path, tensor in state.items()}
     twin = type(network).from_pretrained(
         None, config=config, state_dict=state, dtype=network.dtype, experts_implementation=FUSEKIT
@@ -246,8 +243,8 @@ def differences(tokens, wanted, logits) -> dict:
 
 
 def measure(model: str, network, backends, batch: int, new: int, twin=None) -> list[dict]:
-    """A row for each backend, the first of which the others are compared with. twin: that of `twin_of`, which all others
-    run then.
+    """A row for each backend, the first of which the others are compared with. twin: of `twin_of`, which all others run
+    then.
     """
     import torch
 
