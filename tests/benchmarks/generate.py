@@ -44,7 +44,7 @@ MODELS["gpt-oss-20b-mxfp4"] = MODELS["gpt-oss-20b"]
 BACKENDS = ("grouped_mm", "fusekit", "blocks", "skip")
 FUSEKIT = BACKENDS[1]
 OWN = "own"
-WEIGHTS = "gate_up_proj", "down_proj"
+PROJECTIONS = "gate_up_proj", "down_proj"
 
 
 def register(library=None, layers="generate/*") -> None:
@@ -97,7 +97,7 @@ def in_fp8(network):
     given = FineGrainedFP8Config(modules_to_not_convert=apart)
     replace_with_fp8_linear(twin, modules_to_not_convert=apart, quantization_config=given)
     for layer, plain in zip(twin.model.layers, network.model.layers, strict=True):
-        for name in WEIGHTS:
+        for name in PROJECTIONS:
             weights = getattr(plain.mlp.experts, name).data
             blocks = weights.float().unflatten(-1, (-1, SIDE)).unflatten(-3, (-1, SIDE))
             scales = blocks.abs().amax((-3, -1), keepdim=True) / LARGEST
@@ -113,7 +113,7 @@ def in_mxfp4(network):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     state = network.state_dict()
-    for path in [path for path in state if path.endswith(WEIGHTS)]:
+    for path in [path for path in state if path.endswith(PROJECTIONS)]:
         weights = state.pop(path)
         blocks, scales = packed(weights.mT)  # [X, N, K]
         state |= {f"{path}_blocks": blocks, f"{path}_scales": scales}
