@@ -187,7 +187,7 @@ def run(module: Any, x: Any, residual: Any = None) -> Any:
     parameters = {argument: _tensor(module, paths) for argument, paths in known}
     name = module.experts.config._experts_implementation
     cast, scaled = casting(x.device.type), has_scales(module.experts)
-    key = _key(module, x.device.type, cast, x.dtype if scaled else None)
+    key = _key(module, x.device.type, cast, x.dtype if scaled else None, parameters)
     operator, inputs, types, summed, weights, fp8 = _look_up(name, *key)
     tensors = {"x": x, **parameters}
     if scaled:
@@ -214,11 +214,16 @@ def run(module: Any, x: Any, residual: Any = None) -> Any:
     return launch(operator, [tensors[argument] for argument in inputs], sums)[0]
 
 
-def _key(module: Any, device: str, cast: bool, dtype: Any = None) -> tuple[Any, ...]:
-    """The arguments of `Backend.look_up`. dtype: of the products; default: that of the experts' weights."""
-    w2, router = (_tensor(module, paths) for name, paths in _paths_in(module) if name in ("w2", "router"))
-    dtype = torch.get_autocast_dtype(device) if cast else dtype or w2.dtype
-    return module._fusekit_block, dtype, w2.dtype, router.dtype, getattr(module, "_fusekit_residual", False)
+def _key(
+    module: Any, device: str, cast: bool, dtype: Any = None, parameters: dict[str, Any] | None = None
+) -> tuple[Any, ...]:
+    """The arguments of `Backend.look_up`. dtype: of the products; default: that of the experts' weights. parameters:
+    the block's by a layer's names, if they are at hand.
+    """
+    parameters = parameters or {name: _tensor(module, paths) for name, paths in _paths_in(module)}
+    of_experts, of_router = parameters["w2"].dtype, parameters["router"].dtype
+    dtype = torch.get_autocast_dtype(device) if cast else dtype or of_experts
+    return module._fusekit_block, dtype, of_experts, of_router, vars(module).get("_fusekit_residual", False)
 
 
 def _paths_in(module: Any) -> _Paths:
