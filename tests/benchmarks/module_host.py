@@ -66,7 +66,7 @@ def stand_in(config):
     ordinal, stream = tensors._ordinal, 4096
     tensors._ordinal = lambda device, name: 0 if getattr(device, "type", "") == "cpu" else ordinal(device, name)
     memory.ALIGNMENT = 64
-    torch_layer._stream = lambda tensor: stream
+    torch_layer.stream_of = lambda tensor: stream
     return Library(store, Driver(SimpleNamespace(**quiet)))
 
 

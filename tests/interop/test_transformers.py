@@ -92,6 +92,26 @@ def test_inference_keeps_nothing(registered):
     assert {which for which, *_ in passes} == {"inference"}
 
 
+def test_a_call_asks_for_nothing_that_a_module_lacks(registered, monkeypatch):
+    """nn.Module is slow where there is no such attribute."""
+    experts = models.model("mixtral", "fusekit-test", H, I).model.layers[0].mlp.experts
+    given = torch.randn(5, H), torch.zeros(5, 2, dtype=torch.int64), torch.ones(5, 2)
+    search, lacking = torch.nn.Module.__getattr__, []
+
+    def searched(module, name):
+        try:
+            return search(module, name)
+        except AttributeError:
+            lacking.append(name)
+            raise
+
+    with torch.no_grad():
+        experts(*given)
+        monkeypatch.setattr(torch.nn.Module, "__getattr__", searched)
+        experts(*given)
+    assert not lacking
+
+
 def test_a_norm_behind_the_experts_is_refused(registered):
     experts = models.model("mixtral", "fusekit-test", H, I).model.layers[0].mlp.experts
     experts.has_post_expert_norm = True
