@@ -381,8 +381,9 @@ class GemmPlan(Product):
         tile_m, tile_n = self.tile
         ring = self.ring_slots
         counts = [count for operand in self.operands for count in operand.barriers(self)]
-        regions = self.arch.consumer_warpgroups if self.pingpong or self.alternates else 1
-        exchange = 4 * tile_m * self.exchange_pitch * regions
+        owners = self.arch.consumer_warpgroups  # with a region each, or half of the rows at a time
+        exchange = 4 * tile_m * self.exchange_pitch
+        exchange = exchange * owners if self.pingpong or self.alternates else exchange // owners
         return SharedMemory(
             (
                 Region("x", stages * tile_m * self.x_row_bytes, 1024),

@@ -35,7 +35,7 @@ class Product:
         self.epilogue: str = spec.epilogue
         self.grouped: bool = spec.grouped
         self.quant: Quant = spec.quant
-        self.pingpong: bool = spec.mainloop == "pingpong" or (self.swapped and not self.quant.mx_weights)
+        self.pingpong: bool = spec.mainloop == "pingpong" or (self.swapped and not self._shares)
         # 16-bit operands of a weight gradient have a row for each token, FP8 operands a column.
         self.b_major: str = "n" if self.wgrad and not self.quant.coded_inputs else spec.b_major
         self.glu_layout: str = spec.glu_layout
@@ -91,14 +91,19 @@ class Product:
         return self.swapped or self.quant.weights_alone
 
     @property
+    def _shares(self) -> bool:
+        """Whether warpgroups that make factors of w share a tile of few rows: its columns are enough for both."""
+        return self.quant.weights_alone and self.tile[1] % (self.arch.consumer_warpgroups * self.arch.mma_rows) == 0
+
+    @property
     def alternates(self) -> bool:
         """Whether both consumer warpgroups multiply a tile, and finish one after the other, all rows of it."""
         return self.swapped and not self.pingpong
 
     @property
     def tile_k(self) -> int:
-        """Elements of the reduction in one stage: one swizzle row of x; two, where w is MXFP4."""
-        return (2 if self.quant.mx_weights else 1) * self.arch.swizzle_bytes // self.element
+        """Elements of the reduction in one stage: one swizzle row of x; two, where w is FP8 or MXFP4."""
+        return (2 if self.quant.weights_alone else 1) * self.arch.swizzle_bytes // self.element
 
     @property
     def w_tile_k(self) -> int:

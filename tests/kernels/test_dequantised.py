@@ -74,7 +74,7 @@ def test_a_tile_is_the_sum_of_its_blocks_times_their_scales(case, consumer):
     loop.scales = object.__new__(of_scales.WScale)
     loop.await_stage = machine.await_stage
     got = []
-    loop.exchange = lambda sums, *_: got.append(sums.copy())
+    loop.exchange = loop.hand_over = lambda sums, *_: got.append(sums.copy())
     work = SimpleNamespace(
         extents=SimpleNamespace(k=K, n=N, half_n=N // 2), warp_of_cta=consumer * 4 + WARP, warpgroup=consumer,
         operands=SimpleNamespace(w_scale=SimpleNamespace(toint=lambda: 0)),
@@ -85,11 +85,13 @@ def test_a_tile_is_the_sum_of_its_blocks_times_their_scales(case, consumer):
     where = type("X", (), {"__getitem__": lambda self, at: at})()
     pointer = SimpleNamespace(toint=lambda: 0)
     stages = SimpleNamespace(w=pointer, full=0, empty=0, exchange=None)
-    run = loop.of_tile(Run(0, -(-K // 64)), Tile(0, tile_m, n_tile, group, 0), work)
-    loop.run_tile(None, (sums, products, sets, where), stages, run, tile_m, consumer, LANE)
+    read = np.zeros((loop.blocks * 16, 128), np.uint32)
+    fragments = module.Fragments(products, sets, read, np.zeros((loop.blocks, 128)), sums, where)
+    run = loop.of_tile(Run(0, -(-K // 128)), Tile(0, tile_m, n_tile, group, 0), work)
+    loop.run_tile(None, fragments, stages, run, tile_m, consumer, LANE)
 
-    assert passed == [5]
-    assert len(machine.released) == len(machine.there) == 5
+    assert passed == [3]
+    assert len(machine.released) == len(machine.there) == 3
     values = table("e4m3")[codes[columns]].astype(float)
     for block in range(loop.blocks):
         for index in range(tile_m // 2):

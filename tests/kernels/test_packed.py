@@ -1,6 +1,5 @@
 """Tiles of MXFP4 weights, on the CPU: see warpgroup.py. Scales come as the warp that fetches them leaves them."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -74,28 +73,33 @@ def test_a_tile_is_the_product_with_values_times_scales(case, consumer):
     arch = SimpleNamespace(
         make_warp_uniform=lambda value: value, warp_idx=lambda: 4 * (1 + consumer) + WARP, lane_idx=lambda: LANE
     )
-    module = plain(
-        packed, ptx=PTX, inline=interpreted(machine), release=machine.release, Uint32=np.uint32,
-        warpgroup=SimpleNamespace(
-            Field=SimpleNamespace(ACCUMULATE="accumulate"), wait_group=machine.wait, fence=lambda: None,
-            commit_group=machine.commit,
-        ),
-        cute=SimpleNamespace(arch=arch, gemm=machine.gemm, recast_tensor=lambda tensor, kind: tensor),
+    flags = SimpleNamespace(
+        Field=SimpleNamespace(ACCUMULATE="accumulate"), wait_group=machine.wait, fence=lambda: None,
+        commit_group=machine.commit,
     )  # fmt: skip
+    device = {
+        "ptx": PTX, "inline": interpreted(machine), "release": machine.release, "Uint32": np.uint32, "warpgroup": flags,
+        "cute": SimpleNamespace(arch=arch, gemm=machine.gemm, recast_tensor=lambda tensor, kind: tensor),
+    }  # fmt: skip
+    parent = plain(dequantised, **device)
+    module = plain(packed, **device)
+    module.PackedLoop.__bases__ = (parent.DequantisedLoop,)
     loop = object.__new__(module.PackedLoop)
     loop.plan, loop.share, loop.tiled_mma, loop.await_stage = plan, tile_n // 2, Mma, machine.await_stage
-    loop.next = partial(plain(dequantised).DequantisedLoop.next, loop)
+    loop.blocks, loop.turns = 1, SimpleNamespace(pass_on=lambda consumer: None)
     got = []
     loop.exchange = loop.hand_over = lambda product, *_: got.append(product.numbers.copy())
-    product, sets = Registers(machine, tile_m // 2), tuple(Registers(machine, 8) for _ in range(module.SETS))
+    product, sets = Registers(machine, tile_m // 2), tuple(Registers(machine, 8) for _ in range(parent.SETS))
     where = type("X", (), {"__getitem__": lambda self, at: at})()
     stages = SimpleNamespace(
         w=SimpleNamespace(toint=lambda: 0), scales=SimpleNamespace(toint=lambda: machine.first), full=0, empty=0,
         exchange=None,
     )  # fmt: skip
+    read, exponents = np.zeros((32, 128), np.uint32), np.zeros((4, 128), np.uint32)
+    fragments = parent.Fragments((product,), sets, read, exponents, None, where)
     count = -(-K // 128)
     run = loop.of_tile(Run(0, count), Tile(0, tile_m, n_tile, group, 0), SimpleNamespace(extents=SimpleNamespace(k=K)))
-    loop.run_tile(None, (product, sets, where), stages, run, tile_m, consumer, LANE)
+    loop.run_tile(None, fragments, stages, run, tile_m, consumer, LANE)
 
     assert len(machine.released) == len(machine.there) == count
     want = mxfp4.decode(w[group, columns], scales[group, columns]) @ x.T

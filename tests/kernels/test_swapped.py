@@ -1,5 +1,6 @@
 """Products of few rows in the order that epilogues expect: every thread's part, by the layout of wgmma's D fragment."""
 
+import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -46,7 +47,9 @@ def test_a_warpgroup_turns_its_products(tile, consumer):
         ),
     )  # fmt: skip
     own = SimpleNamespace(plan=plan)
-    own.put, own.take = (partial(getattr(module.SwappedLoop, name), own) for name in ("put", "take"))
+    own.put, own.take, own.turn = (
+        partial(getattr(module.SwappedLoop, name), own) for name in ("put", "take", "turn")
+    )  # fmt: skip
     shared = SimpleNamespace(toint=lambda: 0)
 
     def turned(number):
@@ -81,3 +84,59 @@ def test_a_warpgroup_turns_its_products(tile, consumer):
     for warp, index, bank in lines[: tile_m * tile_n]:
         by_instruction.setdefault((warp, index), []).append(bank)
     assert all(len(set(banks)) == WARP for banks in by_instruction.values())
+
+
+def test_two_warpgroups_turn_a_tile_half_of_its_rows_at_a_time():
+    plan = gemm_plan(tile=(128, 128), mainloop="cooperative", quant="in=fp8-weights")
+    (region,) = [region for region in plan.shared.regions if region.name == "exchange"]
+    memory = np.full(region.bytes // 4, np.nan)
+    products = np.random.default_rng(0).permutation(128 * 128).reshape(128, 128).astype(float)  # w's rows, x's rows
+    meeting, me, got = threading.Barrier(2 * THREADS), threading.local(), {}
+
+    def barrier(barrier_id, number_of_threads):
+        assert (barrier_id, number_of_threads) == (plan.named_barrier("turns"), 2 * THREADS)
+        meeting.wait(timeout=60)
+
+    module = plain(
+        swapped,
+        ptx=SimpleNamespace(
+            store_shared_f32=lambda address, value: memory.__setitem__(address // 4, value),
+            load_shared_f32x2=lambda address: (memory[address // 4], memory[address // 4 + 1]),
+        ),
+        cute=SimpleNamespace(
+            make_tensor=lambda values, layout: values, make_layout=lambda size: size, size=lambda tensor: None,
+            arch=SimpleNamespace(
+                make_warp_uniform=int, warp_idx=lambda: 4 + me.number // WARP, barrier=barrier,
+            ),
+        ),
+    )  # fmt: skip
+    own = SimpleNamespace(plan=plan)
+    own.put, own.take, own.turn = (
+        partial(getattr(module.SwappedLoop, name), own) for name in ("put", "take", "turn")
+    )  # fmt: skip
+
+    def run(number):
+        me.number = number
+        consumer, warp, lane = number // THREADS, number // WARP % 4, number % WARP
+        flat = np.zeros(64)
+        for index in range(64):
+            chunk, (r, c) = index // 4, divmod(index % 4, 2)
+            row = consumer * 64 + warp * 16 + lane // 4 + 8 * r
+            flat[index] = products[row, chunk * 8 + lane % 4 * 2 + c]
+        most = np.full(64, np.nan)
+        shared = SimpleNamespace(toint=lambda: 0)
+        module.SwappedLoop.exchange(own, SimpleNamespace(iterator=flat), most, shared, consumer, lane)
+        got[number] = most
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2 * THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(2 * THREADS):
+        consumer, warp, lane = number // THREADS, number // WARP % 4, number % WARP
+        expected = [
+            products[chunk * 8 + lane % 4 * 2 + c, consumer * 64 + warp * 16 + lane // 4 + 8 * r]
+            for chunk in range(16) for r in range(2) for c in range(2)
+        ]  # fmt: skip
+        assert got[number].tolist() == expected

@@ -27,16 +27,21 @@ class Machine:
         self.steps = plan.tile_k // 16  # of a stage, one wgmma each
 
     def load(self, stage, number):
-        """A stage's 64 bytes of rows of w, whose units of 16 are exchanged by address bits 7 and 8."""
-        part = np.zeros((self.plan.tile[1], 64), np.uint8)
-        given = self.w[:, number * 64 : (number + 1) * 64]
+        """A stage's 64 or 128 bytes of rows of w, whose units of 16 are exchanged by address bits from 7 on."""
+        width = self.plan.w_row_bytes
+        part = np.zeros((self.plan.tile[1], width), np.uint8)
+        given = self.w[:, number * width : (number + 1) * width]
         part[:, : given.shape[1]] = given
         address = np.arange(part.size)
         begin = stage * part.size
-        self.memory[begin + (address ^ (address >> 7 & 3) << 4)] = part.reshape(-1)
+        self.memory[begin + (address ^ (address >> 7 & (width // 16 - 1)) << 4)] = part.reshape(-1)
 
     def await_stage(self, barrier, phase):
         stage, number = barrier, len(self.there)
+        if self.there and (stage, phase) == self.last:  # no stage is left; that one is there still
+            assert len(self.released) < number
+            return
+        self.last = stage, phase
         assert (stage, phase) == (number % self.plan.stages, number // self.plan.stages & 1)
         assert number - len(self.released) < self.plan.stages  # else it could not have come
         self.load(stage, number)
@@ -51,8 +56,8 @@ class Machine:
     def gemm(self, mma, product, factors, where, same):
         assert product is same
         (words, step), (_, _, part, stage) = factors, where
-        number = len(self.there) - 1
-        assert stage == number % self.plan.stages
+        number = next(n for n in range(len(self.there) - 1, -1, -1) if n % self.plan.stages == stage)
+        assert number >= len(self.released)
         a = np.full((64, 16), np.nan, np.float32)
         for r in range(2):
             for high in range(2):

@@ -14,20 +14,15 @@ class X(DeviceOperand):
     def __init__(self, plan, operand, kit) -> None:
         super().__init__(plan, operand, kit)
         self.dtype = dtype_of(plan.factors[0])
-        self.height = plan.tile[0] // plan.cluster_size  # of a box
+        self.several = plan.quant.weights_alone  # boxes along K make a stage
+        self.height = plan.tile[0] // (1 if self.several else plan.cluster_size)  # of a box
+        self.depth = plan.arch.box if self.several else plan.tile_k
 
     def parameter(self, given):
         if self.plan.gathers:
             return None
         x = given.x if self.plan.skip_if_zero else self.kit.not_empty(given.x)
-        if self.plan.quant.mx_weights:  # a stage is of two boxes along K
-            box = self.plan.arch.box
-            x = cute.make_tensor(
-                x.iterator, cute.make_layout((x.shape[0], box, x.shape[1] // box), stride=(x.stride[0], 1, box))
-            )
-            shape = self.height, box, self.plan.tile_k // box
-            return self.kit.load_map(x, shape, self.kit.swizzled(self.dtype, box))
-        return self.kit.load_map(x, (self.height, self.plan.tile_k), self.kit.swizzled(self.dtype, self.plan.tile_k))
+        return self.kit.load_map(x, (self.height, self.depth), self.kit.swizzled(self.dtype, self.depth))
 
     def view(self, parameter):
         return None
@@ -44,13 +39,14 @@ class X(DeviceOperand):
         """A stage of x from row `row` on."""
         tile_m, tile_k = self.plan.tile[0], self.plan.tile_k
         destination, barrier, k = stages.x + stage * (tile_m * tile_k), stages.full + stage, k_tile * tile_k
-        starts = [row + first for first in range(0, tile_m, self.height)]
-        boxes = tile_k // self.plan.arch.box
+        starts = [k + first for first in range(0, tile_k, self.depth)] if self.several else [
+            row + first for first in range(0, tile_m, self.height)
+        ]  # fmt: skip
 
         def place(start):
-            return (0, start, k_tile * boxes) if self.plan.quant.mx_weights else (k, start)
+            return (start, row) if self.several else (k, start)
 
-        return self.kit.Boxes(descriptor, destination, barrier, starts, self.height * tile_k, place)
+        return self.kit.Boxes(descriptor, destination, barrier, starts, self.height * self.depth, place)
 
 
 class W(DeviceOperand):

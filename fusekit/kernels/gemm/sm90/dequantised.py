@@ -1,23 +1,24 @@
 """Products of rows of x in bf16 and of w in FP8, with a float32 scale for 128 x 128 of w: w is read as it is.
 
 Rows of w take the side of wgmma that has 64 of them, as in swapped.py, and come from registers: a lane reads its FP8
-values of a stage, makes bf16 of them, which is exact, and multiplies
+values of a stage, 128 of K, makes bf16 of them, which is exact, and multiplies
 
     P_b[n, m] = sum over the 128 of K of block b,  w . x^T        wgmma m64nTILE_Mk16, from an empty accumulator
     sum[n, m] = fma(P_b[n, m], w_s[n / 128, b], sum[n, m])        float32, block after block
 
-A product does not depend on the height of its tile, so a row of x has the same bits among few rows and among many. For
-few, each warpgroup has tiles of its own; for many, both share one, each half of its columns, and while one makes bf16
-of FP8 values, the other multiplies.
+A product does not depend on the height of its tile, so a row of x has the same bits among few rows and among many.
+Both consumer warpgroups share a tile, each half of its columns, so that one makes factors while the other waits; they
+take turns in finishing tiles of few rows. (A tile of 64 columns has a warpgroup for itself.)
 
-A stage has 64 of K: two make a block. Registers of factors are used in turn, so that a wgmma may still read one set
-while the next is made; what a block has added up to is taken over behind the first factors of the next block.
+While a stage is converted, what a lane reads of the next one is on its way: of each set of factors, as soon as the
+registers that it comes to have been converted. Registers of factors are used in turn, so that a wgmma may still read
+one set while the next is made; what a block has added up to is taken over behind the first factors of the next block.
 """
 
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Uint32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
@@ -29,26 +30,41 @@ from fusekit.kernels.gemm.sm90.main_loop import Run, Stages, release
 from fusekit.kernels.gemm.sm90.swapped import SwappedLoop
 from fusekit.kernels.inline import inline
 from fusekit.plan.arch.sm_90a import WARP_ROWS
-from fusekit.plan.quant import SIDE
+from fusekit.plan.gemm import COLUMNS, TURNS
+from fusekit.plan.operands.w_scale import EXCHANGE
 
 SETS = 4  # of registers that hold factors
 DEPTH = 16  # of K, that one wgmma multiplies
-PARTS = 2  # sets of a stage's 64 of K, two wgmma each
+PARTS = 4  # sets of a stage's 128 of K, two wgmma each
+WORDS = 4  # of FP8 values, that a lane has of a set
+
+
+class Fragments(NamedTuple):
+    """Registers: products of each 64 rows of w; sets of factors; what has been read of w for each set, and its scales;
+    sums of the products, where there are blocks. x: wgmma descriptors, for every stage.
+    """
+
+    products: tuple
+    sets: tuple
+    raw: object
+    scales: object
+    sums: object
+    x: object
 
 
 class ScaledRun(NamedTuple):
-    """A tile's stages, as `Run`; where the scales of the warp's rows of w begin, for each 64 rows; how many there are
-    along K.
-    """
+    """A tile's stages, as `Run`; where scales of the warp's rows of w begin, for each 64 rows. number: the tile's."""
 
     position: Int32
     count: Int32
     scales: tuple
-    blocks: Int32
+    number: Int32
 
 
 class DequantisedLoop(SwappedLoop):
     """Load role and accumulation; `most` of the parents are the sums in the epilogue's order."""
+
+    anew = True  # whether each stage begins with an empty accumulator
 
     def __init__(self, plan, halves) -> None:
         super().__init__(plan, halves)
@@ -58,16 +74,23 @@ class DequantisedLoop(SwappedLoop):
         self.scales = Operands(halves).role(SCALES)
 
     def fragments(self, smem_x, smem_w):
-        """The epilogue's accumulators; sums; of each 64 rows of w those of wgmma; factors; wgmma descriptors of x."""
+        """The epilogue's accumulators; `Fragments`."""
         mma = self.tiled_mma()
         tile_m, tile_n = self.plan.tile
         most = cute.make_rmem_tensor((self.plan.warpgroup_rows * tile_n // self.plan.arch.warpgroup,), Float32)
-        sums = cute.make_rmem_tensor((self.blocks * tile_m // 2,), Float32)
         shape = mma.partition_shape_C((64, tile_m))
         products = tuple(mma.make_fragment_C(shape) for _ in range(self.blocks))
         sets = tuple(mma.make_fragment_A(mma.partition_shape_A((64, 2 * DEPTH))) for _ in range(SETS))
         x = mma.make_fragment_B(mma.get_slice(0).partition_B(self.x_tensor(smem_x)))
-        return most, (sums, products, sets, x)
+        return most, Fragments(products, sets, *self.registers(), x)
+
+    def registers(self) -> tuple:
+        """Those for what has been read, scales and sums."""
+        return (
+            cute.make_rmem_tensor((self.blocks * PARTS * WORDS,), Uint32),
+            cute.make_rmem_tensor((self.blocks,), Float32),
+            cute.make_rmem_tensor((self.blocks * self.plan.tile[0] // 2,), Float32),
+        )
 
     def tiled_mma(self):
         """wgmma of one warpgroup, w from registers."""
@@ -80,7 +103,7 @@ class DequantisedLoop(SwappedLoop):
         """As the parent's, with the scales."""
         columns = (self.column(tile, work, block) for block in range(self.blocks))
         scales = tuple(self.scales.begin_of(tile, work, column) for column in columns)
-        return ScaledRun(run.position, run.count, scales, ptx.divide(work.extents.k + (SIDE - 1), SIDE))
+        return ScaledRun(run.position, run.count, scales, tile.count)
 
     def column(self, tile: Tile, work: Work, block: int):
         """The first of a warp's 16 rows of w in 64 rows of its warpgroup, which all have one scale."""
@@ -96,117 +119,157 @@ class DequantisedLoop(SwappedLoop):
         return tile.n_tile * half + column - side * half + side * work.extents.half_n
 
     @cute.jit
-    def run_tile(self, most, fragments, stages: Stages, run: ScaledRun, rows_left: Int32, consumer: Int32, lane: Int32):
+    def run_tile(self, most, fragments, stages: Stages, run, rows_left: Int32, consumer: Int32, lane: Int32):
         """As the parent's."""
-        sums, products, sets, x = fragments
         depth = self.plan.stages
         stage = ptx.modulo(run.position, depth)
         phase = ptx.divide(run.position, depth) & 1
-        base = stages.w.toint() + self.lane_offset(consumer, lane)
-        for number in cutlass.range_constexpr(cute.size(sums)):
-            sums[number] = Float32(0.0)
-        self.empty(products)
-        before = tuple(Float32(0.0) for _ in range(self.blocks))  # what the last block's products are multiplied by
-        scales = load_all(run.scales, Int32(0))
+        places = self.places(stages, self.row(consumer, lane), lane)
+        self.await_stage(stages.full + stage, phase)
+        self.begin(fragments, places, run, stage)
+        after, turned = self.after(stage, phase, run.count > 1)
+        self.await_stage(stages.full + after, turned)
+        self.add_stage(fragments, places, run, (stage, after), Int32(0), None, lane)
         released = stage
-        for block in cutlass.range(ptx.divide(run.count, 2), unroll=1):
-            self.await_stage(stages.full + stage, phase)
-            self.add_stage(0, sums, products, sets, x, base, stage, before, lane)
-            if block > 0:
-                release(self.plan, stages.empty + released, lane)
+        for number in cutlass.range(1, run.count, unroll=1):
+            stage, phase = after, turned
+            after, turned = self.after(stage, phase, number + 1 < run.count)
+            self.await_stage(stages.full + after, turned)
+            self.add_stage(fragments, places, run, (stage, after), number, stages.empty + released, lane)
             released = stage
-            before = scales
-            scales = load_all(run.scales, ptx.minimum_of(block + 1, run.blocks - 1))
-            stage, phase = self.next(stage, phase)
-            self.await_stage(stages.full + stage, phase)
-            self.add_stage(1, sums, products, sets, x, base, stage, before, lane)
-            warpgroup.wait_group(SETS - 2)
-            release(self.plan, stages.empty + released, lane)
-            released = stage
-            stage, phase = self.next(stage, phase)
-        if run.count & 1 == 1:  # half a block
-            self.await_stage(stages.full + stage, phase)
-            self.add_stage(0, sums, products, sets, x, base, stage, before, lane)
-            if run.count > 1:
-                release(self.plan, stages.empty + released, lane)
-            released = stage
-            before = scales
         self.turns.pass_on(consumer)
         warpgroup.wait_group(0)
         release(self.plan, stages.empty + released, lane)
-        self.take_over(sums, products, before)
-        self.exchange(sums, most, stages.exchange, consumer, lane)
-
-    def empty(self, products) -> None:
-        """Zero what the first block of a tile takes over."""
-        for product in products:
-            for number in range(cute.size(product)):
-                product[number] = Float32(0.0)
+        sums = self.total(fragments)
+        if cutlass.const_expr(self.plan.alternates):
+            self.hand_over(sums, most, stages.exchange, run.number, consumer, lane)
+        else:
+            self.exchange(sums, most, stages.exchange, consumer, lane)
 
     @cute.jit
-    def next(self, stage: Int32, phase: Int32):
-        """The stage after `stage`, and its phase."""
-        stage += 1
-        if stage == self.plan.stages:
-            stage = Int32(0)
-            phase ^= 1
+    def after(self, stage: Int32, phase: Int32, more: Boolean):
+        """The stage after `stage`, and its phase; the same again where there are no more."""
+        if more:
+            stage += 1
+            if stage == self.plan.stages:
+                stage = Int32(0)
+                phase ^= 1
         return stage, phase
 
-    def lane_offset(self, consumer: Int32, lane: Int32):
-        """Where a lane's row of w begins in a stage, with the place of its first two FP8 values of any 16."""
+    def row(self, consumer: Int32, lane: Int32):
+        """A lane's first row of w in a stage."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3
         row = warp * WARP_ROWS + (lane >> 2)
-        if not self.plan.pingpong:
-            row = row + consumer * self.share
-        return row * self.plan.w_row_bytes + (lane & 3) * 2
+        return row if self.plan.pingpong else row + consumer * self.share
 
-    def add_stage(self, half: int, sums, products, sets, x, base, stage, before, lane) -> None:
-        """Convert a stage's factors and start its wgmma; `half` of a block, of which the first takes over what the
-        block before has added up.
+    def add_stage(self, fragments, places, run, which: tuple, number: Int32, before, lane) -> None:
+        """Convert a stage's factors and start its wgmma, and read the stage after it; which: both. number: of the
+        tile's stages. before: the barrier that releases the stage before; None of the first.
         """
         start, add = self.tiled_mma(), self.tiled_mma()
         start.set(warpgroup.Field.ACCUMULATE, False)
         add.set(warpgroup.Field.ACCUMULATE, True)
-        row_bytes = self.plan.w_row_bytes
-        address = base + stage * (self.plan.tile[1] * row_bytes)
-        swizzle = ((lane >> 3) & 3) * DEPTH  # the row's: units of 16 bytes, two rows after two
-        # All of the stage at once: each set would wait for what it reads of shared memory.
-        given = {}
-        for number in range(PARTS * self.blocks):
-            block, part = divmod(number, PARTS)
-            for step in range(2):
-                unit = address + ((part * 2 + step) * DEPTH ^ swizzle)
-                for r in range(2):
-                    place = (block * self.plan.arch.mma_rows + r * 8) * row_bytes
-                    given[number, step, r] = loaded(unit, place)
-        for number in range(PARTS * self.blocks):
-            block, part = divmod(number, PARTS)
-            factors = sets[(half * PARTS * self.blocks + number) % SETS]
-            words = cute.recast_tensor(factors, Uint32)
+        stage, after = which
+        for index in range(PARTS * self.blocks):
+            block, part = divmod(index, PARTS)
+            factors = fragments.sets[index % SETS]
             warpgroup.wait_group(SETS - 2)  # what reads this set has ended
-            for step in range(2):
-                for r in range(2):
-                    low, high = converted(given[number, step, r])
-                    words[step * 4 + r], words[step * 4 + 2 + r] = low, high
-            if half == 0 and number == 0:
-                warpgroup.wait_group(0)
-                self.take_over(sums, products, before)
+            self.convert(fragments, places, run, index, cute.recast_tensor(factors, Uint32))
+            self.read(fragments, places, after, index)
+            self.meanwhile(fragments, places, run, index, after, number, before, lane)
             warpgroup.fence()
             for step in range(2):
-                first = half == 0 and part == 0 and step == 0
+                empty = part == 0 and step == 0 and (self.anew or before is None)
                 where = (None, None, part * 2 + step, stage)
-                mma, product = start if first else add, products[block]
-                cute.gemm(mma, product, factors[None, None, step], x[where], product)
+                mma, product = start if empty else add, fragments.products[block]
+                cute.gemm(mma, product, factors[None, None, step], fragments.x[where], product)
             warpgroup.commit_group()
 
-    def take_over(self, sums, products, scales) -> None:
+    @cute.jit
+    def hand_over(self, product, most, memory, number: Int32, consumer: Int32, lane: Int32):
+        """Turn a tile's products for the warpgroup that finishes it. The other goes on at once, and waits one tile
+        later, or two, until what it put there has been read.
+        """
+        (tile_m, _), pitch, finisher = self.plan.tile, self.plan.exchange_pitch, number & 1
+        full, read = self.plan.named_barrier(TURNS) + finisher, self.plan.named_barrier(EXCHANGE) + finisher
+        group, both = self.plan.arch.warpgroup, 2 * self.plan.arch.warpgroup
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3
+        base = memory.toint() + finisher * (4 * tile_m * pitch)
+        column = consumer * self.share + warp * WARP_ROWS + (lane >> 2)
+        to = base + ((lane & 3) * 2 * pitch + column) * 4
+        if consumer == finisher:
+            cute.arch.barrier(barrier_id=self.plan.named_barrier(COLUMNS) + consumer, number_of_threads=group)
+            self.put(product, to, self.blocks, 0, tile_m)
+            cute.arch.barrier(barrier_id=full, number_of_threads=both)
+            line = (warp & (tile_m // WARP_ROWS - 1)) * WARP_ROWS + (lane >> 2)
+            self.take(most, base + (line * pitch + (lane & 3) * 2) * 4)
+            cute.arch.barrier_arrive(barrier_id=read, number_of_threads=both)
+        else:
+            if number > 1:
+                cute.arch.barrier(barrier_id=read, number_of_threads=both)
+            self.put(product, to, self.blocks, 0, tile_m)
+            cute.arch.barrier_arrive(barrier_id=full, number_of_threads=both)
+
+    # -- of FP8 values ------------------------------------------------------------------------------------------------
+
+    def places(self, stages: Stages, row: Int32, lane: Int32) -> tuple:
+        """Where a lane's rows begin in a stage, with the place of its first two values of any 16; what its units of 16
+        bytes are exchanged by.
+        """
+        return stages.w.toint() + row * self.plan.w_row_bytes + (lane & 3) * 2, ((lane >> 2) & 7) * DEPTH
+
+    def begin(self, fragments, places, run, stage: Int32) -> None:
+        """Read a tile's first stage."""
+        for index in range(PARTS * self.blocks):
+            self.read(fragments, places, stage, index)
+        self.load_scales(fragments, run, Int32(0))
+        for number in range(cute.size(fragments.sums)):
+            fragments.sums[number] = Float32(0.0)
+
+    def read(self, fragments, places, stage: Int32, index: int) -> None:
+        """Read what a set of factors is made of."""
+        row_bytes, (base, swizzle) = self.plan.w_row_bytes, places
+        block, part = divmod(index, PARTS)
+        address = base + stage * (self.plan.tile[1] * row_bytes)
+        for step in range(2):
+            unit = address + ((part * 2 + step) * DEPTH ^ swizzle)
+            for r in range(2):
+                place = (block * self.plan.arch.mma_rows + r * 8) * row_bytes
+                fragments.raw[index * WORDS + step * 2 + r] = loaded(unit, place)
+
+    def convert(self, fragments, places, run, index: int, words) -> None:
+        """Make a set of factors of what has been read."""
+        for step in range(2):
+            for r in range(2):
+                low, high = converted(fragments.raw[index * WORDS + step * 2 + r])
+                words[step * 4 + r], words[step * 4 + 2 + r] = low, high
+
+    def meanwhile(self, fragments, places, run, index: int, after: Int32, number: Int32, before, lane) -> None:
+        """What else there is to do when a set has been made and the one before is multiplied."""
+        if index == 0 and before is not None:
+            warpgroup.wait_group(0)
+            self.take_over(fragments)
+            self.load_scales(fragments, run, number)
+            release(self.plan, before, lane)
+
+    def take_over(self, fragments) -> None:
         """Add up what a block has made, times its scales."""
-        for block, product in enumerate(products):
+        for block, product in enumerate(fragments.products):
             size = cute.size(product)
             flat = cute.make_tensor(product.iterator, cute.make_layout(size))
             for number in range(size):
                 place = block * size + number
-                sums[place] = fma(flat[number], scales[block], sums[place])
+                fragments.sums[place] = fma(flat[number], fragments.scales[block], fragments.sums[place])
+
+    def load_scales(self, fragments, run: ScaledRun, number: Int32) -> None:
+        """Load those of block `number`."""
+        for block, scale in enumerate(load_all(run.scales, number)):
+            fragments.scales[block] = scale
+
+    def total(self, fragments):
+        """What a tile has added up to."""
+        self.take_over(fragments)
+        return fragments.sums
 
 
 def load_all(addresses, number: Int32) -> tuple:

@@ -6,8 +6,6 @@ one row alone, so it is a factor of what is made of the values, and bf16 holds t
     (w . x^T)[n, m], wgmma m64nTILE_Mk16 of 2^(s - 127) e2m1 and x
 
 which has the bits of a kernel whose weights are dequantised to bf16: sums are of the same 16 of K, in the same order.
-Both consumer warpgroups share a tile, each half of its columns, and take turns in finishing tiles of few rows.
-
 A stage has 128 of K. Of each 8 bytes a lane has number `lane % 4` and the fourth after it: a quad's four lanes read the
 same units of 16 bytes, and each picks its own. Of its two bytes, four values, table look-ups (prmt) make a byte each,
 64 + 4 e2m1: one look-up of values without a sign, which gives 0 for the others, and one of the others. With 0x42 before
@@ -20,21 +18,17 @@ is exact. Scales of 1 to 249 are 2^(s - 127), 0 is 0; from 250 on, and so for Na
 
 from typing import NamedTuple
 
-import cutlass
 from cutlass import Int32, Uint32, cute
-from cutlass.cute.nvgpu import warpgroup
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Tile, Work
-from fusekit.kernels.gemm.sm90.dequantised import SETS, DequantisedLoop
+from fusekit.kernels.gemm.sm90.dequantised import PARTS, DequantisedLoop
 from fusekit.kernels.gemm.sm90.main_loop import Run, Stages, release
 from fusekit.kernels.inline import inline
-from fusekit.plan.arch.sm_90a import WARP_ROWS
-from fusekit.plan.gemm import COLUMNS, TURNS
-from fusekit.plan.operands.w_scale import EXCHANGE, SCALE_BYTES
+from fusekit.plan.operands.w_scale import SCALE_BYTES
 from fusekit.plan.quant import MX_SIDE
 
-PARTS = 4  # sets of a stage's 128 of K, two wgmma and one scale each
+WORDS = 8  # of w, that a lane reads for a set, which has one scale for each row
 UNIT = 16  # bytes of w in a set
 PLUS = 0x46444240, 0x58504C48  # 64 + 4 e2m1 of its three bits without the sign
 MINUS = 0x3A3C3E40, 0x28303438
@@ -57,10 +51,11 @@ class PackedRun(NamedTuple):
 class PackedLoop(DequantisedLoop):
     """Load role and accumulation; `most` of the parents are the products in the epilogue's order."""
 
-    def fragments(self, smem_x, smem_w):
-        """As the parent's, without sums; tiles have 64 columns for each warpgroup."""
-        most, (_, (product,), sets, x) = super().fragments(smem_x, smem_w)
-        return most, (product, sets, x)
+    anew = False
+
+    def registers(self) -> tuple:
+        """As the parent's; low and high bytes of the scales of a lane's two rows, and no sums."""
+        return cute.make_rmem_tensor((PARTS * WORDS,), Uint32), cute.make_rmem_tensor((4,), Uint32), None
 
     def of_tile(self, run: Run, tile: Tile, work: Work):
         """As the parent's, with what the lane picks."""
@@ -74,95 +69,53 @@ class PackedLoop(DequantisedLoop):
         pick = Uint32((lane & 3) * 0x11 + 0x40)
         return PackedRun(run.position, run.count, pick, Uint32(shift * 0x1111 + 0x3210), last, tile.count)
 
-    @cute.jit
-    def run_tile(self, most, fragments, stages: Stages, run: PackedRun, rows_left: Int32, consumer: Int32, lane: Int32):
-        """As the parent's."""
-        product, _, _ = fragments
-        depth = self.plan.stages
-        stage = ptx.modulo(run.position, depth)
-        phase = ptx.divide(run.position, depth) & 1
-        row = self.row(consumer, lane)
+    def places(self, stages: Stages, row: Int32, lane: Int32) -> tuple:
+        """As the parent's of a row's first value; where its scales begin in a stage; tables."""
         base = stages.w.toint() + row * self.plan.w_row_bytes
-        places = base, stages.scales.toint() + row * SCALE_BYTES, held(PLUS[0], base), held(MINUS[0], base)
-        released = stage
-        self.await_stage(stages.full + stage, phase)
-        self.add_stage(fragments, places, stage, run, Int32(0), lane, None)
-        for number in cutlass.range(1, run.count, unroll=1):
-            stage, phase = self.next(stage, phase)
-            self.await_stage(stages.full + stage, phase)
-            self.add_stage(fragments, places, stage, run, number, lane, stages.empty + released)
-            released = stage
-        warpgroup.wait_group(0)
-        release(self.plan, stages.empty + released, lane)
-        if cutlass.const_expr(self.plan.alternates):
-            self.hand_over(product, most, stages.exchange, run.number, consumer, lane)
-        else:
-            self.exchange(product, most, stages.exchange, consumer, lane)
+        swizzle = ((lane >> 3) & 3) * UNIT  # two rows after two
+        return base, swizzle, stages.scales.toint() + row * SCALE_BYTES, held(PLUS[0], base), held(MINUS[0], base)
 
-    @cute.jit
-    def hand_over(self, product, most, memory, number: Int32, consumer: Int32, lane: Int32):
-        """Turn a tile's products for the warpgroup that finishes it. The other goes on at once, and waits one tile
-        later, or two, until what it put there has been read.
-        """
-        (tile_m, _), pitch, finisher = self.plan.tile, self.plan.exchange_pitch, number & 1
-        full, read = self.plan.named_barrier(TURNS) + finisher, self.plan.named_barrier(EXCHANGE) + finisher
-        group, both = self.plan.arch.warpgroup, 2 * self.plan.arch.warpgroup
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3
-        base = memory.toint() + finisher * (4 * tile_m * pitch)
-        column = consumer * self.share + warp * WARP_ROWS + (lane >> 2)
-        to = base + ((lane & 3) * 2 * pitch + column) * 4
-        if consumer == finisher:
-            cute.arch.barrier(barrier_id=self.plan.named_barrier(COLUMNS) + consumer, number_of_threads=group)
-            self.put(product, to, 1)
-            cute.arch.barrier(barrier_id=full, number_of_threads=both)
-            line = (warp & (tile_m // WARP_ROWS - 1)) * WARP_ROWS + (lane >> 2)
-            self.take(most, base + (line * pitch + (lane & 3) * 2) * 4)
-            cute.arch.barrier_arrive(barrier_id=read, number_of_threads=both)
-        else:
-            if number > 1:
-                cute.arch.barrier(barrier_id=read, number_of_threads=both)
-            self.put(product, to, 1)
-            cute.arch.barrier_arrive(barrier_id=full, number_of_threads=both)
+    def begin(self, fragments, places, run, stage: Int32) -> None:
+        """As the parent's."""
+        for index in range(PARTS):
+            self.read(fragments, places, stage, index)
+        self.read_scales(fragments, places, run, stage, Int32(0))
 
-    def row(self, consumer: Int32, lane: Int32):
-        """A lane's first row of w in a stage."""
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3
-        return warp * WARP_ROWS + (lane >> 2) + consumer * self.share
+    def read(self, fragments, places, stage: Int32, index: int) -> None:
+        """As the parent's."""
+        row_bytes, (base, swizzle, *_) = self.plan.w_row_bytes, places
+        unit = base + stage * (self.plan.tile[1] * row_bytes) + (index * UNIT ^ swizzle)
+        for r in range(2):
+            for number, word in enumerate(loaded(unit, r * 8 * row_bytes)):
+                fragments.raw[index * WORDS + r * 4 + number] = word
 
-    def add_stage(self, fragments, places, stage, run, number, lane, before) -> None:
-        """Convert a stage's factors and start its wgmma; number: of the tile's. before: the barrier that releases the
-        stage before; None of the first.
-        """
-        product, sets, x = fragments
-        start, add = self.tiled_mma(), self.tiled_mma()
-        start.set(warpgroup.Field.ACCUMULATE, False)
-        add.set(warpgroup.Field.ACCUMULATE, True)
-        row_bytes, rows = self.plan.w_row_bytes, self.plan.tile[1]
-        address = places[0] + stage * (rows * row_bytes)
-        scales = places[1] + stage * (rows * SCALE_BYTES)
-        swizzle = ((lane >> 3) & 3) * UNIT  # the row's: units of 16 bytes, two rows after two
-        # All of the stage at once: each set would wait for what it reads of shared memory.
+    def read_scales(self, fragments, places, run: PackedRun, stage: Int32, number: Int32) -> None:
+        """Read those of a stage, which is number `number` of the tile's."""
+        scales = places[2] + stage * (self.plan.tile[1] * SCALE_BYTES)
         valid = where_last(number, run.count - 1, run.last)
-        units = (address + (part * UNIT ^ swizzle) for part in range(PARTS))
-        given = [[loaded(unit, r * 8 * row_bytes) for r in range(2)] for unit in units]
-        exponents = [exponent_bytes(scales, r * 8 * SCALE_BYTES, run.shift, valid) for r in range(2)]
-        for part in range(PARTS):
-            factors = sets[part % SETS]
-            words = cute.recast_tensor(factors, Uint32)
-            warpgroup.wait_group(SETS - 2)  # what reads this set has ended
-            if part == AWAITED and before is not None:
-                release(self.plan, before, lane)
-            for r in range(2):
-                scale, offset = scale_of(*exponents[r], part)
-                for step in range(2):
-                    first, second = given[part][r][2 * step : 2 * step + 2]
-                    low, high = converted(first, second, run.pick, places[2:], scale, offset)
-                    words[step * 4 + r], words[step * 4 + 2 + r] = low, high
-            warpgroup.fence()
+        for r in range(2):
+            low, high = exponent_bytes(scales, r * 8 * SCALE_BYTES, run.shift, valid)
+            fragments.scales[2 * r], fragments.scales[2 * r + 1] = low, high
+
+    def convert(self, fragments, places, run: PackedRun, index: int, words) -> None:
+        """As the parent's."""
+        for r in range(2):
+            scale, offset = scale_of(fragments.scales[2 * r], fragments.scales[2 * r + 1], index)
             for step in range(2):
-                mma = start if before is None and part == 0 and step == 0 else add
-                cute.gemm(mma, product, factors[None, None, step], x[None, None, part * 2 + step, stage], product)
-            warpgroup.commit_group()
+                first, second = (fragments.raw[index * WORDS + r * 4 + 2 * step + word] for word in range(2))
+                low, high = converted(first, second, run.pick, places[3:], scale, offset)
+                words[step * 4 + r], words[step * 4 + 2 + r] = low, high
+
+    def meanwhile(self, fragments, places, run, index: int, after: Int32, number: Int32, before, lane) -> None:
+        """As the parent's."""
+        if index == AWAITED and before is not None:
+            release(self.plan, before, lane)
+        if index == PARTS - 1:
+            self.read_scales(fragments, places, run, after, number + 1)
+
+    def total(self, fragments):
+        """As the parent's."""
+        return fragments.products[0]
 
 
 def loaded(address: Int32, place: int) -> tuple:

@@ -59,42 +59,54 @@ class SwappedLoop(MainLoop):
     def exchange(self, products, most, memory, consumer: Int32, lane: Int32):
         """Turn a tile's products; all threads that work on it. Warps beyond the tile's rows get those of others.
 
-        Of a tile that two warpgroups share, each has half of the columns before and half of the rows after.
+        Of a tile that two warpgroups share, each has half of the columns before and half of the rows after: a half of
+        the rows goes through memory at a time.
         """
         (tile_m, tile_n), pitch = self.plan.tile, self.plan.exchange_pitch
-        own, barrier, threads, first, rows = (
-            1,
-            consumer + self.plan.named_barrier(COLUMNS),
-            self.plan.arch.warpgroup,
-            0,
-            0,
-        )
-        region = consumer
+        own, barrier, threads = 1, consumer + self.plan.named_barrier(COLUMNS), self.plan.arch.warpgroup
+        first, base = 0, memory.toint() + consumer * (4 * tile_m * pitch)
         if cutlass.const_expr(not self.plan.pingpong):
             own = self.plan.arch.consumer_warpgroups
-            barrier, threads, region = self.plan.named_barrier(TURNS), own * threads, 0
-            first, rows = consumer * (tile_n // own), consumer * 4
+            barrier, threads = self.plan.named_barrier(TURNS), own * threads
+            first, base = consumer * (tile_n // own), memory.toint()
+        rows = tile_m // own
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3
-        base = memory.toint() + region * (4 * tile_m * pitch)
         column, row = first + warp * WARP_ROWS + (lane >> 2), (lane & 3) * 2  # of the lane's first product
         to = base + (row * pitch + column) * 4
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)  # the tile before has been read
-        self.put(products, to, tile_n // own // 64)
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-        line = ((rows + warp) & (tile_m // WARP_ROWS - 1)) * WARP_ROWS + (lane >> 2)
+        line = (warp & (rows // WARP_ROWS - 1)) * WARP_ROWS + (lane >> 2)
         source = base + (line * pitch + (lane & 3) * 2) * 4
-        self.take(most, source)
+        how = to, source, barrier, threads, tile_n // own // 64
+        if cutlass.const_expr(own == 1):
+            self.turn(products, most, how, own, 0)
+        else:
+            if consumer == 0:  # each way takes once: else what it had before would stay in registers
+                self.turn(products, most, how, own, 0)
+            else:
+                self.turn(products, most, how, own, 1)
 
-    def put(self, products, to: Int32, blocks: int) -> None:
-        """Store a lane's products, from its first one's place on; of so many times 64 columns."""
+    def turn(self, products, most, how: tuple, parts: int, taken: int) -> None:
+        """Put so many parts of the rows in shared memory, one after the other, and take the one that is to be taken."""
+        to, source, barrier, threads, blocks = how
+        rows = self.plan.tile[0] // parts
+        for part in range(parts):
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)  # what was there has been read
+            self.put(products, to, blocks, part * rows, rows)
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+            if part == taken:
+                self.take(most, source)
+
+    def put(self, products, to: Int32, blocks: int, first: int, rows: int) -> None:
+        """Store a lane's products of `rows` rows from `first` on, from its first one's place on; of so many times 64
+        columns.
+        """
         tile_m, pitch = self.plan.tile[0], self.plan.exchange_pitch
         flat = cute.make_tensor(products.iterator, cute.make_layout(cute.size(products)))
         for block in range(blocks):
-            for chunk in range(tile_m // 8):
+            for chunk in range(rows // 8):
                 for r in range(2):
                     for c in range(2):
                         place = (chunk * 8 + c) * pitch + block * 64 + r * 8
-                        value = flat[block * (tile_m // 2) + chunk * 4 + r * 2 + c]
+                        value = flat[block * (tile_m // 2) + (first // 8 + chunk) * 4 + r * 2 + c]
                         ptx.store_shared_f32(to + place * 4, value)
 
     def take(self, most, source: Int32) -> None:
