@@ -1,7 +1,8 @@
 """A layer over two ranks through TVM-FFI, its windows in PyTorch's symmetric memory; compared with the layer in Python.
 
 fusekit export --lang tvm-ffi ranks.so ranks/moe
-torchrun --nproc-per-node=2 symmetric_ranks.py ranks.so        two GPUs, or one for both ranks
+torchrun --nproc-per-node=2 symmetric_ranks.py ranks.so        two GPUs; one for both ranks with
+TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 before it
 """
 
 import os
@@ -18,8 +19,6 @@ from fusekit.exchange import Ranks
 MOST = 512  # tokens of a rank, at most
 rank = int(os.environ["LOCAL_RANK"])
 device = rank % torch.cuda.device_count()
-if device != rank:  # PyTorch refuses ranks that share a GPU unless this is set
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
 torch.cuda.set_device(device)
 distributed.init_process_group("gloo")
 moe = tvm_ffi.load_module(sys.argv[1])
