@@ -323,9 +323,13 @@ def test_chosen_rows_come_by_copies_of_16_bytes_that_a_barrier_tracks(built, gat
     code = instructions(entry, cubin)
     wgrad = gathering.op == "grouped-wgrad"
     rows = 64 if wgrad else gathering.tile[0]
-    row_bytes = 2 * gathering.tile[gathering.operands["gather"] == "x"] if wgrad else 128  # of a stage
+    a_row = (
+        2 * gathering.tile[gathering.operands["gather"] == "x"]
+        if wgrad
+        else gathering.plan.tile_k * gathering.plan.element
+    )
     copies = [number for number, item in enumerate(code) if item.base == "LDGSTS"]
-    assert len(copies) == 2 * rows * row_bytes // 16 // 32 // 4  # of one warp of four; the last stages apart
+    assert len(copies) == 2 * rows * a_row // 16 // 32 // 4  # of a stage, of one warp of four; the last stages apart
     assert {code[number].opcode for number in copies} == {"LDGSTS.E.BYPASS.LTC256B.128"}
     assert sass.counts(code)["ARRIVES"] == 2
     maps = {
