@@ -17,6 +17,7 @@ or NumPy.
 
 from fusekit.abi.arguments import F32_END, Argument, Dim, PeersArgument, ScalarArgument, TensorArgument, tensors_of
 from fusekit.abi.expr import Expr, RecordError, evaluate, evaluate_address, render, validate, variables
+from fusekit.abi.floats import Truncated
 from fusekit.abi.parameters import (
     FloatParameter,
     IntegerParameter,
@@ -47,6 +48,7 @@ __all__ = [
     "StructParameter",
     "TensorArgument",
     "TensorMapParameter",
+    "Truncated",
     "evaluate",
     "evaluate_address",
     "flat",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from fusekit.abi.arguments import PeersArgument, TensorArgument, bare_dims, check_name, shape_dims
 from fusekit.abi.codec import integer
 from fusekit.abi.expr import Expr, RecordError, validate, variables
-from fusekit.abi.floats import validate_float
+from fusekit.abi.floats import Truncated, validate_float, value_variables
 from fusekit.abi.limits import THREADS, check_limits, check_text
 from fusekit.abi.parameters import (
     FloatParameter,
@@ -86,11 +86,15 @@ def check(record: LaunchRecord) -> None:
     _check_signature(record)
     dims = frozenset(dim.name for dim in record.dims)
     known = host_variables(record) | integers_of(record) | {"sm_count", "cluster_margin", "active_clusters"}
-    for name, expr in record.values.items():
+    floats = frozenset(scalar.name for scalar in record.scalars if scalar.is_float)
+    for name, value in record.values.items():
         check_name(name, f"values.{name}")
         if name in known or name in {argument.name for argument in record.arguments}:
             raise RecordError(f"values.{name}: the name is taken; give the value another one")
-        validate(expr, f"values.{name}", known)
+        if isinstance(value, Truncated):
+            validate_float(value.expr, f"values.{name}", floats, integers=known)
+        else:
+            validate(value, f"values.{name}", known)
         known |= {name}
     for index, constraint in enumerate(record.constraints):
         validate(constraint.expr, f"constraints[{index}].expr", known)
@@ -152,7 +156,7 @@ def _all_variables(record: LaunchRecord, expr: Expr) -> set[str]:
     names = variables(expr)
     for name, value in reversed(tuple(record.values.items())):
         if name in names:
-            names |= variables(value)
+            names |= value_variables(value)
     return names
 
 

@@ -13,13 +13,15 @@ operators                             value
 ``f32`` ``bf16`` ``fp16``             a number rounded to that type
 ``fint`` ``dint``                     an integer rounded to binary32 (binary64): the name of a variable
 ``neg``                               the same with the other sign
+``floor`` ``ceil`` ``trunc``          the next whole number that is at most (at least, in size at most) the number
+``abs``                               the same without a sign
 ``feq`` ``flt`` ``fle``               1 where the first is equal (less, at most) the second, else 0; of a NaN 0
 ``fif``                               the second where the first is not 0, else the third
 ====================================  =====================================================================
 
 The first row belongs to records of schema 2, the others to schema 5. A number where binary32 is meant is rounded to it.
 In Python the nested form is a tuple, in JSON an array; infinities and NaN are the strings ``"inf"``, ``"-inf"`` and
-``"nan"``, which no scalar may be called.
+``"nan"``, which no scalar may be called. `Truncated` makes an integer of one.
 """
 
 from __future__ import annotations
@@ -27,16 +29,19 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 from fusekit.abi.codec import describe
-from fusekit.abi.expr import MAX_DEPTH, RecordError, check_size
+from fusekit.abi.expr import MAX_DEPTH, Expr, RecordError, check_size, evaluate, freeze, variables
 from fusekit.dtypes import DTYPES, ROUNDINGS
 
 FloatExpr = float | str | tuple[Any, ...]
 _NOT_FINITE = ("inf", "-inf", "nan")
 _OF_INTEGERS = ("fint", "dint")
+_FAR = 2**62
+_SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "lt": "<", "le": "<="}
 
 
 def validate_float(
@@ -123,6 +128,63 @@ def evaluate_float(expr: Any, scalars: Mapping[str, float], single: bool = True)
     return rounded(result) if narrow else result
 
 
+@dataclass(frozen=True)
+class Truncated:
+    """An integer among a record's values: a float expression without its fraction.
+
+    From 2**62 or -2**62 on, and for a NaN, it is -2**62. What is out of range a constraint of the record refuses.
+    """
+
+    expr: FloatExpr
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "expr", freeze(self.expr))  # type: ignore[arg-type]
+
+    @cached_property
+    def scalars(self) -> frozenset[str]:
+        """The float scalars that it reads."""
+        return frozenset(float_variables(self.expr))
+
+    def evaluate(self, env: Mapping[str, int], scalars: Mapping[str, float]) -> int:
+        """Its value. env: the integers that it reads; scalars: numbers of their own types."""
+        number = evaluate_float(with_integers(self.expr, env), scalars, single=False)
+        return int(number) if -_FAR < number < _FAR else -_FAR
+
+    def __str__(self) -> str:
+        return f"int({render_float(self.expr)})"
+
+
+Value = Expr | Truncated
+"""What a record's values are."""
+
+
+def value_of(value: Value, env: Mapping[str, int], scalars: Mapping[str, float]) -> int:
+    """A record's value. env: the integers that it reads; scalars: numbers of their own types."""
+    return value.evaluate(env, scalars) if isinstance(value, Truncated) else evaluate(value, env)
+
+
+def value_variables(value: Value) -> set[str]:
+    """The integers that a record's value reads."""
+    return integer_variables(value.expr) if isinstance(value, Truncated) else variables(value)
+
+
+def render_float(expr: Any) -> str:
+    """`expr` as people write it, for messages."""
+    if not isinstance(expr, list | tuple):
+        return str(expr)
+    operator, *operands = expr
+    if operator in _OF_INTEGERS:
+        return str(operands[0])
+    shown = [
+        f"({render_float(item)})" if isinstance(item, list | tuple) and len(item) > 2 else render_float(item)
+        for item in operands
+    ]
+    if operator == "fif":
+        return f"{shown[1]} if {shown[0]} else {shown[2]}"
+    symbol = _SYMBOLS.get(operator[1:])
+    return f" {symbol} ".join(shown) if symbol else f"{operator}({', '.join(map(render_float, operands))})"
+
+
 def rounded(value: float, dtype: str = "f32") -> float:
     """`value` as the nearest number of the type; too large is infinite."""
     try:
@@ -143,6 +205,13 @@ def packed(value: float, dtype: str) -> bytes:
     if dtype == "bf16":
         return struct.pack("<f", value)[2:]
     return struct.pack({16: "<e", 32: "<f", 64: "<d"}[DTYPES[dtype].bits], value)
+
+
+def unpacked(data: bytes, dtype: str) -> float:
+    """The number of the type that bytes are."""
+    code = {16: "<e", 32: "<f", 64: "<d"}[DTYPES[dtype].bits]
+    value: float = struct.unpack(*(("<f", bytes(2) + data) if dtype == "bf16" else (code, data)))[0]
+    return value
 
 
 def is_nan(data: bytes, dtype: str) -> bool:
@@ -177,6 +246,10 @@ def _root(a: float) -> float:
     return math.nan if a < 0 else math.sqrt(a)
 
 
+def _whole(rounding: Callable[[float], int], a: float) -> float:
+    return math.copysign(float(rounding(a)), a) if abs(a) < 2.0**52 else a
+
+
 _ARITHMETIC: dict[str, Callable[[float, float], float]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -191,13 +264,17 @@ _FUNCTIONS: dict[str, tuple[Callable[..., float], bool]] = {
     "dsqrt": (_root, False),
     **{name: (partial(rounded, dtype=name), False) for name in ROUNDINGS},
     "neg": (lambda a: -a, False),
+    "floor": (partial(_whole, math.floor), False),
+    "ceil": (partial(_whole, math.ceil), False),
+    "trunc": (partial(_whole, math.trunc), False),
+    "abs": (abs, False),
     "feq": (lambda a, b: float(a == b), False),
     "flt": (lambda a, b: float(a < b), False),
     "fle": (lambda a, b: float(a <= b), False),
 }
 FLOAT_OPERATORS = {
-    **dict.fromkeys(_FUNCTIONS, 2), "fsqrt": 1, "dsqrt": 1, "neg": 1, "fif": 3,
-    **dict.fromkeys((*ROUNDINGS, *_OF_INTEGERS), 1),
+    **dict.fromkeys(_FUNCTIONS, 2), "fsqrt": 1, "dsqrt": 1, "fif": 3,
+    **dict.fromkeys((*ROUNDINGS, *_OF_INTEGERS, "neg", "floor", "ceil", "trunc", "abs"), 1),
 }  # fmt: skip
 """How many operands each has."""
 SCHEMA_2_FLOATS = frozenset({"fadd", "fsub", "fmul", "fdiv"})

@@ -22,7 +22,8 @@ from fusekit.abi.arguments import (
 )
 from fusekit.abi.checks import check, check_complete, host_variables, triple, unique
 from fusekit.abi.codec import RecordReader, expression, integer, string
-from fusekit.abi.expr import SCHEMA_2_OPERATORS, Expr, RecordError, evaluate, freeze, operators, thaw, variables
+from fusekit.abi.expr import SCHEMA_2_OPERATORS, Expr, RecordError, freeze, operators, thaw, variables
+from fusekit.abi.floats import Truncated, Value, validate_float, value_of, value_variables
 from fusekit.abi.parameters import (
     FloatParameter,
     IntegerParameter,
@@ -110,8 +111,8 @@ class LaunchRecord(WithArguments):
     out; it reads nothing of the device. `preferred_cluster`: the cluster that the device takes instead of `cluster`
     where it can; empty for none.
 
-    `values` names expressions that others read; each reads only those before it. `then`: the launches that follow this
-    one in the stream. `active_clusters` is a variable that a launcher asks the driver for, of the last launch.
+    `values` names integers that expressions read; each reads only those before it. `then`: the launches that follow
+    this one in the stream. `active_clusters` is a variable that a launcher asks the driver for, of the last launch.
     """
 
     arch: str
@@ -129,13 +130,14 @@ class LaunchRecord(WithArguments):
     workspace_zeroed: bool = False
     scratch: Expr = 0
     skip_if_zero: tuple[str, ...] = ()
-    values: Mapping[str, Expr] = field(default_factory=dict)
+    values: Mapping[str, Value] = field(default_factory=dict)
     then: tuple[LaunchStep, ...] = ()
     preferred_cluster: tuple[int, ...] = ()
     when: Expr = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "values", {name: freeze(expr) for name, expr in self.values.items()})
+        values = {name: each if isinstance(each, Truncated) else freeze(each) for name, each in self.values.items()}
+        object.__setattr__(self, "values", values)
         for name in ("arguments", "dims", "constraints", "skip_if_zero", "then"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "workspace", freeze(self.workspace))
@@ -157,6 +159,8 @@ class LaunchRecord(WithArguments):
     def schema(self) -> int:
         """The first schema that can express this record."""
         if any(scalar.dtype not in ("f32", "i32") for scalar in self.scalars):
+            return 5
+        if any(isinstance(value, Truncated) for value in self.values.values()):
             return 5
         if _is_schema_5(self) or any(map(_is_schema_5, self.then)):
             return 5
@@ -186,17 +190,23 @@ class LaunchRecord(WithArguments):
 
     @cached_property
     def _variables(self) -> frozenset[str]:
-        exprs = [*self.values.values(), *(constraint.expr for constraint in self.constraints)]
+        exprs = [constraint.expr for constraint in self.constraints]
         for step in self.launches:
             exprs += [*step.grid, *step.block, step.dynamic_shared, step.when]
             exprs += [expr for _, item in flat(step.parameters) for expr in item.expressions]
-        return frozenset().union(*map(variables, exprs))
+        return frozenset().union(*map(variables, exprs), *map(value_variables, self.values.values()))
 
-    def environment(self, env: Mapping[str, int]) -> dict[str, int]:
-        """`env` and, evaluated in it, the record's values."""
+    @cached_property
+    def deciding(self) -> frozenset[str]:
+        """The float scalars that integers of a launch follow."""
+        scalars = (each.scalars for each in self.values.values() if isinstance(each, Truncated))
+        return frozenset().union(*scalars)
+
+    def environment(self, env: Mapping[str, int], floats: Mapping[str, float] | None = None) -> dict[str, int]:
+        """`env` and, evaluated in it, the record's values. floats: of the scalars that are `deciding`."""
         known = dict(env)
-        for name, expr in self.values.items():
-            known[name] = evaluate(expr, known)
+        for name, value in self.values.items():
+            known[name] = value_of(value, known, floats or {})
         return known
 
     def check_complete(self) -> None:
@@ -216,7 +226,7 @@ class LaunchRecord(WithArguments):
             "workspace": {"bytes": thaw(self.workspace), "zeroed": self.workspace_zeroed},
             **({} if self.scratch == 0 else {"scratch": {"bytes": thaw(self.scratch)}}),
             "skip_if_zero": list(self.skip_if_zero),
-            **({"values": [{"name": name, "value": thaw(expr)} for name, expr in self.values.items()]}
+            **({"values": [{"name": name, **_value_json(each)} for name, each in self.values.items()]}
                if self.values else {}),
             **({"then": [_step_json(step) for step in self.then]} if self.then else {}),
         }  # fmt: skip
@@ -306,13 +316,22 @@ def _step_json(step: LaunchRecord | LaunchStep) -> dict[str, Any]:
     }
 
 
-def _value(value: Any, where: str) -> tuple[str, Expr]:
+def _value_json(value: Value) -> dict[str, Any]:
+    if isinstance(value, Truncated):
+        return {"truncated": thaw(value.expr)}  # type: ignore[arg-type]
+    return {"value": thaw(value)}
+
+
+def _value(value: Any, where: str) -> tuple[str, Value]:
     reader = RecordReader(value, where)
-    pair = reader.string("name"), reader.expr("value")
+    name, what = reader.string("name"), reader.take("truncated") if "truncated" in reader else None
+    if what is not None:
+        validate_float(what, f"{where}.truncated")
+    pair = name, Truncated(what) if what is not None else reader.expr("value")
     reader.end()
     return pair
 
 
-def _values(pairs: tuple[tuple[str, Expr], ...]) -> dict[str, Expr]:
+def _values(pairs: tuple[tuple[str, Value], ...]) -> dict[str, Value]:
     unique([name for name, _ in pairs], "values")
     return dict(pairs)

@@ -241,6 +241,22 @@ static uint16_t fk_half_bits(float number) {
     return (uint16_t)((bits >> 16 & 0x8000) | size);
 }
 
+/* The next whole number, with the sign of the number; from 2^52 on all are whole. */
+static double fk_whole(int64_t operation, double number) {
+    double whole;
+    if (!(number > -4503599627370496.0 && number < 4503599627370496.0)) return number;
+    whole = (double)(int64_t)number;
+    if (operation == FK_FLOOR && whole > number) whole -= 1;
+    if (operation == FK_CEIL && whole < number) whole += 1;
+    return whole == 0 ? number * 0 : whole;
+}
+
+static double fk_absolute(double number) {
+    uint64_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    return fk_of_bits((int64_t)(bits & INT64_MAX));
+}
+
 static double fk_float_of_one(int64_t operation, double a) {
     switch (operation) {
     case FK_FSQRT: return (float)fk_root(a);
@@ -248,6 +264,10 @@ static double fk_float_of_one(int64_t operation, double a) {
     case FK_F32: return (float)a;
     case FK_BF16: return fk_bfloat(a);
     case FK_FP16: return fk_half(a);
+    case FK_FLOOR:
+    case FK_CEIL:
+    case FK_TRUNC: return fk_whole(operation, a);
+    case FK_ABS: return fk_absolute(a);
     default: return -a;
     }
 }
@@ -294,7 +314,7 @@ static double fk_evaluate_float(const fk_expression *expression, const double *f
             if (stack[--depth] == 0) index += (int)step->value;
             continue;
         default:
-            if (step->operation >= FK_FSQRT && step->operation <= FK_NEG) {
+            if ((step->operation >= FK_FSQRT && step->operation <= FK_NEG) || step->operation >= FK_FLOOR) {
                 if (depth < 1) return 0;
                 stack[depth - 1] = fk_float_of_one(step->operation, stack[depth - 1]);
             } else {
@@ -308,6 +328,11 @@ static double fk_evaluate_float(const fk_expression *expression, const double *f
         stack[depth++] = pushed;
     }
     return stack[0];
+}
+
+/* Without its fraction; -2^62 for a NaN, and from 2^62 or -2^62 on. */
+static int64_t fk_truncated(double number) {
+    return number > -4611686018427387904.0 && number < 4611686018427387904.0 ? (int64_t)number : -(INT64_C(1) << 62);
 }
 
 static fusekit_status fk_no_value(const fk_record *record, const char *what, fusekit_error *error) {

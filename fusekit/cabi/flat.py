@@ -20,6 +20,7 @@ from fusekit.abi import (
     ScalarArgument,
     TensorArgument,
     TensorMapParameter,
+    Truncated,
     flat,
     variables,
 )
@@ -124,8 +125,8 @@ def record(name: str, launch: LaunchRecord, defaults: Mapping[str, Any], *, in_p
     """A complete launch record. name: the kernel's; defaults: the spec's, which come before the record's. in_place:
     False for a loader of before, which refuses every output in another argument's memory.
     """
-    rows = more_rows(launch)
-    tail = encode(name, "more", [{"nodes": rows}]) if any(rows) else b""
+    rows, values = more_rows(launch), _more_values(launch)
+    tail = encode(name, "more", [{"nodes": rows, "values": values}]) if any(rows) or values else b""
     return encode(name, "record", [record_row(name, launch, defaults, in_place=in_place)]) + tail
 
 
@@ -223,6 +224,16 @@ def more_rows(launch: LaunchRecord) -> list[dict[str, Any]]:
     return [_more(node, _RecordWriter("", launch, {}, True)) for node in launch.launches]
 
 
+def _more_values(launch: LaunchRecord) -> list[dict[str, Any]]:
+    """The floats that values are made of; none where no value is."""
+    writer = _RecordWriter("", launch, {}, True)
+    rows = [
+        {"number": writer.float_steps(each.expr, single=False)} if isinstance(each, Truncated) else {}
+        for each in launch.values.values()
+    ]
+    return rows if any(rows) else []
+
+
 def _more(node: LaunchRecord, writer: _RecordWriter) -> dict[str, Any]:
     row: dict[str, Any] = {}
     if node.when != 1:
@@ -281,7 +292,10 @@ class _RecordWriter:
             "tensors": [self._tensor(tensor, first) for tensor, first in zip(launch.tensors, strides, strict=False)],
             "arguments": [self._argument(single) for argument in launch.arguments for single in _single(argument)],
             "constraints": early, "late_constraints": late,
-            "values": [{"expression": self.steps(expr)} for expr in launch.values.values()],
+            "values": [
+                {} if isinstance(each, Truncated) else {"expression": self.steps(each)}
+                for each in launch.values.values()
+            ],
             "skips": [{"dim": self._variables[name]} for name in launch.skip_if_zero],
             "nodes": [self._node(node) for node in launch.launches],
         }  # fmt: skip
@@ -329,7 +343,7 @@ class _RecordWriter:
             kind, row["value"] = "int" if item.dtype[0] == "i" else "uint", self.steps(item.value)
         elif isinstance(item, FloatParameter):
             kind = FLOAT_KINDS[item.dtype]
-            row["number"] = self._float_steps(item.value, single=item.dtype == "f32")
+            row["number"] = self.float_steps(item.value, single=item.dtype == "f32")
         else:
             assert isinstance(item, PointerParameter)
             kind = item.argument if item.argument in _RUNTIME_MEMORY else "pointer"
@@ -353,17 +367,17 @@ class _RecordWriter:
     def steps(self, expr: Expr) -> Steps:
         return _steps_of(expr, self._variables)
 
-    def _float_steps(self, expr: FloatExpr, single: bool) -> Steps:
+    def float_steps(self, expr: FloatExpr, single: bool) -> Steps:
         """single: whether a mere number is meant to be of binary32."""
         if isinstance(expr, list | tuple):
             operator, *operands = expr
             if operator in ("fint", "dint"):
                 return [(_CODES[operator], self._variables[operands[0]])]
             if operator == "fif":
-                condition = self._float_steps(operands[0], single=False)
-                then, other = (self._float_steps(item, single) for item in operands[1:])
+                condition = self.float_steps(operands[0], single=False)
+                then, other = (self.float_steps(item, single) for item in operands[1:])
                 return _chosen(condition, then, other)
-            return list(_postfix(operator, [self._float_steps(item, operator in _SINGLE) for item in operands]))
+            return list(_postfix(operator, [self.float_steps(item, operator in _SINGLE) for item in operands]))
         if expr in self._floats:
             return [(_CODES["variable"], self._floats.index(str(expr)))]
         value = evaluate_float(expr, {}, single)

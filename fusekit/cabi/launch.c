@@ -210,6 +210,11 @@ static fusekit_status fk_conditions(const fk_kernel *kernel, const int64_t *vari
     return status;
 }
 
+/* Whether a value is made of a float. */
+static int fk_is_truncated(const fk_kernel *kernel, int64_t value) {
+    return kernel->more != NULL && kernel->more->value_count > 0 && kernel->more->values[value].number.count > 0;
+}
+
 /* Checks a call and packs it into `launch`. */
 static fusekit_status fk_pack(const fk_kernel *kernel, const fk_call *call, fusekit_launch *launch,
                               fusekit_error *error) {
@@ -227,8 +232,12 @@ static fusekit_status fk_pack(const fk_kernel *kernel, const fk_call *call, fuse
     if (status != FUSEKIT_OK) return status;
     if (launch->skip) return fk_ok(error);
     for (index = 0; index < record->value_count && status == FUSEKIT_OK; ++index)
-        status = fk_value(record, &record->values[index].expression, variables, "its launch",
-                          &variables[record->first_value + index], error);
+        if (fk_is_truncated(kernel, index))
+            variables[record->first_value + index] =
+                fk_truncated(fk_evaluate_float(&kernel->more->values[index].number, call->floats, variables));
+        else
+            status = fk_value(record, &record->values[index].expression, variables, "its launch",
+                              &variables[record->first_value + index], error);
     if (status == FUSEKIT_OK)
         status = fk_constraints(record, record->late_constraints, record->late_constraint_count, variables, error);
     if (status == FUSEKIT_OK) status = fk_conditions(kernel, variables, launch, error);

@@ -51,15 +51,17 @@ OPERATORS = (
     "min", "max", "eq", "ne", "lt", "le", "fadd", "fsub", "fmul", "fdiv",
     # Of floats alone: `number` pushes a double, of which `value` has the bits; `fint` and `dint` a variable.
     "number", "fint", "dint", "fsqrt", "dsqrt", *ROUNDINGS, "neg", "dadd", "dsub", "dmul", "ddiv", "feq",
-    "flt", "fle",
+    "flt", "fle", "floor", "ceil", "trunc", "abs",
 )  # fmt: skip
 KINDS = ("tensor_map", "pointer", "workspace", "scratch", "int", "uint", "float", "double", "half", "bfloat")
 # By CUtensorMapDataType, then by the loader's fusekit_dtype; "": no type of ours has the number.
 _NUMBERED = {row.number: row.name for row in ROWS if row.number is not None}
 DTYPES = tuple(_NUMBERED.get(number, "") for number in range(max(_NUMBERED) + 1))
 # How many variables an expression may read, or tensors a number may name: fields of the record; `outer` is what the
-# field says that holds the rows, `value` the values before this one.
-LIMITS = ("none", "first_stride", "first_value", "variable_count", "float_count", "tensor_count", "outer", "value")
+# field says that holds the rows, `value` the values before this one; `whole` the integers that a float is made of.
+LIMITS = (
+    "none", "first_stride", "first_value", "variable_count", "float_count", "tensor_count", "outer", "value", "whole",
+)  # fmt: skip
 
 PASSES = ("forward", "inference", "backward", "quantise")
 PLACES = ("argument", "kept", "scratch", "checked")
@@ -166,7 +168,8 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _expression("when", "variable_count"), _expression("block", "variable_count", 3),
         _expression("shared", "variable_count"), Field("preferred", high=16, count=3),
     ),
-    "more": (_rows("nodes", "more_node", LAUNCHES, low=1),),
+    "more_value": (_expression("number", "float_count"),),  # of a value that is a float without its fraction
+    "more": (_rows("nodes", "more_node", LAUNCHES, low=1), _rows("values", "more_value", VARIABLES)),
     # Of layers: see fusekit.abi.layer_record. Sets of outputs are masks over those of the pass.
     "layer_buffer": (  # place: that of PLACES, or further on a window's; offset: from the begin of that
         _text("name"), Field("dtype", high=len(DTYPES) - 1), Field("itemsize", low=1, high=8), Field("rank", high=RANK),

@@ -12,7 +12,7 @@ typedef struct fk_place { /* of what is read: a row of a table, in a row of anot
 typedef struct {
     int64_t *next; /* words that were not taken yet */
     size_t left;
-    int64_t limits[FK_BELOW_VALUE + 1];
+    int64_t limits[FK_BELOW_WHOLE + 1];
     const char *title;
     fusekit_error *error;
 } fk_reader;
@@ -82,9 +82,9 @@ static int fk_read_steps(fk_reader *reader, const fk_place *place, const fk_fiel
     for (index = 0; index < count; ++index) {
         int64_t operation = steps[index].operation, value = steps[index].value, limit = reader->limits[field->limit];
         int floats = field->limit == FK_BELOW_FLOAT_COUNT, pushes = floats && operation >= FK_NUMBER && operation <= FK_DINT;
-        if (operation < 0 || operation > (floats ? FK_FLE : FK_FDIV) || (count == 1 && operation > FK_VARIABLE && !pushes))
+        if (operation < 0 || operation > (floats ? FK_ABS : FK_FDIV) || (count == 1 && operation > FK_VARIABLE && !pushes))
             return fk_refuse(reader, place, field->name, "has a step that is not known, or no expression alone");
-        if (operation == FK_FINT || operation == FK_DINT) limit = reader->limits[FK_BELOW_VARIABLE_COUNT];
+        if (operation == FK_FINT || operation == FK_DINT) limit = reader->limits[FK_BELOW_WHOLE];
         if ((operation == FK_VARIABLE || operation == FK_FINT || operation == FK_DINT) && (value < 0 || value >= limit))
             return fk_refuse(reader, place, field->name, "reads variable %lld; it must be 0 to %lld", (long long)value,
                              (long long)limit - 1);
@@ -148,6 +148,7 @@ static int fk_read_rows(fk_reader *reader, const fk_place *outer, const fk_field
     for (place.row = 0; place.row < count; ++place.row) {
         if (type == &fk_type_constraint) reader->limits[FK_BELOW_OUTER] = reader->limits[field->limit];
         if (type == &fk_type_own_value) reader->limits[FK_BELOW_VALUE] = reader->limits[FK_BELOW_FIRST_VALUE] + place.row;
+        if (type == &fk_type_more_value) reader->limits[FK_BELOW_WHOLE] = reader->limits[FK_BELOW_FIRST_VALUE] + place.row;
         if (!fk_read_row(reader, &place, type, rows + (size_t)place.row * type->words)) return 0;
     }
     memcpy(slot, &rows, sizeof rows);
@@ -168,7 +169,7 @@ static const void *fk_read_one(fk_reader *reader, const fk_type *type) {
         const fk_record *record = (const fk_record *)row;
         reader->limits[FK_BELOW_FIRST_STRIDE] = record->first_stride;
         reader->limits[FK_BELOW_FIRST_VALUE] = record->first_value;
-        reader->limits[FK_BELOW_VARIABLE_COUNT] = record->variable_count;
+        reader->limits[FK_BELOW_VARIABLE_COUNT] = reader->limits[FK_BELOW_WHOLE] = record->variable_count;
         reader->limits[FK_BELOW_FLOAT_COUNT] = record->float_count;
         reader->limits[FK_BELOW_TENSOR_COUNT] = record->tensor_count;
     }
@@ -250,6 +251,8 @@ static int fk_check_record(const fk_reader *reader, const fk_record *record, con
     if (!fits) return fk_refuse(reader, &at, "variable_count", "is not that of its dims, tensors, scalars and values");
     if (more != NULL && more->node_count != record->node_count)
         return fk_refuse(reader, &at, "nodes", "are not so many twice");
+    if (more != NULL && more->value_count != 0 && more->value_count != record->value_count)
+        return fk_refuse(reader, &at, "values", "are not so many twice");
     at.name = "nodes";
     for (at.row = 0; at.row < record->node_count; ++at.row)
         if (!fk_check_node(reader, &at, &record->nodes[at.row])) return 0;

@@ -10,13 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fusekit.abi import Expr, LaunchRecord, RecordError, evaluate, flat, render, variables
+from fusekit.abi import Expr, LaunchRecord, RecordError, Truncated, evaluate, flat, render, variables
+from fusekit.abi.floats import Value, unpacked, value_of, value_variables
+from fusekit.dtypes import DTYPES
 
-Fixed = dict[str, int]
-Base = Mapping[str, int]
+Fixed = dict[str, Any]
+Base = Mapping[str, Any]
+"""Values of variables; of float scalars, floats."""
 _PERIODS = 40  # a multiple further on than the first: there a divisor that is off by one shows, whatever the step
 _CHOICES = frozenset({"min", "max", "eq", "ne", "lt", "le"})
+_WHOLE = (1, 2, 5, 100, -1)  # what an integer that is made of a float crosses
 _QUOTIENTS = frozenset({"floordiv", "ceildiv", "mod"})
 
 
@@ -38,6 +43,23 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
+class FloatAxis:
+    """A float scalar: the numbers of its type with one sign, from 0 to infinity, one by one."""
+
+    name: str
+    dtype: str
+    sign: int
+
+    @property
+    def count(self) -> int:
+        row = DTYPES[self.dtype]
+        return row.negative_infinity & (1 << row.bits - 1) - 1
+
+    def at(self, index: int) -> float:
+        return self.sign * unpacked(index.to_bytes(DTYPES[self.dtype].bytes, "little"), self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class _Boundary:
     """Where `expr` is a multiple of `divisor`; without one, where it crosses 0."""
 
@@ -49,7 +71,9 @@ class _Boundary:
         return f"multiples of {self.divisor} in {what}" if self.divisor else f"the sign of {what}"
 
 
-def directed(record: LaunchRecord, axes: Sequence[Axis], bases: Sequence[Base]) -> Iterator[tuple[str, Fixed]]:
+def directed(
+    record: LaunchRecord, axes: Sequence[Axis | FloatAxis], bases: Sequence[Base]
+) -> Iterator[tuple[str, Fixed]]:
     """(label, values of variables) of sets to try: one variable of a base at a time is moved to a boundary.
 
     axes: the variables that may be chosen. bases: values of all variables, to start from.
@@ -58,7 +82,7 @@ def directed(record: LaunchRecord, axes: Sequence[Axis], bases: Sequence[Base]) 
     chosen = {axis.name for axis in axes}
     for boundary in dict.fromkeys(_boundaries(record)):
         named = _named(record, boundary.expr)
-        read = {name for expr in (boundary.expr, *named.values()) for name in variables(expr)}
+        read = variables(boundary.expr).union(*map(_read, named.values()))
         for axis in axes:
             if axis.name not in read or axis.count < 1:
                 continue
@@ -73,7 +97,12 @@ def directed(record: LaunchRecord, axes: Sequence[Axis], bases: Sequence[Base]) 
 
 def _boundaries(record: LaunchRecord) -> Iterator[_Boundary]:
     """The boundaries of everything that a launch evaluates."""
-    exprs: list[Expr] = [*record.values.values(), *(constraint.expr for constraint in record.constraints)]
+    exprs: list[Expr] = [constraint.expr for constraint in record.constraints]
+    for name, value in record.values.items():
+        if isinstance(value, Truncated):
+            yield from (_Boundary(("sub", name, whole)) for whole in _WHOLE)
+        else:
+            exprs.append(value)
     for step in record.launches:
         exprs += [step.when, *step.grid, *step.block, step.dynamic_shared]
         exprs += [expr for _, item in flat(step.parameters) for expr in item.expressions]
@@ -81,15 +110,20 @@ def _boundaries(record: LaunchRecord) -> Iterator[_Boundary]:
         yield from _inside(expr)
 
 
-def _named(record: LaunchRecord, expr: Expr) -> dict[str, Expr]:
+def _named(record: LaunchRecord, expr: Expr) -> dict[str, Value]:
     """The record's values that `expr` reads, also through others, in the record's order. Written out in its place, one
     that others read many times would grow without bound.
     """
     needed = set(variables(expr))
     for name, value in reversed(list(record.values.items())):
         if name in needed:
-            needed |= set(variables(value))
+            needed |= value_variables(value)
     return {name: value for name, value in record.values.items() if name in needed}
+
+
+def _read(value: Value) -> set[str]:
+    """The integers and the float scalars that a value reads."""
+    return value_variables(value).union(value.scalars if isinstance(value, Truncated) else ())
 
 
 def _inside(expr: Expr) -> Iterator[_Boundary]:
@@ -110,13 +144,13 @@ def _inside(expr: Expr) -> Iterator[_Boundary]:
         yield _Boundary(operands[0])
 
 
-def _indices(boundary: _Boundary, named: Mapping[str, Expr], axis: Axis, base: Base) -> Iterator[int]:
+def _indices(boundary: _Boundary, named: Mapping[str, Value], axis: Axis | FloatAxis, base: Base) -> Iterator[int]:
     """Where on `axis` the boundary lies, and its neighbours. named: the values that it reads."""
 
     def value(index: int) -> int:
         values = {**base, axis.name: axis.at(index)}
         for name, expr in named.items():
-            values[name] = evaluate(expr, values)
+            values[name] = value_of(expr, values, values)
         return evaluate(boundary.expr, values)
 
     try:
@@ -128,7 +162,7 @@ def _indices(boundary: _Boundary, named: Mapping[str, Expr], axis: Axis, base: B
             yield place
 
 
-def _multiples(divisor: int, value: Callable[[int], int], axis: Axis) -> Iterator[int]:
+def _multiples(divisor: int, value: Callable[[int], int], axis: Axis | FloatAxis) -> Iterator[int]:
     """The first place where an affine value is a multiple, and one some periods on."""
     start = value(0)
     slope = value(1) - start
@@ -143,7 +177,7 @@ def _multiples(divisor: int, value: Callable[[int], int], axis: Axis) -> Iterato
     yield index + _PERIODS * period
 
 
-def _crossings(value: Callable[[int], int], axis: Axis) -> Iterator[int]:
+def _crossings(value: Callable[[int], int], axis: Axis | FloatAxis) -> Iterator[int]:
     """The last place before the value's sign changes, for each change seen from one power of two to the next."""
     low, at = 0, _sign(value(0))
     reach = 1

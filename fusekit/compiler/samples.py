@@ -9,12 +9,13 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fusekit.abi import Dim, IntegerParameter, LaunchRecord, RecordError, TensorArgument, TensorMapParameter, flat
 from fusekit.abi.expr import evaluate, evaluate_address
 from fusekit.abi.limits import THREADS
 from fusekit.abi.tensormap import TensorMap
-from fusekit.compiler.boundaries import Axis, directed
+from fusekit.compiler.boundaries import Axis, FloatAxis, directed
 from fusekit.errors import BuildError
 
 ADDRESS_LIMIT = 2**47
@@ -44,7 +45,7 @@ class ArgumentSet:
     edge: bool
 
     def __str__(self) -> str:
-        shown = {name: value for name, value in self.values.items() if not name.endswith(".address")}
+        shown = {name: value for name, value in self.values.items() if not name.endswith(".address")} | self.floats
         return f"{self.label}: " + ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
@@ -66,6 +67,7 @@ class _Sampler:
     def __init__(self, record: LaunchRecord, source: random.Random) -> None:
         self._record, self._source = record, source
         self._launches = record.launches
+        self._deciding = [scalar for scalar in record.scalars if scalar.name in record.deciding]
         self._smallest = {dim.name: _smallest(record, dim) for dim in record.dims}
 
     def edges(self) -> Iterator[ArgumentSet]:
@@ -110,23 +112,26 @@ class _Sampler:
     def directed(self) -> Iterator[ArgumentSet]:
         """Both sides of every boundary of the record, as far as they can be launched."""
         dims, smallest = self._record.dims, self._smallest
-        axes = [Axis(dim.name, smallest[dim.name], _largest(dim), dim.divisor) for dim in dims]
+        axes: list[Axis | FloatAxis] = [Axis(dim.name, smallest[dim.name], _largest(dim), dim.divisor) for dim in dims]
         integers = [scalar for scalar in self._record.scalars if scalar.is_integer]
         axes += [Axis(scalar.name, scalar.minimum, scalar.maximum, scalar.divisor) for scalar in integers]
         axes += [Axis("sm_count", 1, _MOST_MULTIPROCESSORS, 1), Axis("cluster_margin", 0, _INT32 - 1, 1)]
         axes += [Axis("active_clusters", 1, _MOST_CLUSTERS, 1)]
+        axes += [FloatAxis(scalar.name, scalar.dtype, sign) for scalar in self._deciding for sign in (1, -1)]
         bases = []
         for steps in _BASES:
             fixed = {dim.name: min(smallest[dim.name] + steps * dim.divisor, _largest(dim)) for dim in dims}
             sample = self._attempt("base", {**fixed, "sm_count": _MOST_MULTIPROCESSORS, "cluster_margin": 0}, _TIGHT)
             if sample is not None:
-                bases.append(sample.values)
+                bases.append(
+                    {**sample.values, **{scalar.name: sample.floats[scalar.name] for scalar in self._deciding}}
+                )
         for label, fixed in directed(self._record, axes, bases):
             sample = self._attempt(label, fixed, _RANDOM) or self._attempt(label, fixed, _TIGHT)
             if sample is not None:
                 yield sample
 
-    def _attempt(self, label: str, fixed: Mapping[str, int], padding: int) -> ArgumentSet | None:
+    def _attempt(self, label: str, fixed: Mapping[str, Any], padding: int) -> ArgumentSet | None:
         """A set with the values in `fixed`, or None when it cannot be launched. padding: between rows."""
         record, source = self._record, self._source
         values = {dim.name: fixed.get(dim.name, self._extent(dim)) for dim in record.dims}
@@ -143,7 +148,11 @@ class _Sampler:
         floats: dict[str, float] = {}
         for scalar in record.scalars:
             if scalar.is_float:
-                floats[scalar.name] = scalar.rounded(source.choice((*_SPECIAL_FLOATS, source.gauss(0, 10))))
+                number = source.choice((*_SPECIAL_FLOATS, source.gauss(0, 10)))
+                if scalar.name in record.deciding:  # of any size, and whole as often as not
+                    whole = float(source.randrange(-9, 99))
+                    number = source.choice((number, whole, source.gauss(0, 2.0 ** source.randrange(34))))
+                floats[scalar.name] = fixed.get(scalar.name, scalar.rounded(number))
             elif scalar.bounded:
                 many = (scalar.maximum - scalar.minimum) // scalar.divisor
                 values[scalar.name] = scalar.minimum + scalar.divisor * _log_uniform(source, many)
@@ -154,7 +163,7 @@ class _Sampler:
                 values[scalar.name] = source.choice((source.randrange(-_INT32, _INT32), source.randrange(1, 2**16)))
         values |= {name: value for name, value in fixed.items() if name in values}
         try:
-            values = record.environment(values)
+            values = record.environment(values, floats)
         except RecordError:
             return None
         sample = ArgumentSet(label, values, floats, stream=source.randrange(1, 2**47), edge=bool(fixed))

@@ -24,6 +24,7 @@ from fusekit.abi import (
     PointerParameter,
     TensorArgument,
     TensorMapParameter,
+    Truncated,
     flat,
 )
 from fusekit.abi.expr import Expr
@@ -267,8 +268,10 @@ class _Code:
         record, writer = plan.record, self._writer
         env = self._bound(record, step)
         env |= plan.variables
-        for name, expr in record.values.items():
-            env[name] = writer.define(expr, env)
+        for name, value in record.values.items():
+            if isinstance(value, Truncated):
+                raise NotCompiledError("an integer is made of a float")
+            env[name] = writer.define(value, env)
         for constraint in record.constraints:
             writer.require(writer.define(constraint.expr, env), 0, 0)
         if not all(isinstance(item, int) for item in (*record.block, record.dynamic_shared, record.when)):

@@ -76,6 +76,7 @@ class Kernel(SharedHandle):
         self._scalars = record.scalars
         self._peers = bool(record.peers)
         self._integers = tuple(index for index, scalar in enumerate(record.scalars) if scalar.is_integer)
+        self._deciding = tuple(index for index, scalar in enumerate(record.scalars) if scalar.name in record.deciding)
         self._scalar_defaults = tuple(_default(scalar, self.defaults) for scalar in record.scalars)
         # One list for every call that gives no scalar: by its identity a block knows that it holds them already.
         known: _Scalars = [value for value in self._scalar_defaults if value is not None]
@@ -209,6 +210,8 @@ class Kernel(SharedHandle):
             scalars = self._read_scalars(arguments)
         if self._integers:
             key += [scalars[index] for index in self._integers]
+        if self._deciding:  # as text: 0.0 equals -0.0, and a NaN not itself
+            key += [float(scalars[index]).hex() for index in self._deciding]
         signature = tuple(key)
         try:
             plan = self._plans[signature]
@@ -290,9 +293,10 @@ class Kernel(SharedHandle):
         integers = {self._scalars[index].name: int(scalars[index]) for index in self._integers}
         if self._peers:
             check_windows(self.record, given, {**bound.env, **integers})
+        floats = {self._scalars[at].name: self._scalars[at].rounded(scalars[at]) for at in self._deciding}
         overlaps = pairs(self.record, views, bound)
         plans = [
-            LaunchPlan(self._driver, record, part, bound, overlaps, settings, integers)
+            LaunchPlan(self._driver, record, part, bound, overlaps, settings, integers, floats)
             for record, part in zip(self.record.launches, (loaded, *loaded.then), strict=True)
         ]
         plan, *then = [plan for plan in plans if not plan.skip] or plans[:1]

@@ -75,9 +75,9 @@ class LaunchPlan:
 
     def __init__(
         self, driver: Driver, record: LaunchRecord, loaded: Loaded, bound: Bound, overlaps: Sequence[Pair],
-        settings: Settings, integers: Mapping[str, int], whole: LaunchPlan | None = None,
+        settings: Settings, integers: Mapping[str, int], floats: Mapping[str, float], whole: LaunchPlan | None = None,
     ) -> None:  # fmt: skip
-        """whole: the plan for the whole device, if this one is for a part of it."""
+        """floats: those that decide the launch. whole: the plan for the whole device, if this one is for a part."""
         self.driver = driver
         self.record = record
         self.loaded = loaded
@@ -97,7 +97,7 @@ class LaunchPlan:
         self.skip = any(bound.env[name] == 0 for name in record.skip_if_zero)
         self.spare: list[Block] = []
         self.then: tuple[LaunchPlan, ...] = ()  # of the launches that follow
-        self._settings, self._integers = settings, integers
+        self._settings, self._integers, self._floats = settings, integers, floats
         self._whole, self._parts = whole or self, dict[int, LaunchPlan]()
         self._reads_sm_count = record.reads("sm_count") or record.reads("active_clusters")
         if self.skip:
@@ -108,7 +108,7 @@ class LaunchPlan:
             share = loaded.active_clusters * sm_count // loaded.device.sm_count
             launch["active_clusters"] = max(share, min(loaded.active_clusters, 1))
         self.variables = launch  # what expressions read besides dims and strides
-        env = record.environment({**bound.env, **launch})
+        env = record.environment({**bound.env, **launch}, floats)
         self._check_constraints(env)
         self.skip = evaluate(record.when, env) == 0
         if self.skip:
@@ -152,8 +152,9 @@ class LaunchPlan:
         if plan is None:
             settings = replace(self._settings, sm_count=part)
             plan = LaunchPlan(
-                self.driver, self.record, self.loaded, self.bound, self.overlaps, settings, self._integers, self
-            )
+                self.driver, self.record, self.loaded, self.bound, self.overlaps, settings, self._integers,
+                self._floats, self,
+            )  # fmt: skip
             plan.followed_by(later._on_part(part) for later in self.then)
             plan = self._parts.setdefault(part, plan)
         return plan
@@ -213,8 +214,9 @@ class LaunchPlan:
         """Those that read more than shapes and strides; the others were checked with them."""
         for constraint in self.record.constraints:
             if not constraint.reads <= self.bound.env.keys() and evaluate(constraint.expr, env) != 0:
-                dims = ", ".join(f"{dim.name} = {env[dim.name]}" for dim in self.record.dims)
-                raise ArgumentError(f"{constraint.message}; got {dims}")
+                given = {**{dim.name: env[dim.name] for dim in self.record.dims}, **self._floats}
+                shown = ", ".join(f"{name} = {value}" for name, value in given.items())
+                raise ArgumentError(f"{constraint.message}; got {shown}")
 
     def _check_grid(self, env: Mapping[str, int]) -> None:
         for axis, blocks, cluster, limit in zip("xyz", self.grid, self.record.cluster, GRID_LIMITS, strict=True):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusekit.abi import FloatParameter, LaunchRecord, RecordError, ScalarArgument
+from fusekit.abi import FloatParameter, LaunchRecord, RecordError, ScalarArgument, Truncated
 from fusekit.abi.floats import evaluate_float, with_integers
 from fusekit.dtypes import FLOATS
 from fusekit.errors import ArgumentError
@@ -43,7 +43,8 @@ def test_floats_are_those_of_ieee_754(a: float, b: float, whole: int) -> None:
             ("dsqrt", a): np.sqrt(x), ("fsqrt", a): np.sqrt(narrow), ("f32", a): narrow, ("fp16", a): np.float16(x),
             ("neg", a): -x, ("fint", "n"): np.float32(np.int64(whole)), ("dint", "n"): np.float64(np.int64(whole)),
             ("feq", a, b): x == y, ("flt", a, b): x < y, ("fle", a, b): x <= y, ("fif", ("flt", a, b), a, b):
-            x if x < y else y,
+            x if x < y else y, ("floor", a): np.floor(x), ("ceil", a): np.ceil(x), ("trunc", a): np.trunc(x),
+            ("abs", a): np.abs(x),
         }  # fmt: skip
     for expr, value in want.items():
         got = evaluate_float(with_integers(expr, {"n": whole}), {}, single=False)
@@ -75,6 +76,34 @@ def test_scalars_and_parameters_of_every_float_come_back_from_json() -> None:
         wrong = FloatParameter("w", value, value=("fint", "rows"))
         with pytest.raises(RecordError, match=text):
             replace(whole, parameters=(*whole.parameters, wrong))
+
+
+@pytest.mark.parametrize(
+    ("number", "whole"),
+    [(0.99, 0), (-0.99, 0), (-7.5, -7), (2.0**53, 2**53), (2.0**62 - 512, 2**62 - 512), (2.0**62, -(2**62)),
+     (-(2.0**62), -(2**62)), (float("inf"), -(2**62)), (float("nan"), -(2**62))],
+)  # fmt: skip
+def test_a_value_may_be_a_float_without_its_fraction(number: float, whole: int) -> None:
+    built = replace(record(), values={"blocks": Truncated("act_limit"), "more": ("add", "blocks", 1)})
+    assert built.environment({}, {"act_limit": number}) == {"blocks": whole, "more": whole + 1}
+
+
+def test_the_floats_that_decide_a_launch() -> None:
+    blocks = Truncated(("fmul", ("fint", "M"), ("ceil", "act_limit")))
+    built = replace(record(), values={"blocks": blocks}, grid=("blocks", 1, 1))
+    document = json.loads(json.dumps(built.to_json()))
+    assert document["values"] == [{"name": "blocks", "truncated": ["fmul", ["fint", "M"], ["ceil", "act_limit"]]}]
+    assert (built.schema, built.deciding, LaunchRecord.from_json(document)) == (5, {"act_limit"}, built)
+    assert str(blocks) == "int(M * ceil(act_limit))"
+    for expr, text in (("other", "unknown f32 scalar 'other'"), (("fint", "blocks"), "takes the name of a variable")):
+        with pytest.raises(RecordError, match=f"values.blocks.*{text}"):
+            replace(built, values={"blocks": Truncated(expr)})
+    document["values"][0]["truncated"] = ["fmul", 1.0]
+    with pytest.raises(RecordError, match=r"values\[0\].truncated: .*it must be \[operator, a, b\]"):
+        LaunchRecord.from_json(document)
+    sizes = {"many": Truncated(("fint", "sm_count"))}
+    with pytest.raises(RecordError, match="when: it reads sm_count"):
+        replace(record(), values=sizes, when="many")
 
 
 def test_an_integer_of_64_bits_has_all_of_them_or_bounds() -> None:

@@ -162,7 +162,12 @@ def damaged(record: LaunchRecord, arguments: ArgumentSet, source: random.Random)
               if tensor.reads_stride(i)]  # fmt: skip
     names += [f"{tensor.name}.address" for tensor in record.tensors]
     names += [scalar.name for scalar in record.scalars if scalar.bounded]
+    names += 4 * sorted(record.deciding)
     name = source.choice(names)
+    if name in record.deciding:
+        number = source.choice([float("inf"), -1e30, 2.0**29, 2.0**31, -1.0, 0.3])  # to C a NaN is no number given
+        floats = {**arguments.floats, name: number}
+        return replace(arguments, floats=floats, values=record.environment(values, floats))
     if name.endswith(".address"):
         other = values[f"{source.choice(record.tensors).name}.address"]
         values[name] = source.choice([0, values[name] + 1, values[name] + 8, other, other + 64])

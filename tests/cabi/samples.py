@@ -22,6 +22,7 @@ from fusekit.abi import (
     StructParameter,
     TensorArgument,
     TensorMapParameter,
+    Truncated,
 )
 from fusekit.abi.floats import FLOAT_OPERATORS, SCHEMA_2_FLOATS
 from fusekit.cabi import Exported
@@ -33,7 +34,10 @@ from tests.runtime.samples import following, record
 from .launcher import CUBIN, complete
 
 BACKWARD = Path(__file__).parents[1] / "gpu" / "matrix_backward.toml"
-HOST_FUNCTIONS = ("two", "fast_division", "branch", "floats", "inside", "overflow", "either", "by_size")
+HOST_FUNCTIONS = (
+    "two", "fast_division", "branch", "floats", "inside", "overflow", "either", "by_size", "float_grid",
+    "integers_of_floats",
+)  # fmt: skip
 
 
 @functools.cache
@@ -160,9 +164,14 @@ def of_floats() -> LaunchRecord:
         FloatParameter(f"{root}_{dtype}_{to}", "", value=(root, ("dmul", ("dint", "M"), f"a_{dtype}")), dtype=to)
         for dtype in FLOATS for root in ("fsqrt", "dsqrt") for to in FLOATS
     ]  # fmt: skip
+    values: dict[str, Any] = {"rounds": Truncated(("floor", ("dmul", "act_alpha", ("dint", "M"))))}
+    values |= {f"t{number}": Truncated(random_float(source, 5, FLOAT_OPERATORS)) for number in range(60)}
+    values["of_a_value"] = Truncated(("fmul", ("fint", "rounds"), 0.3))
+    whole += [IntegerParameter(f"{name}_", "i64", name) for name in values]
     return replace(
         base, arguments=(*base.arguments, ScalarArgument("shift", "i32", -3), *wide, *scalars),
-        parameters=(*base.parameters, *whole, *given, *computed),
+        parameters=(*base.parameters, *whole, *given, *computed), values=values,
+        grid=(("max", 1, ("min", "rounds", 9)), 2, 1), cluster=(1, 1, 1), when=("le", "t0", 2**40),
     )  # fmt: skip
 
 

@@ -167,7 +167,24 @@ def many(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.
 
 @cute.jit
 def float_grid(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
-    store(x, n).launch(grid=(cutlass.Int32(scale), 1, 1), block=(THREADS, 1, 1), stream=stream)
+    store(x, n).launch(grid=(cutlass.Int32(scale * 4.0), 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+@cute.jit
+def integers_of_floats(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    share = cutlass.Uint32(cute.math.ceil(scale * cutlass.Float32(x.shape[0])))
+    wide = cutlass.Int64(cutlass.Float64(scale) * -3.0)
+    if scale < 2.0:
+        store_wide(x, wide).launch(grid=(cute.ceil_div(share, 128), 1, 1), block=(THREADS, 1, 1), stream=stream)
+    small = cutlass.Int32(cutlass.Int16(cute.math.floor(scale)))
+    store(x, small).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+@cute.jit
+def sizes_of_floats(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    whole = cute.math.trunc(cute.math.absf(scale * 0.5))
+    store_float(x, whole).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+    store(x, cutlass.Int32(whole) if whole < 1e6 else n).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
 
 @cute.jit

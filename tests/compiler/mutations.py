@@ -19,9 +19,10 @@ from fusekit.abi import (
     PointerParameter,
     RecordError,
     TensorMapParameter,
+    Truncated,
 )
 from fusekit.compiler.hostcode.arguments import ranges
-from fusekit.compiler.hostcode.terms import Algebra
+from fusekit.compiler.hostcode.terms import Algebra, Range
 from fusekit.compiler.prove import compare
 from fusekit.compiler.samples import ArgumentSet, argument_sets
 from fusekit.errors import ProofError
@@ -30,6 +31,11 @@ OTHER = {
     "add": "sub", "sub": "add", "mul": "add", "floordiv": "ceildiv", "ceildiv": "floordiv", "mod": "floordiv",
     "min": "max", "max": "min", "lt": "le", "le": "lt", "eq": "ne", "ne": "eq", "exp2": "bit_length",
     "bit_length": "exp2",
+}  # fmt: skip
+OTHER_FLOAT = {
+    "fadd": "fsub", "fsub": "fadd", "fmul": "fdiv", "fdiv": "fmul", "dadd": "dsub", "dsub": "dadd", "dmul": "ddiv",
+    "ddiv": "dmul", "flt": "fle", "fle": "flt", "floor": "ceil", "ceil": "floor",
+    "trunc": "ceil", "abs": "neg",
 }  # fmt: skip
 MODES = {
     "swizzle": ("none", "32B", "64B", "128B"), "l2_promotion": ("none", "64B", "128B", "256B"),
@@ -49,7 +55,8 @@ class Tally:
 
 def tally(record: LaunchRecord, recorded: Sequence[tuple[ArgumentSet, Any]]) -> Tally:
     """recorded: argument sets, and what the host code launched with each."""
-    algebra, result = Algebra(ranges(record)), Tally()
+    named = {name: Range(-(2**63), 2**63 - 1) for name in record.values}
+    algebra, result = Algebra(ranges(record) | named), Tally()
     for label, make, pair in mutants(record):
         if pair is not None and algebra.term(pair[0]) is algebra.term(pair[1]):
             result.equivalent += 1
@@ -68,6 +75,9 @@ def tally(record: LaunchRecord, recorded: Sequence[tuple[ArgumentSet, Any]]) -> 
 
 def differs(launches: Sequence[LaunchRecord], launched: Any, arguments: ArgumentSet) -> bool:
     try:
+        if launches[0].deciding:
+            values = launches[0].environment(arguments.values, arguments.floats)
+            arguments = replace(arguments, values=values)
         compare(launches, launched, arguments)
     except (ProofError, RecordError):
         return True
@@ -82,6 +92,10 @@ def mutants(record: LaunchRecord) -> Iterator[tuple[str, Any, tuple[Expr, Expr] 
                 changed = (*getattr(record, name)[:axis], mutant, *getattr(record, name)[axis + 1 :])
                 changes = {name: changed}
                 yield f"{name}[{axis}]: {mutant}", lambda changes=changes: replace(record, **changes), (extent, mutant)
+    for name, value in record.values.items():
+        for mutant in floats(value.expr) if isinstance(value, Truncated) else ():
+            changes = {"values": {**record.values, name: Truncated(mutant)}}
+            yield f"{name}: {mutant}", lambda changes=changes: replace(record, **changes), None
     for name in ("dynamic_shared", "when"):
         for mutant in () if (expr := getattr(record, name)) == 1 else expressions(expr, record):
             yield (
@@ -150,6 +164,19 @@ def expressions(expr: Expr, record: LaunchRecord) -> Iterator[Expr]:
         yield ("if", operands[0], *operands[:0:-1]) if operator == "if" else (OTHER[operator], *operands)
         for index, operand in enumerate(operands):
             for mutant in expressions(operand, record):
+                yield (operator, *operands[:index], mutant, *operands[index + 1 :])
+
+
+def floats(expr: Any) -> Iterator[Any]:
+    """The float expression `expr` with one thing changed, for each number and operator in it."""
+    if isinstance(expr, float):
+        yield expr + 0.125
+    elif isinstance(expr, tuple):
+        operator, *operands = expr
+        if operator in OTHER_FLOAT:
+            yield (OTHER_FLOAT[operator], *operands)
+        for index, operand in enumerate(operands):
+            for mutant in floats(operand):
                 yield (operator, *operands[:index], mutant, *operands[index + 1 :])
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fusekit.abi import LaunchRecord, StructParameter, evaluate, flat
+from fusekit.abi import LaunchRecord, StructParameter, Truncated, evaluate, flat
 from fusekit.compiler import hostcode
 from fusekit.compiler.prove import prove
 from fusekit.compiler.trace import compile_plan, trace
@@ -38,11 +38,11 @@ def value_of(record, name, env):
 
 READ = (
     "tiles", "fast_division", "branch", "floats", "two", "inside", "cooperative", "overflow", "idle_loop", "either",
-    "by_size", "next_power", "roots",
+    "by_size", "next_power", "roots", "float_grid", "integers_of_floats",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", [*READ, "sizes_of_floats"])
 def test_it_is_read_and_proved(traced, name):
     plan, record, host = traced(name)
     assert prove(plan, record, host, "seed")["launches"] >= 64
@@ -131,6 +131,29 @@ def test_floats_of_host_code_are_exact(traced):
     assert half.evaluate({"scale": 5.0}, {"n": 4}) == 5 and half.evaluate({"scale": 0.0}, {"n": 16}) == 0.25
 
 
+def test_an_integer_of_a_float_has_no_fraction_and_fits(traced):
+    """LLVM leaves open what another number becomes: the record refuses it."""
+    _, record, _ = traced("float_grid")
+    assert (record.schema, record.values, record.grid) == (5, {"v0": Truncated(("fmul", "scale", 4.0))}, ("v0", 1, 1))
+    (guard,) = record.constraints
+    assert guard.message.startswith("int(scale * 4.0) must be at least -2147483648 and at most 2147483647: ")
+    for scale, blocks in ((0.25, 1), (0.4999999701976776, 1), (0.5, 2), (-0.9, -3), (2.0**29 - 64, 2**31 - 256)):
+        env = record.environment({}, {"scale": scale})
+        assert (env["v0"], evaluate(guard.expr, env)) == (blocks, 0)
+    for scale in (2.0**29, -(2.0**29) - 64, 1e30, float("inf"), float("-inf"), float("nan")):
+        assert evaluate(guard.expr, record.environment({}, {"scale": scale})) > 0
+
+
+def test_a_float_decides_what_is_launched(traced):
+    _, record, _ = traced("integers_of_floats")
+    assert record.values[record.launches[0].when] == Truncated(("flt", "scale", 2.0))
+    for scale, launched in ((1.9999998807907104, 1), (2.0, 0), (float("nan"), 0), (-1e5, 0)):
+        env = record.environment({"M": 40}, {"scale": scale})
+        assert env[record.launches[0].when] == (launched if scale == scale and scale > -1e5 else scale < 2)
+        refused = any(evaluate(each.expr, env) for each in record.constraints)
+        assert refused == (not -32768 <= scale < 32768)  # an Int16 of it is made in every case
+
+
 def test_the_next_power_of_two(traced):
     _, record, _ = traced("next_power")
     for extent, power in (
@@ -165,7 +188,6 @@ def test_an_overflow_of_the_host_code_is_refused_in_words(traced):
 REFUSED = {
     "many": "a loop on the arguments makes calls: .*a launch record launches always the same",
     "loop": "a loop on the arguments makes it: .*no launch can be made of it",
-    "float_grid": "a launch record cannot compute .*fptosi",
     "power": r"intr.exp2 is an operation .*compute it before the launch, and pass the result",
     "other_stream": "another stream than the one that it is given",
     "nothing": "launches no kernel",

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from fusekit.abi import Constraint, LaunchRecord, Truncated
 from fusekit.errors import ArgumentError
 from tests.runtime.fake import FakeDriver
-from tests.runtime.samples import fake_for, following, load, tensors
+from tests.runtime.samples import fake_for, following, load, record, tensors
 
 
 def driver() -> FakeDriver:
@@ -60,3 +61,42 @@ def test_a_block_that_is_too_large_is_refused() -> None:
     given: dict[str, Any] = tensors(m=64, e=40)
     kernel(**given, stream=9)  # of the launch that is left out nothing is asked
     assert len(fake.launches) == 1
+
+
+def by_limit() -> LaunchRecord:
+    """As many blocks as twice act_limit has whole numbers; one launch for 1 / act_limit above 0."""
+    blocks = Truncated(("fmul", "act_limit", 2.0))
+    rule = Constraint(("max", 0, ("sub", "blocks", 1000)), "int(act_limit * 2.0) must be at most 1000")
+    positive = Truncated(("flt", 0.0, ("fdiv", 1.0, "act_limit")))
+    return replace(
+        record(), values={"blocks": blocks, "positive": positive}, grid=(("max", 1, "blocks"), 1, 1),
+        cluster=(1, 1, 1), when="positive", constraints=(*record().constraints, rule),
+    )  # fmt: skip
+
+
+def test_a_float_may_decide_the_grid() -> None:
+    kernel, fake = load(by_limit())
+    given = {**tensors(), "act_alpha": 1.0}
+    for limit in (1.5, 1.9999, 2.0, 1.5, 2):
+        kernel(**given, act_limit=limit, stream=9)
+    launch = kernel.bind(**given, act_limit=30.0)
+    launch(9)
+    launch.update(act_limit=31.0)(9)
+    assert [launched.grid[0] for launched in fake.launches] == [3, 3, 4, 3, 4, 60, 62]
+    assert kernel.plans_made == 5  # 2.0 and 2 are one
+
+
+def test_a_float_that_makes_no_grid_is_refused_in_words() -> None:
+    kernel, fake = load(by_limit())
+    with pytest.raises(
+        ArgumentError, match=r"int\(act_limit \* 2.0\) must be at most 1000; got M = .*, act_limit = 500.5"
+    ):
+        kernel(**{**tensors(), "act_limit": 500.5}, stream=9)
+    assert not fake.launches
+
+
+def test_zeros_of_both_signs_and_nan_decide_each_for_itself() -> None:
+    kernel, fake = load(by_limit())
+    for limit in (0.0, -0.0, float("nan"), 0.0):
+        kernel(**{**tensors(), "act_limit": limit}, stream=9)
+    assert len(fake.launches) == 2

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from fusekit.abi import Expr
+from fusekit.abi import Expr, Truncated
+from fusekit.abi.floats import Value
 from fusekit.compiler.hostcode.terms import Term
 
 _LARGE = 64  # nodes of an expression from which its shared parts get names
@@ -19,7 +21,7 @@ class ExpressionWriter:
     """
 
     def __init__(self, roots: Iterable[Term]) -> None:
-        self.values: dict[str, Expr] = {}
+        self.values: dict[str, Value] = {}
         self._written: dict[Term, Expr] = {}
         self._named: dict[Term, str] = {}
         sizes: dict[Term, int] = {}
@@ -30,9 +32,7 @@ class ExpressionWriter:
         if max(sizes.values(), default=0) > _LARGE:
             shared = [term for term in uses if uses[term] > 1 and sizes[term] > _SHARED]
             for term in sorted(shared, key=lambda term: term.number):
-                name = f"v{len(self.values)}"
-                self.values[name] = self.write(term)
-                self._named[term] = self._written[term] = name
+                self._named[term] = self.name(term)
 
     def write(self, term: Term) -> Expr:
         """`term` as an expression."""
@@ -45,15 +45,20 @@ class ExpressionWriter:
         """The name of a variable, or of a value, that has the value of `term`."""
         expr = self.write(term)
         if not isinstance(expr, str):
-            name = f"v{len(self.values)}"
-            self.values[name] = expr
-            self._written[term] = expr = name
+            self._written[term] = expr = self._new(expr)
         return expr
+
+    def _new(self, value: Value) -> str:
+        name = f"v{len(self.values)}"
+        self.values[name] = value
+        return name
 
     def _measure(self, term: Term, sizes: dict[Term, int], uses: dict[Term, int]) -> int:
         uses[term] = uses.get(term, 0) + 1
         if term not in sizes:
             parts = [item for item, _ in term.args[1]] if term.op == "sum" else term.args
+            if term.op == "truncated":
+                parts = tuple(terms_of(term.args[0]))
             inside = sum(self._measure(part, sizes, uses) for part in parts if isinstance(part, Term))
             sizes[term] = 1 + inside + (len(parts) if term.op == "sum" else 0)
         return sizes[term]
@@ -71,6 +76,10 @@ class ExpressionWriter:
             return self._quotient(*args)
         if op in ("le0", "eq0"):
             return self._condition(op, args[0])
+        if op == "truncated":
+            return self._new(Truncated(written(args[0], self)))
+        if op == "within":
+            return self.write(args[0])
         return (op, *(self.write(item) for item in args))
 
     def _sum(self, constant: int, parts: tuple[tuple[Term, int], ...]) -> Expr:
@@ -110,6 +119,22 @@ class ExpressionWriter:
         left += [constant] * (constant > 0)
         right += [-constant] * (constant < 0)
         return ("le" if op == "le0" else "eq", _joined(left), _joined(right))
+
+
+def terms_of(expr: Any) -> Iterator[Term]:
+    """The integers in a float expression."""
+    if isinstance(expr, Term):
+        yield expr
+    elif isinstance(expr, tuple):
+        for item in expr[1:]:
+            yield from terms_of(item)
+
+
+def written(expr: Any, writer: ExpressionWriter) -> Any:
+    """A float expression with names for its integers."""
+    if isinstance(expr, Term):
+        return writer.name(expr)
+    return (expr[0], *(written(item, writer) for item in expr[1:])) if isinstance(expr, tuple) else expr
 
 
 def _joined(items: list[Expr]) -> Expr:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fusekit.compiler.hostcode.bits import FLOAT_OPERATIONS, Bits
-from fusekit.compiler.hostcode.expressions import ExpressionWriter
-from fusekit.compiler.hostcode.terms import Term
 from fusekit.dtypes import ROUNDINGS
 from fusekit.errors import BuildError
 
@@ -16,6 +14,7 @@ if TYPE_CHECKING:
 
 _INVERSE = {"ueq": "one", "ugt": "ole", "uge": "olt", "ult": "oge", "ule": "ogt", "une": "oeq", "uno": "ord"}
 _EXACT = 2**53
+_OF_ONE = {"fneg": "neg", "floor": "floor", "ceil": "ceil", "trunc": "trunc", "fabs": "abs"}
 
 
 class Floats:
@@ -41,10 +40,10 @@ class Floats:
             return (op, self.lower(args[0]))
         if op == "fpext":
             return self.lower(args[0])
-        if op == "fneg":
-            return ("neg", self.lower(args[0]))
+        if op in _OF_ONE:
+            return (_OF_ONE[op], self.lower(args[0]))
         if op == "select":
-            return ("fif", self._condition(args[0]), self.lower(args[1]), self.lower(args[2]))
+            return ("fif", self.condition(args[0]), self.lower(args[1]), self.lower(args[2]))
         raise BuildError(
             f"host code: {self._lowering.words(bits)}; a launch record computes sums, products, quotients, square"
             " roots, comparisons and conversions of float32 and float64"
@@ -61,32 +60,16 @@ class Floats:
             return float(term.value)
         return (f"{letter}int", term)
 
-    def _condition(self, bits: Bits) -> Any:
+    def condition(self, bits: Bits) -> Any:
         """1 where a value of one bit is 1, else 0."""
         op, args = bits.op, bits.args
         if op.startswith("fcmp_"):
             return _compared(op[5:], self.lower(args[0]), self.lower(args[1]))
         if op in ("and", "or", "xor") and any(_compares(item) for item in args):
-            a, b = (self._condition(item) for item in args)
+            a, b = (self.condition(item) for item in args)
             return {"and": ("fif", a, b, 0), "or": ("fif", a, 1, b), "xor": ("fif", a, _negation(b), b)}[op]
         term = self._lowering.condition(bits)
         return term.value if term.is_const else ("dint", term)
-
-
-def terms_of(expr: Any) -> Iterator[Term]:
-    """The integers in an expression."""
-    if isinstance(expr, Term):
-        yield expr
-    elif isinstance(expr, tuple):
-        for item in expr[1:]:
-            yield from terms_of(item)
-
-
-def written(expr: Any, writer: ExpressionWriter) -> Any:
-    """An expression with names for its integers."""
-    if isinstance(expr, Term):
-        return writer.name(expr)
-    return (expr[0], *(written(item, writer) for item in expr[1:])) if isinstance(expr, tuple) else expr
 
 
 def _compares(bits: Bits) -> bool:

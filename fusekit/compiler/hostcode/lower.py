@@ -12,10 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
+from typing import TYPE_CHECKING
 
 from fusekit.compiler.hostcode.bits import Bits, Graph
 from fusekit.compiler.hostcode.terms import Algebra, Term
 from fusekit.errors import BuildError
+
+if TYPE_CHECKING:
+    from fusekit.compiler.hostcode.floats import Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class Guard:
     condition: Term
 
 
+_FAR = 1 << 62  # from here on floats are no integers
 Path = frozenset[Term]
 """Conditions that hold together: those of the choices that lead to a value."""
 
@@ -68,8 +73,11 @@ class Lowering:
     """Lowers nodes of `graph`.
 
     arguments: the term that each argument of the graph is, by its name there. guarded: whether a negative number that
-    is read as one of 64 bits without a sign is refused; else it is a remainder, which may have no expression.
+    is read as one of 64 bits without a sign is refused; else it is a remainder, which may have no expression. floats:
+    what lowers the floats that integers are made of.
     """
+
+    floats: Floats
 
     def __init__(self, graph: Graph, algebra: Algebra, arguments: Mapping[str, Term], guarded: bool = False) -> None:
         self.graph, self.algebra, self._guarded = graph, algebra, guarded
@@ -164,6 +172,8 @@ class Lowering:
             read, operation = _PLAIN[op]
             plain: Term = getattr(algebra, operation)(*(getattr(self, read)(item) for item in args))
             return plain
+        if op.startswith("fcmp_"):
+            return algebra.truncated(self.floats.condition(bits), 0, 1)
         method = getattr(self, f"_{op}", None) or (self._compare if op.startswith("icmp_") else None)
         if method is None:
             raise BuildError(f"host code: {self.words(bits)}; no launch can be made of it")
@@ -294,6 +304,20 @@ class Lowering:
     def _trunc(self, bits: Bits, a: Bits) -> Term:
         term = self.lower(a)
         return self.algebra.mod(term, self.algebra.const(2)) if bits.width == 1 else term
+
+    def _fptosi(self, bits: Bits, a: Bits) -> Term:
+        half = 1 << bits.width - 1
+        return self._of_float(a, max(-half, 1 - _FAR), min(half, _FAR) - 1)
+
+    def _fptoui(self, bits: Bits, a: Bits) -> Term:
+        return self._of_float(a, 0, min(1 << bits.width, _FAR) - 1)
+
+    def _of_float(self, a: Bits, low: int, high: int) -> Term:
+        """A float without its fraction. LLVM leaves open what one beyond [low, high] becomes, and processors differ:
+        such arguments are refused.
+        """
+        term = self.algebra.truncated(self.floats.lower(a), -_FAR, _FAR - 1)
+        return self.algebra.within(self.guard(term, low, high), low, high)
 
     def _abs(self, bits: Bits, a: Bits) -> Term:
         term = self.signed(a)

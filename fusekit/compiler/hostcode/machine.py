@@ -28,8 +28,11 @@ _ARITHMETIC = frozenset({
     "add", "sub", "mul", "udiv", "sdiv", "urem", "srem", "and", "or", "xor", "shl", "lshr", "ashr",
     "intr.smin", "intr.smax", "intr.umin", "intr.umax", "intr.ctlz", "intr.abs", "zext", "sext", "trunc",
 })  # fmt: skip
-_FLOATS = frozenset({*FLOAT_OPERATIONS, "intr.sqrt", "sitofp", "uitofp", "fptrunc", "fpext", "fneg"})
-_UNKNOWN = frozenset({"fptosi", "fptoui"})
+_FLOATS = frozenset({
+    *FLOAT_OPERATIONS, "intr.sqrt", "intr.floor", "intr.ceil", "intr.trunc", "intr.fabs", "sitofp", "uitofp", "fptrunc",
+    "fpext", "fneg",
+})  # fmt: skip
+_INTEGERS = frozenset({"fptosi", "fptoui"})
 _SAME = frozenset({"ptrtoint", "inttoptr", "addrspacecast", "bitcast", "freeze"})
 _ASKING = frozenset({"_cudaGetDevice", "_cudaDeviceGetAttribute", "_cuKernelGetAttribute"})
 # No launch depends on a message, nor on whether a call that is known to succeed did.
@@ -242,9 +245,7 @@ class Run:
             result = method(self, instruction, operands, memory)
         elif name in _SAME:
             result = operands[0]
-        elif name in _UNKNOWN:
-            result = self.unknown(instruction)
-        elif name in _ARITHMETIC or name in _FLOATS:
+        elif name in _ARITHMETIC or name in _FLOATS or name in _INTEGERS:
             result = self.arithmetic(instruction, operands)
         else:
             raise BuildError(

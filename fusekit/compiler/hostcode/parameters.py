@@ -21,8 +21,8 @@ from fusekit.compiler.cubin import Cubin
 from fusekit.compiler.hostcode import maps
 from fusekit.compiler.hostcode.arguments import ADDRESS_BITS
 from fusekit.compiler.hostcode.bits import Bits, Pointer
-from fusekit.compiler.hostcode.expressions import ExpressionWriter
-from fusekit.compiler.hostcode.floats import Floats, terms_of, written
+from fusekit.compiler.hostcode.expressions import ExpressionWriter, terms_of, written
+from fusekit.compiler.hostcode.floats import Floats
 from fusekit.compiler.hostcode.layout import Layout, Leaf
 from fusekit.compiler.hostcode.lower import Lowering
 from fusekit.compiler.hostcode.machine import Call

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from fusekit.abi import Argument, Constraint, Expr, LaunchRecord, LaunchStep, TensorArgument, render
+from fusekit.abi import Argument, Constraint, Expr, LaunchRecord, LaunchStep, TensorArgument, Truncated, render
 from fusekit.abi.limits import THREADS
 from fusekit.compiler import cubin as cubins
 from fusekit.compiler.dsl import ENTRY
@@ -133,7 +133,7 @@ class _Record:
         self._allowed: dict[tuple[Term, Term], tuple[int, int]] = {}
         self._when = self._always = self._algebra.const(1)  # the condition of the launch that is being read
         self._reaches: list[tuple[Term, str, Term]] = []
-        floats = Floats(self._lowering, arguments.floats)
+        self._lowering.floats = floats = Floats(self._lowering, arguments.floats)
         self._parameters = Parameters(machine.types, self._lowering, floats, plan.signature, self._allow)
 
     def make(self, calls: Sequence[Call]) -> LaunchRecord:
@@ -345,6 +345,10 @@ def _where(when: Term, expr: Expr, writer: ExpressionWriter) -> Expr:
 def _constraint(guard: Guard, writer: ExpressionWriter) -> Constraint:
     """0 where the guard holds."""
     term = writer.write(guard.term)
+    value = writer.values.get(term) if isinstance(term, str) else None
+    shown, why = render(term), "computes with no more bits"
+    if isinstance(value, Truncated):
+        shown, why = str(value), "makes an integer of no other number"
     over: list[Expr] = []
     rules = []
     if guard.term.low < guard.low:
@@ -357,5 +361,5 @@ def _constraint(guard: Guard, writer: ExpressionWriter) -> Constraint:
     expr: Expr = ("max", 0, *over)
     return Constraint(
         _where(guard.condition, expr, writer),
-        f"{render(term)} must be {' and '.join(rules)}: the kernel's host code computes with no more bits",
+        f"{shown} must be {' and '.join(rules)}: the kernel's host code {why}",
     )

@@ -26,7 +26,8 @@ class Range:
 
 class Term:
     """One term. op: const, variable, sum, product, floordiv, mod, min, max, bit_length, exp2, if; le0 and eq0 are 1
-    where their operand is at most 0 (is 0), else 0.
+    where their operand is at most 0 (is 0), else 0. truncated is a float expression without its fraction; within is its
+    operand, which is known to lie within other bounds.
     """
 
     __slots__ = ("args", "divisor", "high", "low", "number", "op")

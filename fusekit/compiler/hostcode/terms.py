@@ -7,8 +7,9 @@ never guessed. A quotient by a constant gives up what is divisible; a remainder 
 from __future__ import annotations
 
 import math
+from typing import Any
 
-from fusekit.abi import Expr
+from fusekit.abi import Expr, Truncated
 from fusekit.compiler.hostcode.sums import Range, Sums, Term
 
 __all__ = ["Algebra", "Range", "Term"]
@@ -184,6 +185,18 @@ class Algebra(Sums):
         low, high = 1 << min(max(a.low, 0), 200), 1 << min(max(a.high, 0), 200)
         return self._make("exp2", (a,), low, high, low)
 
+    # -- integers of floats
+
+    def truncated(self, expr: Any, low: int, high: int) -> Term:
+        """A float expression, whose integers are terms, without its fraction."""
+        if not isinstance(expr, tuple | str):
+            return self.const(Truncated(expr).evaluate({}, {}))
+        return self._make("truncated", (expr, _exact(expr)), low, high, 1)
+
+    def within(self, term: Term, low: int, high: int) -> Term:
+        """`term`, which lies in [low, high] where it matters."""
+        return term if term.is_const else self._make("within", (term, low, high), low, high, 1)
+
     # -- conditions: terms that are 0 or 1
 
     def at_most(self, a: Term, b: Term) -> Term:
@@ -280,3 +293,10 @@ class Algebra(Sums):
         if length is not None and a.is_const and a.value == 0 and b is self.maximum(self.const(1), length):
             return length
         return None
+
+
+def _exact(expr: Any) -> Any:
+    """A float expression that equals no other one: as numbers, 0.0 and -0.0 are equal."""
+    if isinstance(expr, tuple):
+        return tuple(map(_exact, expr))
+    return expr.hex() if isinstance(expr, float) else expr
