@@ -24,6 +24,7 @@ from fusekit.cute.dependencies import Trace, times_refused, why_not
 from fusekit.cute.digest import UnnamedError
 from fusekit.cute.dsl import VERSIONS, Artifact, Call, version
 from fusekit.cute.effects import Effects, apply
+from fusekit.cute.memos import Proofs
 from fusekit.cute.names import record_of
 from fusekit.cute.replaced import Replaced
 from fusekit.cute.tracing import Untried
@@ -46,6 +47,8 @@ _BOUNDS, _ATTEMPTS = Bounds(silence=5.0, grace=10.0, patience=10.0), 2
 _MANIFESTS = 8  # of one key, the newest first
 _REFUSALS = 2
 """A call whose trace could not be recorded so often is only traced: to record takes longer than it."""
+_OF_ONE_CALL = ("function", "tvm-ffi")
+"""Fields that differ between calls with the same options and settings."""
 _CPU = ("flags", "Features", "cpu family", "model", "CPU part", "CPU implementer")
 
 
@@ -76,7 +79,7 @@ class Cache:
 
     def __init__(self, cute: CuteConfig) -> None:
         self.cute = cute
-        self._replaced = Replaced()
+        self._replaced, self._proofs = Replaced(), Proofs()
         self._thread = _Thread()
         self._remote: tuple[int, Remote] | None = None  # and the process that opened it
         self._silent = ""  # why the remote is not asked again
@@ -137,8 +140,8 @@ class Cache:
         try:
             if self.cute.level == 1 and not (call.not_served() or self._unknown()):
                 walk = call.arguments(self._replaced)
-                fields = {**self._machine, **call.fields(self._replaced), "arguments": walk.hexdigest()}
-                fields |= {"schema": _SCHEMA, KIND: DEPENDENCIES}
+                shared = {**self._machine, **call.fields(self._replaced)}
+                fields = {**shared, "arguments": walk.hexdigest(), "schema": _SCHEMA, KIND: DEPENDENCIES}
                 key = key_of(fields)
                 if self._ready(call, key, begin):
                     yield True
@@ -148,7 +151,8 @@ class Cache:
                     if release is not None and self._ready(call, key, begin):
                         yield True
                         return
-                    trace, effects = Trace(walk), Effects(call["full_args"])
+                    shared = {name: value for name, value in shared.items() if name not in _OF_ONE_CALL}
+                    trace, effects = Trace(walk, shared, self._proofs), Effects(call["full_args"])
                     trace.start()
         except Exception as error:
             trace, state.why = None, f"; {_text(error)}"

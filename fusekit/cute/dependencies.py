@@ -13,30 +13,34 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fusekit.cute.bytecode import stored_names
 from fusekit.cute.digest import UnnamedError
 from fusekit.cute.files import ABSENT, file_digest, secret, source_digest, variable_digest
 from fusekit.cute.libraries import home, is_library
-from fusekit.cute.reads import Reads, cannot_change, libraries_digest, names_digest, read, remembered
-from fusekit.cute.recorder import Recorder
+from fusekit.cute.memos import NO_NAME, Proof, Proofs, remembered
+from fusekit.cute.reads import Reads, Root, cannot_change, libraries_digest, names_digest, read
+from fusekit.cute.recorder import Record, Recorder
 from fusekit.cute.values import NOTHING, Walk
 
 _MOST_FORESEEN = 20_000  # objects that are read before a trace
 
 
 class Trace:
-    """One trace that is recorded: made before it, with the walk over the function and its arguments."""
+    """One trace that is recorded: made before it, with the walk over the function and its arguments.
 
-    def __init__(self, arguments: Walk) -> None:
+    fields: of its key, without what is of its call alone. proofs: of what functions remember.
+    """
+
+    def __init__(self, arguments: Walk, fields: Mapping[str, str], proofs: Proofs) -> None:
         self._before = Reads(strict=False)
         self._before.walked(arguments)
         self._before.settle(_MOST_FORESEEN)
-        self._arguments = arguments
-        self._remembered = [remembered(each) for each in arguments.memos]
-        self._recorder = Recorder()
+        self._arguments, self._fields, self._proofs = arguments, fields, proofs
+        memoised = [each for known in self._before.memos.values() for each, _ in known]
+        self._recorder = Recorder(code for each in memoised if (code := getattr(each.__wrapped__, "__code__", None)))
         self._begin = 0.0
         self.seconds = 0.0
 
@@ -54,9 +58,24 @@ class Trace:
         """What the trace read, as JSON types. arguments: the same walk, after it. Raises UnnamedError if something in
         it has no name.
         """
-        record = self._recorder
-        if record.doubt:
-            raise UnnamedError(record.doubt)
+        if self._recorder.doubt:
+            raise UnnamedError(self._recorder.doubt)
+        if self._arguments.memos:
+            raise UnnamedError("methods of an argument are memoised")
+        record = self._recorder.joined(())
+        reads = self._reads(record, arguments)
+        found = [
+            self._proofs.find(function, results, self._fields)
+            for root in reads.memos
+            for function, results in self._before.memos.get(root, [])
+        ]
+        if proofs := list(dict.fromkeys(proof for each in found for proof in each.values())):
+            with contextlib.suppress(UnnamedError):  # what one of them read is not as it was
+                joined = record.joined(proof.record for proof in proofs)
+                return self._written(joined, self._reads(joined, arguments), proofs)
+        return self._written(record, reads, ())
+
+    def _reads(self, record: Record, arguments: Walk) -> Reads:
         reads = Reads(strict=True)
         reads.walked(arguments)
         reads.attributes |= {name for _, name in record.attributes}
@@ -65,7 +84,18 @@ class Trace:
                 reads.add(code, space)
         reads.settle()
         reads.check(record.spaces)
-        before = self._before.values
+        return reads
+
+    def _written(self, record: Record, reads: Reads, proofs: Sequence[Proof]) -> dict[str, Any]:
+        """The manifest of this trace and of those in `proofs`, whose results it found. Raises UnnamedError."""
+        before = dict(self._before.values)
+        for proof in proofs:
+            if why := why_not(proof.manifest):
+                raise UnnamedError(why)
+            for place, value in proof.manifest["values"].items():
+                module, _, name = place.rpartition(":")
+                if before.get((module, name)) is None:
+                    before[module, name] = value
         stored = {name for code in record.spaces for name in stored_names(code)}
         for root, value in record.attributes.items():
             if before.get(root) is None and root[1] not in stored and "setattr" not in stored:
@@ -77,16 +107,10 @@ class Trace:
                 raise UnnamedError(f"{root[0]}:{root[1]} was not foreseen")
             if before[root] != value:
                 raise UnnamedError(f"the trace changes {root[0]}:{root[1]}")
-        memos = {root: (self._before.memos.get(root, []), after) for root, after in reads.memos.items()}
-        for root, (first, last) in memos.items():
-            if len(first) != len(last) or any("?" in each.values() for each in first):
-                raise UnnamedError(f"what {root[0]}:{root[1]} remembers has no name for a key")
-        after = [remembered(each) for each in self._arguments.memos]
-        if after:
-            raise UnnamedError("methods of an argument are memoised")
-        modules, files = self._files(reads)
+        memos = {root: self._memos(root, reads, proofs) for root in reads.memos}
+        modules, files = self._files(record, reads)
         computes = bool(reads.computes)
-        return {
+        manifest = {
             "attributes": sorted(reads.attributes),
             "computes": computes,
             "values": {f"{module}:{name}": value for (module, name), value in reads.values.items()},
@@ -103,15 +127,36 @@ class Trace:
             "memos": {f"{root[0]}:{root[1]}": pair for root, pair in memos.items()},
             "seconds": self.seconds,
         }
+        for root, now in reads.memos.items():
+            for (function, first), (_, last) in zip(self._before.memos[root], now, strict=True):
+                new = {key: result for key, result in last.items() if key not in first}
+                self._proofs.add(function, new, Proof(self._fields, record, manifest))
+        return manifest
+
+    def _memos(self, root: Root, reads: Reads, proofs: Sequence[Proof]) -> tuple[list[Any], list[Any]]:
+        """What the functions in a value remembered before, without what `proofs` have computed, and after."""
+        name, before, after = f"{root[0]}:{root[1]}", self._before.memos.get(root, []), reads.memos[root]
+        if [id(each) for each, _ in before] != [id(each) for each, _ in after]:
+            raise UnnamedError(f"what {name} remembers was not foreseen")
+        needed = []
+        for (function, first), (_, last) in zip(before, after, strict=True):
+            if NO_NAME in first.values():
+                raise UnnamedError(f"what {name} remembers has no name for a key")
+            code = getattr(function.__wrapped__, "__code__", None)
+            if len(last.keys() - first.keys()) > self._recorder.runs.get(id(code), 0):
+                raise UnnamedError(f"what {name} remembers was computed elsewhere")
+            proved = self._proofs.find(function, first, self._fields) if proofs else {}
+            needed.append({key: result for key, result in first.items() if proved.get(key) not in proofs})
+        return needed, [last for _, last in after]
 
     def refused(self, why: str, times: int) -> dict[str, Any]:
         """What is kept of a trace that has no manifest, until one of its files changes."""
         files = {code.co_filename: file_digest(code.co_filename) for code in self._recorder.spaces}
         return {"refused": why, "times": times, "files": files, "seconds": 0.0}
 
-    def _files(self, reads: Reads) -> tuple[dict[str, str], dict[str, str]]:
+    def _files(self, record: Record, reads: Reads) -> tuple[dict[str, str], dict[str, str]]:
         """(module -> digest, path -> digest) of what the code that ran is from, and of what it opened."""
-        record, modules, files = self._recorder, dict(reads.modules), dict[str, str]()
+        modules, files = dict(reads.modules), dict[str, str]()
         homes = {str(path): name for name, module in list(sys.modules.items()) if (path := home(module))}
         paths = {code.co_filename for code in record.spaces}
         for spaces in record.spaces.values():
@@ -188,7 +233,7 @@ def _why_not_value(place: str, expected: str, memos: Any) -> str:
                 now = remembered(function)
                 # What the trace itself added may be missing: it would be computed from what was recorded.
                 if any(now.get(key) != result for key, result in first.items() if key in last) or any(
-                    now[key] != result or result == "?" for key, result in last.items() if key in now
+                    now[key] != result or result == NO_NAME for key, result in last.items() if key in now
                 ):
                     return f"what {place} remembers changed"
     except (UnnamedError, RecursionError) as error:

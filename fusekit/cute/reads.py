@@ -14,6 +14,7 @@ from fusekit.cute.bytecode import attribute_names, check_names, computes_names, 
 from fusekit.cute.digest import UnnamedError
 from fusekit.cute.files import ABSENT
 from fusekit.cute.libraries import is_library, is_library_module
+from fusekit.cute.memos import remembered
 from fusekit.cute.values import DIGITS, NAMED, NOTHING, SIMPLE, Walk, digest
 
 _PLAIN = (bool, int, float, str, bytes, tuple)
@@ -23,7 +24,8 @@ Root = tuple[str, str]
 
 
 class Reads:
-    """What codes read: `values` of globals and attributes of modules, `memos` of functions, `modules`, `libraries`.
+    """What codes read: `values` of globals and attributes of modules, `modules`, `libraries`; `memos`: the memoised
+    functions in each value, with what they remember.
 
     add: takes codes. settle: follows what they read until nothing is new. Without `strict` a value without a name is
     None, and the code of all functions that are reached counts as run.
@@ -33,7 +35,7 @@ class Reads:
         self.strict = strict
         self.attributes = {"__getattr__"}  # of a module, which is called for names that it lacks
         self.values: dict[Root, str | None] = {}
-        self.memos: dict[Root, list[Any]] = {}
+        self.memos: dict[Root, list[tuple[Any, dict[str, str]]]] = {}
         self.modules: dict[str, ModuleType] = {}
         self.libraries: dict[str, ModuleType] = {}
         self.codes: set[CodeType] = set()
@@ -131,7 +133,7 @@ class Reads:
             return ABSENT
         walk(value)
         if walk.memos:
-            self.memos[root] = [remembered(each) for each in walk.memos]
+            self.memos[root] = [(each, remembered(each)) for each in walk.memos]
         return walk.hexdigest()
 
     def check(self, ran: Iterable[CodeType]) -> None:
@@ -157,31 +159,6 @@ def cannot_change(root: Root) -> bool:
     if isinstance(value, type):
         return is_library_module(value.__module__)
     return value is NOTHING or isinstance(value, (*SIMPLE, ModuleType, *NAMED))
-
-
-def remembered(function: Any) -> dict[str, str]:
-    """What a memoised function remembers: digest of the arguments -> digest of the result ("?": it has none)."""
-    import gc
-
-    if not function.cache_info().currsize:
-        return {}
-    parts = gc.get_referents(function)
-    caches = [each for each in parts if type(each) is dict and each is not vars(function)]
-    if len(caches) != 1 or len(caches[0]) != function.cache_info().currsize:
-        raise UnnamedError(f"what {function.__qualname__} remembers cannot be read")
-    results = {}
-    for key, result in list(caches[0].items()):
-        if function.cache_parameters()["maxsize"] is not None:
-            at = next((index for index, each in enumerate(parts) if each is key), None)
-            if at is None:
-                raise UnnamedError(f"what {function.__qualname__} remembers cannot be read")
-            result = parts[at + 1]
-        named = digest(list(key) if isinstance(key, list) else key)
-        try:
-            results[named] = digest(result)
-        except UnnamedError:
-            results[named] = "?"
-    return results
 
 
 def libraries_digest(module: ModuleType, attributes: set[str], *, whole: bool) -> str:

@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -37,11 +37,9 @@ _OF_EVERY_MODULE = frozenset({
 })  # fmt: skip
 
 
-class Recorder:
-    """Records, in one thread, which code runs and what is read, between `start` and `stop`.
-
-    spaces: code -> its globals, a tuple of dicts. environment: name -> value (None: unset). files: opened to be read.
-    doubt: why no level 1 can come of it.
+class Record:
+    """spaces: code that ran -> its globals, a tuple of dicts. environment: name -> value (None: unset). files: opened
+    to be read. attributes: of modules, that builtins read, with digests of their values.
     """
 
     def __init__(self) -> None:
@@ -49,6 +47,31 @@ class Recorder:
         self.environment: dict[str, str | None] = {}
         self.files: set[str] = set()
         self.attributes: dict[Root, str | None] = {}
+
+    def joined(self, others: Iterable[Record]) -> Record:
+        """All that was recorded here and in `others`. Raises UnnamedError if they read a variable with two values."""
+        record = Record()
+        for each in (self, *others):
+            for code, spaces in each.spaces.items():
+                known = record.spaces.setdefault(code, [])
+                known += [space for space in spaces if not any(space is other for other in known)]
+            for name, value in each.environment.items():
+                if record.environment.setdefault(name, value) != value:
+                    raise UnnamedError(f"the variable {name} is read with two values")
+            record.files |= each.files
+            record.attributes = {**each.attributes, **record.attributes}
+        return record
+
+
+class Recorder(Record):
+    """Records, in one thread, which code runs and what is read, between `start` and `stop`.
+
+    counted: codes whose runs are counted, in `runs`. doubt: why no level 1 can come of it.
+    """
+
+    def __init__(self, counted: Iterable[CodeType] = ()) -> None:
+        super().__init__()
+        self.runs = dict.fromkeys(map(id, counted), 0)
         self.doubt = ""
         self._thread = threading.get_ident()
         self._seen: dict[tuple[int, int], tuple[CodeType, dict[str, Any]]] = {}
@@ -105,7 +128,11 @@ class Recorder:
     def _started(self, code: CodeType, frame: Any) -> bool:
         """Notes that `code` runs in `frame`. Returns whether later runs have to be seen."""
         mark = id(code), id(frame.f_globals)
-        if threading.get_ident() != self._thread or mark in self._seen:
+        if threading.get_ident() != self._thread:
+            return True
+        if mark[0] in self.runs:
+            self.runs[mark[0]] += 1
+        if mark in self._seen:
             return True
         path = code.co_filename
         if path == "<string>":  # as dataclasses and named tuples write it

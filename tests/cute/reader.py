@@ -109,5 +109,6 @@ def host(x: cute.Tensor):
     device(x, reads()).launch(grid=(1, 1, 1), block=(32, 1, 1))
 
 
-def compile_reader():
-    return cute.compile(host, cute.runtime.make_fake_compact_tensor(cutlass.Int32, (32,), assumed_align=16))
+def compile_reader(size=32, options=""):
+    x = cute.runtime.make_fake_compact_tensor(cutlass.Int32, (size,), assumed_align=16)
+    return cute.compile(host, x, options=options)

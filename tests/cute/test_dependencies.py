@@ -14,66 +14,14 @@ pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not insta
 from cutlass import cute
 
 from fusekit.cute import cache
-from fusekit.cute.replaced import Replaced
 from fusekit.errors import NotBuiltError
 from tests.cute import reader
 from tests.cute import reader_values as values
 from tests.cute.rig import Rig
+from tests.cute.subject import Subject, filled
 
 pytestmark = pytest.mark.usefixtures("device")
 TRACE = cache.Trace
-
-
-class Stopped(BaseException):
-    """Ends a call of `cute.compile` before the trace: that and the rest cost much, and are not asked for."""
-
-
-class Subject:
-    """Says whether a call is traced."""
-
-    def __init__(self, folder, work):
-        self.work, self.rig = work, Rig(folder / "store", folder / "report")
-        self.replaced = Replaced()
-
-    def traced(self):
-        """Why `work` would be traced; "" if it would not."""
-        return self._stopped(steps=1)
-
-    def never_served(self):
-        """Why what the trace read is not kept; "" if it is."""
-        return self._stopped(steps=2)
-
-    def _stopped(self, steps):
-        original = cache.Cache.untraced
-
-        def untraced(served, call):
-            served._replaced = self.replaced  # which sees what changes
-            answers = original(served, call)
-            for _ in range(steps):
-                answer = next(answers)
-                if answer is not None:
-                    yield answer
-                    return
-                if steps > 1:
-                    yield None
-            answers.close()
-            raise Stopped(served._thread.why)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cache.Cache, "untraced", untraced)
-            try:
-                counts, _ = self.rig.run(self.work, level=1)
-            except Stopped as stopped:
-                return str(stopped) or "; no record"
-        assert counts == (1, 0)
-        return ""
-
-
-def filled(folder, work):
-    subject = Subject(folder, work)
-    assert subject.rig.counted(work, level=1) == (0, 1)
-    assert not subject.traced()
-    return subject
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +205,30 @@ IN_DOUBT = {
 }
 
 
+REASONS_OF_DOUBT = {
+    "a clock": "reads names time",
+    "random numbers": "Random.randint of random.py runs",
+    "a file system": "reads names exists",
+    "what is printed": "reads names print",
+    "a string that is evaluated": "reads names eval",
+    "the whole environment": "the environment is written, or read whole",
+    "a global that it changes": "the trace changes doubtful:COUNT",
+    "a clock by another name": "doubtful:clock: time of time is at hand",
+    "a file system by another name": "doubtful:e: exists of genericpath is at hand",
+    "a clock by a computed name": "time of time is read",
+    "an address": "reads names id",
+    "a hash, which is salted": "reads names hash",
+    "a variable that it sets": "the environment is written, or read whole",
+    "a file that it writes": "/",
+    "a module that it looks up": "reads imports what getmodule is given",
+    "all subclasses": "reads names __subclasses__",
+    "state of C": "doubtful:R: doubtful.R has state that only C code sees",
+    "a generator": "doubtful:N: builtins.generator has no name for a key",
+    "a context": "doubtful:V: _contextvars.ContextVar has no name for a key",
+    "a name in sys.modules": "reads imports what modules is given",
+}
+
+
 @pytest.mark.parametrize("name", IN_DOUBT)
 def test_what_is_in_doubt_is_traced_each_time(name, monkeypatch, tmp_path):
     module = types.ModuleType("doubtful")
@@ -264,7 +236,8 @@ def test_what_is_in_doubt_is_traced_each_time(name, monkeypatch, tmp_path):
     exec(compile(IN_DOUBT[name], "doubtful.py", "exec"), vars(module))
     monkeypatch.setattr(reader, "reads", module.reads)
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "written")])
-    assert "it will be traced each time" in Subject(tmp_path, reader.compile_reader).never_served()
+    why = Subject(tmp_path, reader.compile_reader).never_served()
+    assert f"it will be traced each time: {REASONS_OF_DOUBT[name]}" in why
 
 
 def test_a_trace_that_cannot_be_recorded_is_recorded_twice_at_most(monkeypatch, tmp_path):
@@ -275,7 +248,7 @@ def test_a_trace_that_cannot_be_recorded_is_recorded_twice_at_most(monkeypatch, 
     exec(compile(file.read_text(), file, "exec"), vars(module))
     monkeypatch.setattr(reader, "reads", module.reads)
     recorded = []
-    monkeypatch.setattr(cache, "Trace", lambda walk: recorded.append(walk) or TRACE(walk))
+    monkeypatch.setattr(cache, "Trace", lambda walk, *rest: recorded.append(walk) or TRACE(walk, *rest))
     rig = Rig(tmp_path / "store", tmp_path / "report")
     assert [rig.counted(reader.compile_reader, level=1) for _ in range(4)] == [(0, 1), (1, 0), (1, 0), (1, 0)]
     assert len(recorded) == 2
