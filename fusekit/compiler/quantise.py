@@ -122,11 +122,10 @@ def _largest(spec: QuantiseSpec) -> list[TensorArgument]:
 def _squares(spec: QuantiseSpec) -> Signature:
     down, across = (["ceildiv", name, SIDE] for name in ("N", "K"))
     groups: tuple[Expr, ...] = ("E",) if spec.groups else ()
-    arguments = [
-        _matrix("w", "input", spec.dtype, (*groups, "N", "K"), _divisor(spec)),
-        _matrix("w_q", "output", "e4m3", (*groups, "N", "K"), VECTOR),
-        _compact("w_s", groups, down, across),
-    ]
+    arguments = [_matrix("w", "input", spec.dtype, (*groups, "N", "K"), _divisor(spec))]
+    if spec.rows:
+        arguments.append(_matrix("w_q", "output", "e4m3", (*groups, "N", "K"), VECTOR))
+        arguments.append(_compact("w_s", groups, down, across))
     if spec.transpose:
         arguments.append(_matrix("w_t", "output", "e4m3", (*groups, "K", "N"), VECTOR))
         arguments.append(_compact("w_ts", groups, across, down))

@@ -21,7 +21,7 @@ KEEPS = ("z", "x", "none")  # the sooner, the rather a layer is taken
 class Experts:
     """The computation of an experts module, or of a whole block, as keys of a spec; with 0 experts, of a dense MLP.
 
-    router: what is not the default.
+    router: what is not the default. recompute_fp8: whether the layer must have that; another may.
     """
 
     hidden: int
@@ -41,6 +41,7 @@ class Experts:
     shared_gate: bool = False
     weights: str = "none"
     residual: bool = False
+    recompute_fp8: bool = False
 
     @classmethod
     def of(cls, options: Options | LayerOptions) -> Experts:
@@ -59,6 +60,7 @@ class Experts:
             options.kind == self.kind
             and options.ranks == 1
             and options.weight_dtype in ("", self.weight_dtype)
+            and (options.recompute_fp8 or not self.recompute_fp8)
             and _given_routing(options.router) == self.router
             and given_parameters(options.activation) == self.activation
             and all(getattr(options, name) == getattr(self, name) for name in _COPIED)
@@ -77,7 +79,8 @@ class Experts:
         lines += [f"glu_layout = {_toml(self.glu_layout)}"] if self.glu_layout != "none" else []
         lines += [f"bias = {_toml(self.bias)}", f"b_major = {_toml(self.b_major)}"]
         lines += [f"shared = {self.shared}"] if self.shared else []
-        lines += [f"{name} = true" for name in ("shared_gate", "residual") if getattr(self, name)]
+        flags = ("shared_gate", "residual", "recompute_fp8")
+        lines += [f"{name} = true" for name in flags if getattr(self, name)]
         if self.recipe != "none":
             lines += [f"recipe = {_toml(self.recipe)}"]
             lines += [f"weight_dtype = {_toml(self.weight_dtype)}"] if self.weight_dtype == "f32" else []
@@ -113,7 +116,8 @@ def layer_for(library: Library, layers: str, experts: Experts, module: str, accu
             casts = o.weight_dtype != experts.weight_dtype
             casts_router = experts.router_dtype not in ("", o.router.get("weight_dtype"))
             loss = o.router.get("aux_loss", False)
-            return casts, casts_router, loss, o.accumulate != accumulate, KEEPS.index(o.keep), name
+            again = o.recompute_fp8 != experts.recompute_fp8
+            return casts, casts_router, loss, again, o.accumulate != accumulate, KEEPS.index(o.keep), name
 
         return min(fitting, key=rank)
     if experts.dtype != "bf16":

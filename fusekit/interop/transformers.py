@@ -193,11 +193,56 @@ def hold_fp8(model: Any, hold: bool = True) -> int:
 
     count = hold_fp8(model, hold)
     if not count:
-        raise ArgumentError(
-            f"{type(model).__name__} has no block that a layer with a recipe computes; call"
-            ' register(recipe="fp8-block", blocks=True) before the model is made'
-        )
+        raise _no_block(model)
     return count
+
+
+def recompute_fp8(model: Any, blocks: int | None = 1) -> int:
+    """Lets the backward passes of a model's first blocks make the FP8 weights that they read themselves, in memory that
+    the weights' gradients take later; so these blocks keep no FP8 weights from forward to backward.
+
+        fusekit.interop.transformers.register(recipe="fp8-block", blocks=True)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16", experts_implementation="fusekit").cuda()
+        fusekit.interop.transformers.recompute_fp8(model)
+
+    While the gradients of the first block are made, all others are there. So that block alone decides the peak, unless
+    there is no room earlier, or gradients of earlier microbatches are there all the time. Results have the same bits.
+    The layers have `recompute_fp8 = true` in their table, next to the others. Call this before torch.compile.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        On its device. With `register(blocks=True)` and a recipe.
+    blocks : int, optional
+        How many, in the order of the model. None: all. 0: none any more.
+
+    Returns
+    -------
+    int
+        How many blocks do so.
+
+    Raises
+    ------
+    NotBuiltError
+        If no layer with `recompute_fp8` fits a block. The message has the spec to build.
+    ArgumentError
+        For a model without such a block.
+    """
+    from fusekit.interop.transformers_blocks import recompute_fp8
+
+    if blocks is not None:
+        blocks = ArgumentError.integer("blocks", blocks, "a number of blocks, 0 or more, or None for all", 0)
+    count, found = recompute_fp8(model, blocks)
+    if not found:
+        raise _no_block(model)
+    return count
+
+
+def _no_block(model: Any) -> ArgumentError:
+    return ArgumentError(
+        f"{type(model).__name__} has no block that a layer with a recipe computes; call"
+        ' register(recipe="fp8-block", blocks=True) before the model is made'
+    )
 
 
 def backend(

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from fusekit.errors import ArgumentError, FusekitError
 from fusekit.interop import torch_fp8
 from fusekit.interop.experts import Experts, layer_for
-from fusekit.interop.torch_layer import DTYPES, casting, launch, operator_of, operators, quantised
+from fusekit.interop.torch_layer import DTYPES, Operator, casting, launch, operator_of, operators, quantised
 from fusekit.interop.torch_moe import at, joined, main_grad
 from fusekit.interop.transformers import (
     BLOCKS,
@@ -105,16 +105,16 @@ class Backend:
     def look_up(self, *key: Any) -> tuple[Any, ...]:
         """An operator's name, inputs, their types, summed parameters, weights, FP8 weights.
 
-        key: a key of `_blocks()`, dtype of the products, of the experts' weights, of the router's weight, and whether a
-        residual is added.
+        key: a key of `_blocks()`, dtype of the products, of the experts' weights, of the router's weight, whether a
+        residual is added, and whether the layer recomputes FP8 weights.
         """
         if key not in self._known:
             if not self._opened:
                 self._opened.append(open_library())
-            which, dtype, weight_dtype, router_dtype, residual = key
+            which, dtype, weight_dtype, router_dtype, residual, again = key
             wanted = described_layer(_blocks()[which].layer, dtype, weight_dtype, router_dtype)
             module = which.partition(" ")[0]
-            wanted = replace(with_recipe(wanted, self._recipe, module), residual=residual)
+            wanted = replace(with_recipe(wanted, self._recipe, module), residual=residual, recompute_fp8=again)
             layer = self._opened[0].layer(layer_for(self._opened[0], self._layers, wanted, module))
             operator, buffers = operator_of(layer, in_place=self._in_place), layer.record.buffers
             types = tuple(buffers[name].dtype for name in operator.inputs)
@@ -223,7 +223,8 @@ def _key(
     parameters = parameters or {name: _tensor(module, paths) for name, paths in _paths_in(module)}
     of_experts, of_router = parameters["w2"].dtype, parameters["router"].dtype
     dtype = torch.get_autocast_dtype(device) if cast else dtype or of_experts
-    return module._fusekit_block, dtype, of_experts, of_router, vars(module).get("_fusekit_residual", False)
+    residual = vars(module).get("_fusekit_residual", False)
+    return module._fusekit_block, dtype, of_experts, of_router, residual, module._fusekit_recompute
 
 
 def _paths_in(module: Any) -> _Paths:
@@ -240,21 +241,49 @@ def _stored(module: Any, known: _Paths) -> _Paths:
 
 def hold_fp8(model: Any, hold: bool) -> int:
     """See `fusekit.interop.transformers.hold_fp8`."""
-    count = 0
-    for module in blocks_of(model):
-        name = module.experts.config._experts_implementation
-        if "_fusekit_block" not in vars(module) or name not in _backends() or has_scales(module.experts):
-            continue
-        device = module.experts.down_proj.device
-        operator = operators()[_backends()[name].look_up(*_key(module, device.type, casting(device.type)))[0]]
-        if not operator.fp8:
-            continue
+    modules = [*_with_recipe(model)]
+    for module in modules:
         if hold:
-            torch_fp8.hold(module, operator, dict(module._fusekit_paths), device)
+            _hold(module)
         else:
             module._fusekit_fp8 = None
-        count += 1
-    return count
+    return len(modules)
+
+
+def recompute_fp8(model: Any, blocks: int | None) -> tuple[int, int]:
+    """(blocks that do so, blocks with a recipe); see `fusekit.interop.transformers.recompute_fp8`."""
+    modules = [*_with_recipe(model)]
+    count = len(modules) if blocks is None else min(blocks, len(modules))
+    for index, module in enumerate(modules):
+        before, module._fusekit_recompute = module._fusekit_recompute, index < count
+        try:
+            _operator(module)
+        except FusekitError:
+            module._fusekit_recompute = before
+            raise
+        if getattr(module, "_fusekit_fp8", None) is not None:
+            _hold(module)
+    return count, len(modules)
+
+
+def _with_recipe(model: Any) -> Iterator[Any]:
+    """The blocks of a model that layers with a recipe compute."""
+    for module in blocks_of(model):
+        name = module.experts.config._experts_implementation
+        known = "_fusekit_block" in vars(module) and name in _backends() and not has_scales(module.experts)
+        if known and _operator(module).fp8:
+            yield module
+
+
+def _operator(module: Any) -> Operator:
+    """That of a block's layer."""
+    device = module.experts.down_proj.device.type
+    name = module.experts.config._experts_implementation
+    return operators()[_backends()[name].look_up(*_key(module, device, casting(device)))[0]]
+
+
+def _hold(module: Any) -> None:
+    torch_fp8.hold(module, _operator(module), dict(module._fusekit_paths), module.experts.down_proj.device)
 
 
 def _tensor(module: Any, paths: tuple[str, ...]) -> Any:
@@ -279,6 +308,7 @@ def describe(module: Any) -> None:
         known[key] = _described(module, config)
     block = known[key]
     module._fusekit_block, module._fusekit_paths, module._fusekit_tuple = key, block.paths, block.is_tuple
+    module._fusekit_recompute = False
     _take_over(kind)
 
 

@@ -43,6 +43,11 @@ class LayerOptions:
         return bool(self._table.get("residual", False))
 
     @property
+    def recompute_fp8(self) -> bool:
+        """Whether the backward pass makes the FP8 weights that it reads; records of layers without it do not say so."""
+        return bool(self._table.get("recompute_fp8", False))
+
+    @property
     def projections(self) -> str:
         """Type of the projections' weights."""
         coded = {"fp8-block": "e4m3", "mxfp4": "u8"}

@@ -136,7 +136,7 @@ def _numbers(keys: Mapping[str, Any], given: Any) -> NDArray[np.float32]:
 def _squares(keys: Mapping[str, Any], w: NDArray[np.float32]) -> dict[str, Array]:
     experts = [blocks(each, SIDE, SIDE, keys["scales"]) for each in w]
     fp8, scale = (np.stack(arrays) for arrays in zip(*experts, strict=True))
-    wanted = {"w_q": fp8, "w_s": scale}
+    wanted = {"w_q": fp8, "w_s": scale} if keys["rows"] else {}
     if keys["transpose"]:
         turned = {"w_t": fp8, "w_ts": scale}
         wanted |= {name: np.ascontiguousarray(array.transpose(0, 2, 1)) for name, array in turned.items()}
@@ -264,7 +264,7 @@ def quantise_output_shapes(
         every = (E,) if keys["groups"] else ()
         shapes: Shapes = {"w_q": ((*every, M, K), "e4m3"), "w_s": ((*every, tall, wide), "f32")}
         turned: Shapes = {"w_t": ((*every, K, M), "e4m3"), "w_ts": ((*every, wide, tall), "f32")}
-        return shapes | (turned if keys["transpose"] else {})
+        return (shapes if keys["rows"] else {}) | (turned if keys["transpose"] else {})
     if keys["out"] == ROW:
         return {"x_q": ((M, K), "e4m3"), "x_s": ((M,), "f32")}
     if keys["out"] == AMAX:

@@ -39,7 +39,7 @@ QUANTISE_FIELDS = (
         "also FP8 values in blocks along the tokens, which lie as x does.", default=False),
     Field("transpose_blocks", "choice", "fp8-block, 1x128: what has one scale of the transpose, columns by tokens.",
         choices=BLOCKS, default=BLOCKS[0]),
-    Field("rows", "bool", "fp8-block, 1x128: FP8 values of the rows; false: the transpose alone.", default=True),
+    Field("rows", "bool", "fp8-block: FP8 values as x or w lies; false: the transpose alone.", default=True),
     Field("groups", "bool", "fp8-block: the transpose of tokens is of groups, and w is [E, N, K]; false: all rows "
         "are one, without offsets, and w is [N, K].", default=True),
     Field("gather", "bool", "fp8-block, 1x128: the argument index[M] chooses the rows of an x [T, K]; -1: zeros.",
@@ -120,10 +120,10 @@ def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:
             one = " or ".join(f'"{recipe}"' for recipe in recipes)
             has = "takes bf16 alone" if name == "dtype" else "has none"
             refusals.append((name, value, f"{spec.out} {has}; say out = {one}, or leave {name} out"))
-        elif spec.blocks == SQUARE and name in ("transpose_blocks", "rows", "gather", "topk"):
+        elif spec.blocks == SQUARE and name in ("transpose_blocks", "gather", "topk"):
             rule = f'is said of rows of tokens; say blocks = "{ROWS}", or leave {name} out'
             refusals.append((name, value, rule))
-        elif spec.blocks != SQUARE and name in ("transpose_blocks", "rows", "groups") and not spec.transpose:
+        elif name in _TURNED[spec.blocks] and not spec.transpose:
             refusals.append((name, value, f"is for kernels that transpose; say transpose = true, or leave {name} out"))
         elif name == "topk" and not 1 <= value <= MOST_TOPK:
             refusals.append((name, value, f"must be from 1 to {MOST_TOPK}, or 0 for none"))
@@ -143,4 +143,5 @@ def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:
     return refusals
 
 
+_TURNED = {ROWS: ("transpose_blocks", "rows", "groups"), SQUARE: ("rows",)}  # said of kernels that transpose
 SCHEMA = Schema(QUANTISE_FIELDS, ("arch", "warps"), make, broken_quantise_rules)

@@ -3,12 +3,13 @@
     fusekit build tests/benchmarks/training_step.toml rms-norm
     python tests/benchmarks/run.py training_step [--models qwen3-30b-a3b] [--variants grouped_mm,fusekit,...]
 
-A variant is BACKEND[+norms][+mlps][+residuals][+hold][+compile][+graph]. Backends: grouped_mm, Transformers' own;
-fusekit, its experts; blocks and blocks-fp8, whole blocks; skip, without experts: what the rest takes; torch: of a dense
-model. +norms, +mlps, +residuals: RMSNorms, dense MLPs and residuals by fusekit; +hold: the weights' FP8 values are made
-after the optimiser's step, and count as part of it; +compile: torch.compile of the model; +graph: the whole step in one
-CUDA graph. Each variant is a process of its own, with the same weights and data. Prints a line of JSON each, and a
-table: `ms` of a step, `passes_ms` without the optimiser (timed alone), peak memory.
+A variant is BACKEND[+norms][+mlps][+residuals][+hold][+recompute][+recompute-all][+compile][+graph]. Backends:
+grouped_mm, Transformers' own; fusekit, its experts; blocks and blocks-fp8, whole blocks; skip, without experts: what
+the rest takes; torch: of a dense model. +norms, +mlps, +residuals: RMSNorms, dense MLPs and residuals by fusekit;
++hold: the weights' FP8 values are made after the optimiser's step, and count as part of it; +recompute, +recompute-all:
+the backward pass of the first block, or of each, makes those that it reads; +compile: torch.compile of the model;
++graph: the whole step in one CUDA graph. Each variant is a process of its own, with the same weights and data. Prints a
+line of JSON each, and a table: `ms` of a step, `passes_ms` without the optimiser (timed alone), peak memory.
 """
 
 import argparse
@@ -40,7 +41,8 @@ VARIANTS = (
     "grouped_mm", "fusekit", "blocks", "blocks+norms", "blocks+norms+residuals", "blocks-fp8", "grouped_mm+graph",
     "blocks+norms+graph", "grouped_mm+compile+graph", "fusekit+compile+graph", "blocks+compile+graph",
     "blocks+norms+compile+graph", "blocks+residuals+compile+graph", "blocks-fp8+compile+graph",
-    "blocks-fp8+hold+compile+graph", "skip+compile+graph",
+    "blocks-fp8+recompute+compile+graph", "blocks-fp8+recompute-all+compile+graph", "blocks-fp8+hold+compile+graph",
+    "skip+compile+graph",
 )  # fmt: skip
 DENSE = ("torch", "torch+norms", "torch+norms+mlps", "torch+compile+graph", "torch+mlps+compile+graph")
 LAYERS = {"fusekit": ("{}", "none"), "blocks": ("{}*", "none"), "blocks-fp8": ("{}*", "fp8-block")}
@@ -96,6 +98,8 @@ def measure(model: str, variant: str, tokens: int, steps: int) -> dict:
         for path, parameter in network.named_parameters():
             if "norm" not in path:
                 parameter.normal_(std=0.02)
+    if "recompute" in flags or "recompute-all" in flags:
+        interop.recompute_fp8(network, 1 if "recompute" in flags else None)
     if "hold" in flags:
         interop.hold_fp8(network)
     generator = torch.Generator().manual_seed(1)

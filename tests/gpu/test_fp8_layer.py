@@ -32,6 +32,9 @@ NAMES = (
     "masters",
     "squares",
     "squares-of-dy",
+    "qwen3-recompute",
+    "gpt-oss-recompute",
+    "masters-recompute",
 )
 
 
@@ -138,6 +141,28 @@ def test_fp8_values_of_weights_are_the_references_bit_for_bit(trial, name):
             for end, kind in (("q", np.uint8), ("s", np.float32), ("t", np.uint8), ("ts", np.float32))
         }
         assert reference.quantise_check(keys, given, got) == []
+
+
+@pytest.mark.parametrize("tokens", [1, 300, 1000])
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "masters"])
+def test_fp8_weights_that_the_backward_pass_makes_give_the_same_bits(trial, name, tokens):
+    """With all outputs, in whose memory they lie; and for dx alone, in scratch memory."""
+    kept, again = trial(name, tokens), trial(f"{name}-recompute", tokens)
+    assert not again.layer.inputs(BACKWARD).keys() & again.layer.outputs(QUANTISE).keys()
+    for one in (kept, again):
+        run(one, QUANTISE, FORWARD, BACKWARD)
+    assert {*kept.outputs} == {*again.outputs}
+    for item in again.outputs:
+        assert np.array_equal(bits(again, item), bits(kept, item)), item
+    dx = bits(again, "dx").copy()
+    again.arrays["dx"].fill(0xFF)
+    again.arrays["scratch"].fill(0xFF)
+    given = {name: again.arrays[name] for name in (*again.layer.inputs(BACKWARD), "dx", "kept", "scratch")}
+    bound = again.layer.bind_backward(**given)
+    with own_stream(again.devices, again.device) as stream:
+        bound(stream)
+        again._wait(stream)
+    assert np.array_equal(bits(again, "dx"), dx)
 
 
 def test_float32_weights_give_the_bits_of_their_rounding(trial):

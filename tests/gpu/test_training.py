@@ -65,16 +65,21 @@ def test_the_loss_with_fp8_values_stays_with_that_in_bf16(name, masters, backend
 
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_held_fp8_values_train_to_the_same_bits(opened, backends, fused, graph):
-    """Made once after each step, in the graph of a whole step too, next to those that each call makes."""
+def test_held_and_recomputed_fp8_values_train_to_the_same_bits(opened, backends, fused, graph):
+    """Made once after each step, in the graph of a whole step too, or by the backward pass of some blocks; next to
+    those that each call makes.
+    """
     name = "fusekit-held"
     interop.register(opened, name, layers="training/*-block-*", recipe="fp8-block", blocks=True)
     ids = training.batches(8, 8, LENGTH, device="cuda")
     losses = {}
-    for held in (False, True):
+    settings = [(held, blocks) for held in (False, True) for blocks in (0, 1, 2)]
+    for held, blocks in settings:
         model = models.model("qwen3-moe", name, H, I, dtype=torch.bfloat16, device="cuda")
         if held:
             assert interop.hold_fp8(model) == 2
+        if blocks:
+            assert interop.recompute_fp8(model, blocks) == blocks
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused, capturable=True)
         batch = ids[0].clone()
 
@@ -88,7 +93,7 @@ def test_held_fp8_values_train_to_the_same_bits(opened, backends, fused, graph):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            losses[held] = [step().item() for _ in range(2)]
+            found = losses[held, blocks] = [step().item() for _ in range(2)]
         torch.cuda.current_stream().wait_stream(side)
         call = step
         if graph:
@@ -102,7 +107,8 @@ def test_held_fp8_values_train_to_the_same_bits(opened, backends, fused, graph):
 
         for each in ids:
             batch.copy_(each)
-            losses[held].append(call().item())
-        losses[held].append(model(input_ids=batch, labels=batch).loss.item())
+            found.append(call().item())
+        found.append(model(input_ids=batch, labels=batch).loss.item())
     del moe.ExpertsInterface._global_mapping[name]
-    assert losses[True] == losses[False] and losses[True][-1] < losses[True][0]
+    want = losses[False, 0]
+    assert all(losses[each] == want for each in settings) and want[-1] < want[0]

@@ -56,6 +56,9 @@ CASES = {
     "fp8-gate": {"recipe": "fp8-block", **WIDE, "shared": 64, "shared_gate": True},
     "fp8-masters": {"recipe": "fp8-block", **WIDE, "shared": 64, "weight_dtype": "f32"},
     "fp8-interleaved": {"recipe": "fp8-block", **WIDE, "glu_layout": "interleaved"},
+    "fp8-recompute": {"recipe": "fp8-block", **WIDE, "shared": 64, "recompute_fp8": True},
+    "fp8-recompute-as-stored": {"recipe": "fp8-block", **WIDE, "bias": True, "b_major": "n",
+                                "glu_layout": "interleaved", "router": {"bias": True}, "recompute_fp8": True},
     "fp8-mlp": {"recipe": "fp8-block", **WIDE, "kind": "mlp"},
     "fp8-mlp-as-stored": {"recipe": "fp8-block", **WIDE, "kind": "mlp", "b_major": "n", "keep": "x",
                           "activation": {"kind": "gelu"}},
@@ -219,6 +222,34 @@ def test_z_and_the_routing_are_all_that_is_kept():
     assert rest < 0.03 * kept["z"].bytes(plan.dims(24576))
     assert "z" not in {n for n, buffer in program(options(keep="x")).buffers.items() if buffer.place == KEPT}
     assert program(options(keep="x")).buffers["z"].place == SCRATCH
+
+
+RECOMPUTED = ("fp8-recompute", "fp8-recompute-as-stored")
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_a_backward_pass_that_makes_its_fp8_weights_is_the_definition(name):
+    test_a_backward_pass_is_the_definition(name)
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_fp8_weights_that_the_backward_pass_makes_lie_in_gradients(name, in_place):
+    """No pass takes FP8 weights that its own products do not read, and the backward pass takes no more memory."""
+    shape = {"hidden": 2880, "intermediate": 2816, "experts": 32, "topk": 4, "tokens": 8192, "grad_dtype": "bf16"}
+    plain = program(options(**CASES[name] | shape | {"recompute_fp8": False}))
+    plan = program(options(**CASES[name] | shape))
+    fp8 = plan.arguments(QUANTISE)[1].keys()
+    assert fp8 == plan.arguments(FORWARD)[0].keys() & plain.arguments(QUANTISE)[1].keys()
+    assert len(fp8) == len(plain.arguments(QUANTISE)[1]) / 2
+    weights = plan.arguments(QUANTISE)[0].keys()
+    assert weights <= plan.arguments(BACKWARD)[0].keys() and not fp8 & plan.arguments(BACKWARD)[0].keys()
+    given, dims = set(plan.arguments(BACKWARD)[1]), plan.dims(8192)
+    assert given == set(plain.arguments(BACKWARD)[1])
+    total = plan.scratch(BACKWARD, given, dims, in_place=in_place)[1]
+    assert total <= 1.05 * plain.scratch(BACKWARD, given, dims, in_place=in_place)[1]
+    frozen = [step.part for step in plan.needed(BACKWARD, ["dw2"])]
+    assert "quantise-w2-dgrad" in frozen and "quantise-w1-dgrad" not in frozen
 
 
 @pytest.mark.parametrize("tokens", [0, 1])

@@ -135,6 +135,8 @@ def test_squares_are_the_same_bytes_in_both_orientations():
     outputs = reference.quantise(keys, inputs)
     assert np.array_equal(outputs["w_t"], outputs["w_q"].transpose(0, 2, 1))
     assert outputs["w_ts"].shape == (2, 3, 2)
+    alone = reference.quantise(keys | {"rows": False}, inputs)
+    assert alone.keys() == {"w_t", "w_ts"} and all(np.array_equal(alone[each], outputs[each]) for each in alone)
     assert reference.quantise_check(keys, inputs, outputs) == []
     outputs["w_t"][1, 7, 3] ^= 1
     assert (

@@ -161,6 +161,16 @@ THREE = (
             CODED | {"b_major": "n"},
             ['b_major = "n": FP8 checkpoints have w1 [X, N, H] and w2 [X, H, I]; say b_major = "k"'],
         ),
+        (
+            {"recompute_fp8": True},
+            ["recompute_fp8 = true: is about FP8 weights that a backward pass reads and its forward pass does not; say "
+             'recipe = "fp8-block" and keep = "z", or leave it out'],
+        ),
+        (
+            {"recompute_fp8": True, "recipe": "fp8-block", "keep": "x"},
+            ["recompute_fp8 = true: is about FP8 weights that a backward pass reads and its forward pass does not; say "
+             'recipe = "fp8-block" and keep = "z", or leave it out'],
+        ),
         ({"recipe": "fp8"}, ['recipe = "fp8": must be "none" or "fp8-block"']),
         ({"hiden": 5}, ['hiden = 5: there is no such field; did you mean "hidden"?']),
         ({"router": {"scor": 1}}, None),

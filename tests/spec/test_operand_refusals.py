@@ -219,6 +219,10 @@ def test_weight_gradients_that_are_refused(quant, message):
         ('out = "fp8-block"\nscale_layout = "swizzled"', 'fp8-block has none; say out = "mxfp8"'),
         ('out = "fp8-block"\nblocks = "128x128"\ngather = true', 'rows of tokens; say blocks = "1x128"'),
         ('out = "fp8-block"\nrows = false', "rows = false: is for kernels that transpose; say transpose = true"),
+        (
+            'out = "fp8-block"\nblocks = "128x128"\nrows = false',
+            "rows = false: is for kernels that transpose; say transpose = true",
+        ),
         ('out = "fp8-block"\ngroups = false', "groups = false: is for kernels that transpose"),
         ('out = "fp8-block"\ntopk = 17', "topk = 17: must be from 1 to 16, or 0 for none"),
         ('out = "fp8-block"\ntopk = 2\ngather = true', "lie in their own order; leave it or gather out"),

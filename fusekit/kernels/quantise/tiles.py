@@ -1,5 +1,5 @@
-"""quantise by blocks of 128: rows, and in the same pass columns, or squares of tokens; or squares of a weight, in both
-orientations.
+"""quantise by blocks of 128: rows, and in the same pass columns, or squares of tokens; or squares of a weight, in one
+orientation or both.
 
 A thread block takes a tile of 128 x 128 numbers; while that is on its way to shared memory, others compute. Rows: eight
 threads have one, as two pieces of 16 bytes each. Columns: a thread has 32 rows of two; four threads share their largest
@@ -254,9 +254,11 @@ class QuantiseTiles:
             words = self.columns_of(tile, thread)
             scale, inverse = self.of_square(words, parts, thread)
             self.store_square(target, turned, place, extents, step, scale, thread)
-            self.rows(target, place, extents, step, tile, inverse, thread)
+            if cutlass.const_expr(self.by_row):
+                self.rows(target, place, extents, step, tile, inverse, thread)
             if cutlass.const_expr(self.transpose):
-                cute.arch.sync_threads()
+                if cutlass.const_expr(self.by_row):  # else all have read the tile
+                    cute.arch.sync_threads()
                 self.store_columns(words, (inverse, inverse), turned, place, extents, step, tile, thread)
         else:
             if cutlass.const_expr(self.by_row):
@@ -375,11 +377,12 @@ class QuantiseTiles:
         return fp8.scale_of(a, self.scales)
 
     def store_square(self, target, turned, place: Place, extents, step: Int32, scale: Float32, thread: Int32) -> None:
-        """The scale of a square, in both orientations."""
+        """The scale of a square, in each orientation."""
         down, across = (divide(extent + (SIDE - 1), SIDE) for extent in extents)
         group = Int64(place.group) * Int64(down) * Int64(across)
-        at = target[2] + (group + Int64(place.number) * Int64(across) + Int64(step)) * 4
-        lanes.store(at, [lanes.bits_of(scale)], 4, thread == 0)
+        if self.by_row:
+            at = target[2] + (group + Int64(place.number) * Int64(across) + Int64(step)) * 4
+            lanes.store(at, [lanes.bits_of(scale)], 4, thread == 0)
         if self.transpose:
             at = turned[2] + (group + Int64(step) * Int64(down) + Int64(place.number)) * 4
             lanes.store(at, [lanes.bits_of(scale)], 4, thread == 0)

@@ -9,7 +9,8 @@ with `weights = "fp8-block"` or "mxfp4" rows as they are and weights as a checkp
 
 FP8 values of rows are made from rows in the order of the experts, so a product gathers nothing. The products make those
 of the activation, which is then not stored in another form, and where `Blocks.turns` those of dz, and of the activation
-along the tokens. Those of weights are the caller's: `QUANTISE` makes them of w, in both orientations.
+along the tokens. Those of weights are the caller's: `QUANTISE` makes them of w, in both orientations; with
+`recompute_fp8` only those that forward products read, and the backward pass makes its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fusekit.abi.layer_pass import ARGUMENT
+from fusekit.abi.layer_pass import ARGUMENT, SCRATCH
 from fusekit.plan.layer.program import QUANTISE, WGRAD
 from fusekit.plan.quant import BLOCK, FP8_W, MX_SIDE, MX_W, NONE, PACKED, SIDE
 from fusekit.plan.quantise import MOST_TOPK, SQUARE
@@ -163,31 +164,44 @@ class Blocks:
     def __init__(self, passes: Passes) -> None:
         self.passes, self.options = passes, passes.options
         self.plain = Plain(passes)
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of weights
 
     def stored(self, *shape: int) -> tuple[int, ...]:
         return shape
 
     def weight(self, name: str, major: str, *shape: int) -> None:
         """As in `Factors`: FP8 values in both orientations, by a pass of their own; without those that only gradients
-        read where there are none.
+        read where there are none, or where the backward pass makes them.
         """
-        *experts, rows, columns = shape
+        self._shapes[name] = shape
+        if self.options.recompute_fp8:
+            self._weight(QUANTISE, name, name, _end(major), ARGUMENT)
+        else:
+            ends = "qt" if self.options.trained or major == "n" else "q"
+            self._weight(QUANTISE, name, name, ends, ARGUMENT)
+
+    def _weight(self, which: Which, part: str, name: str, ends: str, place: str) -> None:
+        """Adds a step that makes FP8 values of a weight. ends: "q" as it lies, "t" transposed, or both."""
+        *experts, rows, columns = self._shapes[name]
         blocks = [-(-size // SIDE) for size in (rows, columns)]
-        writes = self._buffers("w", name, "q", (*experts, rows, columns), (*experts, *blocks), place=ARGUMENT)
-        turned = self.options.trained or major == "n"
-        if turned:
-            writes |= self._buffers(
-                "w", name, "t", (*experts, columns, rows), (*experts, *blocks[::-1]), place=ARGUMENT
-            )
+        writes: dict[str, str] = {}
+        if "q" in ends:
+            writes |= self._buffers("w", name, "q", (*experts, rows, columns), (*experts, *blocks), place=place)
+        if "t" in ends:
+            writes |= self._buffers("w", name, "t", (*experts, columns, rows), (*experts, *blocks[::-1]), place=place)
         problem = {"E": (experts or [1])[0], "M": rows, "K": columns}
-        keys = {"blocks": "128x128", "transpose": turned, "groups": bool(experts), "problem": problem}
+        keys = {"blocks": SQUARE, "transpose": "t" in ends, "groups": bool(experts), "problem": problem}
+        keys |= {"rows": False} if "q" not in ends else {}
         keys |= {"dtype": self.options.weight_dtype} if self.options.weight_dtype else {}
-        self._step(QUANTISE, name, keys, {"w": name}, writes)
+        self._step(which, part, keys, {"w": name}, writes)
 
     def product(self, which: Which, rows: Rows, weight: str, major: str, *, backward: bool = False) -> Given:
         """As in `Factors`. A pass over a gradient also makes its FP8 values along the tokens."""
         self.fp8(which, rows, turned=backward)
-        fp8, scales = ("q", "s") if (major == "k") is not backward else ("t", "ts")
+        fp8 = _end(major, backward=backward)
+        scales = "s" if fp8 == "q" else "ts"
+        if backward and self.options.recompute_fp8:  # right before: most of the pass needs no memory for them
+            self._weight(which, f"{weight}-dgrad", weight, fp8, SCRATCH)
         reads = {"x": f"{rows.base}_q", "x_s": f"{rows.base}_s"}
         return Given({"quant": {"in": BLOCK}}, {**reads, "w": f"{weight}_{fp8}", "w_s": f"{weight}_{scales}"})
 
@@ -274,3 +288,8 @@ class Blocks:
     ) -> None:
         table = {"op": "quantise", "out": BLOCK, **keys}
         self.passes.step(which, f"quantise-{part.replace('_', '-')}", table, reads, writes)
+
+
+def _end(major: str, *, backward: bool = False) -> str:
+    """Which FP8 values of a weight that lies by `major` a product reads: "q" as it lies, "t" transposed."""
+    return "q" if (major == "k") is not backward else "t"

@@ -24,6 +24,7 @@ SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 TOKENS = 8192  # of a layer without a problem
 DECODED = (1, 64, 128, 256)  # further ones, of a layer for inference alone
 FP8_ROW = 16  # bytes of a row of FP8 values, or a multiple
+_LATER = ("residual", "recompute_fp8")
 MOST_COLUMNS = 2**22  # of a tensor: quantise counts four times as many, gates and ups are two
 
 ROUTER_FIELDS = (
@@ -76,6 +77,7 @@ class Options:
     shared_gate: bool = False
     weights: str = NONE
     residual: bool = False
+    recompute_fp8: bool = False
 
     @property
     def projections(self) -> str:
@@ -112,8 +114,8 @@ class Options:
         return "rows" if major == "k" else "gradients"
 
     def canonical(self) -> dict[str, Any]:
-        """The options in JSON types; without `residual` where there is none, as before there was such an option."""
-        unsaid = () if self.residual else ("residual",)
+        """The options in JSON types; without those of `_LATER` that are off, as before there were such options."""
+        unsaid = [name for name in _LATER if not getattr(self, name)]
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in unsaid}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
@@ -167,6 +169,10 @@ def layer_fields(activation: tuple[Field, ...], dtypes: tuple[str, ...]) -> tupl
             'gradients of w1 and w2 read as x, which then take less time: x and the activation (b_major = "n": dz and '
             "dy).",
             choices=BLOCKS, default=ROWS),
+        Field("recompute_fp8", "bool",
+            "With a recipe: the backward pass makes the FP8 weights that it reads itself, in memory that the weights' "
+            "gradients take later; from forward to backward no FP8 weights are kept.",
+            default=False),
         Field("tile", "pair", "CTA tiles of every GEMM, each a variant; those that a GEMM cannot have are left out. "
             "Default: chosen for the problem.", sweep=True),
         Field("cluster", "pair", "Clusters of every GEMM, likewise.", choices=CLUSTERS, sweep=True),
@@ -197,7 +203,8 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
     router["weight_dtype"] = router["weight_dtype"] or values["dtype"]
     weights = values["weight_dtype"] or ("" if values["weights"] != NONE else values["dtype"])
     plain = ("name", "kind", "dtype", "hidden", "intermediate", "bias", "b_major", "shared", "keep", "accumulate",
-             "ranks", "recipe", "x_blocks", "overlap", "shared_gate", "weights", "residual")  # fmt: skip
+             "ranks", "recipe", "x_blocks", "overlap", "shared_gate", "weights", "residual",
+             "recompute_fp8")  # fmt: skip
     return Options(
         file=file,
         **{field: values[field] for field in plain},
@@ -285,6 +292,9 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
     if options.x_blocks != ROWS and (options.recipe == NONE or not options.trained):
         rule = "is about FP8 values that a backward pass reads, and there are none"
         yield "x_blocks", options.x_blocks, f'{rule}; say recipe = "{BLOCK}" and keep something, or leave it out'
+    if options.recompute_fp8 and (options.recipe == NONE or options.keep != "z"):
+        rule = "is about FP8 weights that a backward pass reads and its forward pass does not"
+        yield "recompute_fp8", True, f'{rule}; say recipe = "{BLOCK}" and keep = "z", or leave it out'
     if options.accumulate and options.grad_dtype != "f32":
         yield "accumulate", True, 'sums of many steps want float32; say grad_dtype = "f32"'
 
