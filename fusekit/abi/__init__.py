@@ -16,6 +16,7 @@ or NumPy.
 """
 
 from fusekit.abi.arguments import F32_END, Argument, Dim, PeersArgument, ScalarArgument, TensorArgument, tensors_of
+from fusekit.abi.events import LaunchEvent
 from fusekit.abi.expr import Expr, RecordError, evaluate, evaluate_address, render, validate, variables
 from fusekit.abi.floats import Truncated
 from fusekit.abi.parameters import (
@@ -38,6 +39,7 @@ __all__ = [
     "Expr",
     "FloatParameter",
     "IntegerParameter",
+    "LaunchEvent",
     "LaunchRecord",
     "LaunchStep",
     "Parameter",

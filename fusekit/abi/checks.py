@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from fusekit.abi.arguments import PeersArgument, TensorArgument, bare_dims, check_name, shape_dims
 from fusekit.abi.codec import integer
+from fusekit.abi.events import check_events
 from fusekit.abi.expr import Expr, RecordError, validate, variables
 from fusekit.abi.floats import Truncated, validate_float, value_variables
 from fusekit.abi.limits import THREADS, check_limits, check_text
@@ -136,6 +137,8 @@ def _check_step(record: LaunchRecord, step: LaunchRecord | LaunchStep, known: fr
     read = _all_variables(record, step.when) & DEVICE
     if read:  # the launches of a record are the same on every part of a device
         raise RecordError(f"{prefix}when: it reads {', '.join(sorted(read))}; a launch depends on arguments alone")
+    handles = {scalar.name for scalar in record.scalars if scalar.dtype == "i64"}
+    check_events(step.events, handles, f"{prefix}events")
     for name, value in step.attributes.items():
         if name not in ATTRIBUTES:
             raise RecordError(f"{prefix}attributes.{name}: unknown; the attributes are {', '.join(ATTRIBUTES)}")

@@ -22,6 +22,7 @@ from fusekit.abi.arguments import (
 )
 from fusekit.abi.checks import check, check_complete, host_variables, triple, unique
 from fusekit.abi.codec import RecordReader, expression, integer, string
+from fusekit.abi.events import LaunchEvent
 from fusekit.abi.expr import SCHEMA_2_OPERATORS, Expr, RecordError, freeze, operators, thaw, variables
 from fusekit.abi.floats import Truncated, Value, validate_float, value_of, value_variables
 from fusekit.abi.parameters import (
@@ -88,6 +89,7 @@ class LaunchStep:
     attributes: Mapping[str, int] = field(default_factory=dict)
     preferred_cluster: tuple[int, ...] = ()
     when: Expr = 1
+    events: tuple[LaunchEvent, ...] = ()
 
     def __post_init__(self) -> None:
         _freeze_step(self)
@@ -109,7 +111,7 @@ class LaunchRecord(WithArguments):
     can be allocated at load. The scratch is memory for one launch, of any content before and after; its expression
     reads dims. A launch in which a dim of `skip_if_zero` is 0 does nothing and succeeds. One whose `when` is 0 is left
     out; it reads nothing of the device. `preferred_cluster`: the cluster that the device takes instead of `cluster`
-    where it can; empty for none.
+    where it can; empty for none. `events`: what the launch records.
 
     `values` names integers that expressions read; each reads only those before it. `then`: the launches that follow
     this one in the stream. `active_clusters` is a variable that a launcher asks the driver for, of the last launch.
@@ -134,6 +136,7 @@ class LaunchRecord(WithArguments):
     then: tuple[LaunchStep, ...] = ()
     preferred_cluster: tuple[int, ...] = ()
     when: Expr = 1
+    events: tuple[LaunchEvent, ...] = ()
 
     def __post_init__(self) -> None:
         values = {name: each if isinstance(each, Truncated) else freeze(each) for name, each in self.values.items()}
@@ -268,11 +271,12 @@ class LaunchRecord(WithArguments):
 
 _STEP = (
     "symbol", "parameters", "grid", "block", "cluster", "dynamic_shared", "attributes", "preferred_cluster", "when",
+    "events",
 )  # fmt: skip
 
 
 def _freeze_step(step: LaunchRecord | LaunchStep) -> None:
-    for name in ("parameters", "cluster", "preferred_cluster"):
+    for name in ("parameters", "cluster", "preferred_cluster", "events"):
         object.__setattr__(step, name, tuple(getattr(step, name)))
     for name in ("grid", "block"):
         object.__setattr__(step, name, tuple(freeze(item) for item in getattr(step, name)))
@@ -284,7 +288,8 @@ def _freeze_step(step: LaunchRecord | LaunchStep) -> None:
 def _is_schema_5(step: LaunchRecord | LaunchStep) -> bool:
     open_ = any(not isinstance(item, int) for item in (*step.block, step.dynamic_shared))
     floats = [item for _, item in flat(step.parameters) if isinstance(item, FloatParameter)]
-    return open_ or step.when != 1 or bool(step.preferred_cluster) or any(item.is_schema_5() for item in floats)
+    new = open_ or step.when != 1 or bool(step.preferred_cluster or step.events)
+    return new or any(item.is_schema_5() for item in floats)
 
 
 def _step(reader: RecordReader) -> dict[str, Any]:
@@ -299,6 +304,7 @@ def _step(reader: RecordReader) -> dict[str, Any]:
         "attributes": reader.mapping("attributes", integer),
         "preferred_cluster": reader.array("preferred_cluster", integer) if "preferred_cluster" in reader else (),
         "when": reader.expr("when") if "when" in reader else 1,
+        "events": reader.array("events", LaunchEvent.from_json) if "events" in reader else (),
     }
 
 
@@ -313,6 +319,7 @@ def _step_json(step: LaunchRecord | LaunchStep) -> dict[str, Any]:
         "attributes": dict(sorted(step.attributes.items())),
         **({"preferred_cluster": list(step.preferred_cluster)} if step.preferred_cluster else {}),
         **({} if step.when == 1 else {"when": thaw(step.when)}),
+        **({"events": [event.to_json() for event in step.events]} if step.events else {}),
     }
 
 

@@ -23,9 +23,11 @@ enum {
     FK_LAUNCH_COOPERATIVE = 2,
     FK_LAUNCH_CLUSTER = 4,
     FK_LAUNCH_SERIALIZATION = 6,
+    FK_LAUNCH_PROGRAMMATIC_EVENT = 7,
     FK_LAUNCH_PRIORITY = 8,
     FK_LAUNCH_PREFERRED_CLUSTER = 11,
-    FK_MOST_ATTRIBUTES = 5,
+    FK_LAUNCH_COMPLETION_EVENT = 12,
+    FK_MOST_ATTRIBUTES = 7,
     FK_LEGACY = 1, /* handles that name no stream of their own: the driver takes the current context for them */
     FK_PER_THREAD = 2,
     FK_ELF_ABI = 8,   /* where a cubin has EI_ABIVERSION */
@@ -40,6 +42,10 @@ typedef struct { /* CUlaunchAttribute */
     union {
         int number;
         unsigned dims[3];
+        struct {
+            int64_t handle;
+            int flags, at_block_start;
+        } event;
         char bytes[64];
     } value;
 } fk_attribute;

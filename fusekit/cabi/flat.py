@@ -24,6 +24,7 @@ from fusekit.abi import (
     flat,
     variables,
 )
+from fusekit.abi.events import PROGRAMMATIC
 from fusekit.abi.floats import FloatExpr, evaluate_float
 from fusekit.abi.layer_memory import Layout
 from fusekit.abi.layer_pass import LayerPass
@@ -244,6 +245,11 @@ def _more(node: LaunchRecord, writer: _RecordWriter) -> dict[str, Any]:
         row["shared"] = writer.steps(node.dynamic_shared)
     if node.preferred_cluster:
         row["preferred"] = node.preferred_cluster
+    for event in node.events:
+        name = "programmatic" if event.kind == PROGRAMMATIC else "completion"
+        row |= {name: writer.variable(event.argument), f"{name}_flags": event.flags}
+        if event.kind == PROGRAMMATIC:
+            row["at_block_start"] = event.at_block_start
     return row
 
 
@@ -363,6 +369,9 @@ class _RecordWriter:
             "promotion": L2_PROMOTIONS.index(parameter.l2_promotion), "fill": OOB_FILLS.index(parameter.oob_fill),
             "raw": ENCODINGS.index(parameter.encoding),
         }  # fmt: skip
+
+    def variable(self, name: str) -> int:
+        return self._variables[name]
 
     def steps(self, expr: Expr) -> Steps:
         return _steps_of(expr, self._variables)

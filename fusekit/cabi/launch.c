@@ -113,6 +113,22 @@ static unsigned fk_attributes(const fk_kernel *kernel, int64_t at, fk_attribute 
     return count;
 }
 
+static void fk_add_event(fk_attribute *attributes, unsigned *count, int id, int64_t handle, int64_t flags, int64_t start) {
+    fk_attribute *attribute = fk_add_attribute(attributes, count, id);
+    attribute->value.event.handle = handle;
+    attribute->value.event.flags = (int)flags;
+    attribute->value.event.at_block_start = (int)start;
+}
+
+/* The events that a node records. */
+static void fk_events(const fk_more_node *more, const int64_t *variables, fk_attribute *attributes, unsigned *count) {
+    if (more->programmatic != 0)
+        fk_add_event(attributes, count, FK_LAUNCH_PROGRAMMATIC_EVENT, variables[more->programmatic],
+                     more->programmatic_flags, more->at_block_start);
+    if (more->completion != 0)
+        fk_add_event(attributes, count, FK_LAUNCH_COMPLETION_EVENT, variables[more->completion], more->completion_flags, 0);
+}
+
 static void fk_configure(const fk_node *node, const unsigned *grid, fk_attribute *attributes, unsigned count,
                          fk_config *config) {
     int axis;
@@ -255,6 +271,7 @@ static fusekit_status fk_pack(const fk_kernel *kernel, const fk_call *call, fuse
         if (packed->idle) continue;
         status = fk_grid(record, node, variables, grid, error);
         if (status == FUSEKIT_OK) status = fk_parts(kernel, node, call, variables, packed->space, error);
+        if (kernel->more != NULL) fk_events(&kernel->more->nodes[index], variables, packed->attributes, &count);
         if (call->has_priority)
             fk_add_attribute(packed->attributes, &count, FK_LAUNCH_PRIORITY)->value.number = call->priority;
         fk_configure(node, grid, packed->attributes, count, &packed->config);

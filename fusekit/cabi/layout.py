@@ -167,6 +167,9 @@ TABLES: dict[str, tuple[Field, ...]] = {
     "more_node": (
         _expression("when", "variable_count"), _expression("block", "variable_count", 3),
         _expression("shared", "variable_count"), Field("preferred", high=16, count=3),
+        # of the two events: the variable that is its handle, 0 for none
+        Field("programmatic", limit="variable_count"), Field("programmatic_flags", high=INT), _flag("at_block_start"),
+        Field("completion", limit="variable_count"), Field("completion_flags", high=INT),
     ),
     "more_value": (_expression("number", "float_count"),),  # of a value that is a float without its fraction
     "more": (_rows("nodes", "more_node", LAUNCHES, low=1), _rows("values", "more_value", VARIABLES)),

@@ -30,6 +30,7 @@ from fusekit.compiler.hostfunction import (
 )
 from fusekit.compiler.leaves import (
     BIT,
+    EVENT,
     FLOAT,
     INTEGER,
     NARROW,
@@ -190,6 +191,8 @@ class _Reading:
             return self._tensor(leaf, name, table)
         if leaf.kind == POINTER:
             return self._pointer(leaf, name, table)
+        if leaf.kind == EVENT:
+            return HostScalar(name), ScalarArgument(name, "i64", None, 1, WHOLE["i64"][1])
         if "value" in table:
             if leaf.kind == FLOAT:
                 raise BuildError(f"arguments.{leaf.name}.value: only integers are computed; leave it out")

@@ -156,6 +156,8 @@ class CallWriter:
             return {"pointer": value.dtype.__name__, "align": dsl.alignment(value), "memory": value.memspace.name}
         if kind.endswith("Stream") or kind == "CUstream":
             return {"stream": True}
+        if kind in ("CUevent", "cudaEvent_t"):
+            return {"event": True}
         if hasattr(value, "__dlpack__"):
             from cutlass.cute.runtime import from_dlpack
 
@@ -271,6 +273,11 @@ class CallReader:
 
         return CUstream(0)
 
+    def event(self, data: Mapping[str, Any]) -> Any:
+        from cuda.bindings.driver import CUevent
+
+        return CUevent(0)
+
     def _extent(self, item: int | str) -> Any:
         if isinstance(item, int):
             return item
@@ -283,6 +290,7 @@ _MAKERS: dict[str, Callable[[CallReader, Mapping[str, Any]], Any]] = {
     "tensor": CallReader.tensor,
     "pointer": CallReader.pointer,
     "stream": CallReader.stream,
+    "event": CallReader.event,
     "object": CallReader.object,
     "number": lambda reader, data: _dtype(data["number"])(reader.value(data["value"])),
     "float": lambda reader, data: float(data["float"]),

@@ -18,7 +18,7 @@ from fusekit.compiler import dsl
 from fusekit.dtypes import ARGUMENTS, DTYPES, FLOATS, ROWS, SIGNED, UNSIGNED
 from fusekit.errors import BuildError
 
-TENSOR, POINTER, INTEGER, FLOAT, STREAM = "tensor", "pointer", "integer", "float", "stream"
+TENSOR, POINTER, INTEGER, FLOAT, STREAM, EVENT = "tensor", "pointer", "integer", "float", "stream", "event"
 BIT = "i1"  # the type of a truth value, which is an integer of one bit
 # The DSL's name of a type -> the record's; one that no tensor of a record has is seen as unsigned bits.
 _BITS = {DTYPES[name].bits: name for name in ARGUMENTS if DTYPES[name].kind == UNSIGNED}
@@ -165,6 +165,8 @@ def flat(name: str, value: Any) -> Iterator[Leaf]:
             yield from flat(f"{name}_{part}", member(value, part))
     elif kind in ("CUstream", "cudaStream_t") or "FakeStream" in kind:
         yield Leaf(name, STREAM, "", value)
+    elif kind in ("CUevent", "cudaEvent_t"):
+        yield Leaf(name, EVENT, "i64", value)
     elif kind == "Boolean" or isinstance(value, bool):
         yield Leaf(name, INTEGER, BIT, value)
     elif kind == "SymInt":

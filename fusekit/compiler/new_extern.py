@@ -237,6 +237,8 @@ def _argument(leaf: Mapping[str, Any]) -> list[str]:
         ]
     if leaf["extent"]:
         return [f"# {name} is the extent {leaf['extent']}: read from the tensors"]
+    if kind == "event":
+        return ["# the handle of an event, passed by callers", f'{name} = {{ doc = "" }}']
     notes = [f"# {leaf['dtype']}, passed by callers; default = a number makes it optional"]
     if kind == "integer":
         notes.append('# for one that callers do not pass: value = "sm_count", or another expression')

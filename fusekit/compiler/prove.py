@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from fusekit.abi import FloatParameter, IntegerParameter, LaunchRecord, RecordError, TensorMapParameter
+from fusekit.abi.events import LAUNCH_COMPLETION, PROGRAMMATIC
 from fusekit.abi.expr import evaluate, evaluate_address
 from fusekit.abi.floats import is_nan
 from fusekit.abi.parameters import Parameter, Scalar, StructParameter
@@ -33,6 +34,7 @@ _COOPERATIVE = 2
 _CLUSTER = 4
 _PROGRAMMATIC_SERIALIZATION = 6
 _PREFERRED_CLUSTER = 11
+_EVENTS = {7: PROGRAMMATIC, 12: LAUNCH_COMPLETION}
 # cudaFuncAttribute
 _MAX_DYNAMIC_SHARED = 8
 _PREFERRED_CARVEOUT = 9
@@ -123,6 +125,14 @@ class _Comparison:
         ):  # fmt: skip
             value = struct.unpack_from("<i", left.pop(number))[0] if number in left else 0
             self.same("attributes", name, record.attributes.get(name, 0), value)
+        events = {event.kind: event for event in record.events}
+        for number, kind in _EVENTS.items():
+            if (event := events.get(kind)) is None and number not in left:
+                continue
+            asked = struct.unpack_from("<qii" if kind == PROGRAMMATIC else "<qi", left.pop(number, bytes(16)))
+            values = self._arguments.values
+            given = (values[event.argument], event.flags, event.at_block_start) if event is not None else "absent"
+            self.same("events", kind, given, (*asked, 0)[:3])
         for number in left:
             self.same("attributes", f"launch attribute {number}", "absent", "set")
         kernel = dict(launch.kernel_attributes)

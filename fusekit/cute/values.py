@@ -255,6 +255,8 @@ class Walk:
             self._array(kind, value)
         elif name in ("CUstream", "Stream") and module.startswith("cuda"):
             self.put("stream")
+        elif name in ("CUevent", "cudaEvent_t") and module.startswith("cuda"):
+            self.put("event")
         elif module == DSL or module.startswith(f"{DSL}."):
             self._of_the_dsl(kind, value)
         else:

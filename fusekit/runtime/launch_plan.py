@@ -24,6 +24,7 @@ from fusekit.abi import (
     evaluate_address,
     flat,
 )
+from fusekit.abi.events import PROGRAMMATIC
 from fusekit.abi.floats import with_integers
 from fusekit.abi.limits import THREADS
 from fusekit.errors import ArgumentError
@@ -116,6 +117,7 @@ class LaunchPlan:
         self.grid = tuple(evaluate(expr, env) for expr in record.grid)
         self.block = tuple(evaluate(expr, env) for expr in record.block)
         self.shared = evaluate(record.dynamic_shared, env)
+        self.handles = {event.kind: env[event.argument] for event in record.events}
         self._check_grid(env)
         self._check_block(env)
         self._place(env)
@@ -373,7 +375,9 @@ class Block:
         for index, offset in enumerate(sorted(parameter.offset for parameter in record.parameters)):
             self._pointers[index] = places.get(offset, base + offset)
         self.parameters = ctypes.addressof(self._pointers) if count else 0
-        self.config = launch_config(api, record, plan.grid, plan.block, plan.shared, plan.loaded.device, plan.priority)
+        self.config = launch_config(
+            api, record, plan.grid, plan.block, plan.shared, plan.loaded.device, plan.priority, plan.handles
+        )
         if plan.driver.plans is not None:
             plan.driver.plans[id(self.config)] = plan
         for offset, index in plan.pointers:
@@ -387,10 +391,11 @@ class Block:
 
 def launch_config(
     api: Any, record: LaunchRecord, grid: tuple[int, ...], block: tuple[int, ...], shared: int, device: Device,
-    priority: int | None = None,
+    priority: int | None = None, handles: Mapping[str, int] | None = None,
 ) -> Any:  # fmt: skip
     """The driver's configuration of a launch of `record` over `grid`. Its attributes: the clusters where the device has
-    clusters, what the record switches on, and a priority where the launch has one of its own.
+    clusters, what the record switches on, a priority where the launch has one of its own, and its events. handles: of
+    these, by kind; without them it has none.
     """
     attributes = []
 
@@ -412,6 +417,13 @@ def launch_config(
         add("PROGRAMMATIC_STREAM_SERIALIZATION").programmaticStreamSerializationAllowed = 1
     if priority is not None:
         add("PRIORITY").priority = priority
+    for event in record.events if handles else ():
+        programmatic = event.kind == PROGRAMMATIC
+        value = add("PROGRAMMATIC_EVENT" if programmatic else "LAUNCH_COMPLETION_EVENT")
+        fields = value.programmaticEvent if programmatic else value.launchCompletionEvent
+        fields.event, fields.flags = (handles or {})[event.kind], event.flags
+        if programmatic:
+            fields.triggerAtBlockStart = event.at_block_start
     config = api.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = block

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusekit.abi import FloatParameter, LaunchRecord, RecordError, ScalarArgument, Truncated
+from fusekit.abi import FloatParameter, LaunchEvent, LaunchRecord, RecordError, ScalarArgument, Truncated
 from fusekit.abi.floats import evaluate_float, with_integers
 from fusekit.dtypes import FLOATS
 from fusekit.errors import ArgumentError
@@ -106,6 +106,34 @@ def test_the_floats_that_decide_a_launch() -> None:
         replace(record(), values=sizes, when="many")
 
 
+def with_handle(*events: LaunchEvent) -> LaunchRecord:
+    handle = ScalarArgument("done", "i64", None, 1, 2**63 - 1)
+    return replace(record(), arguments=(*record().arguments, handle), events=events)
+
+
+def test_events_come_back_from_json() -> None:
+    built = with_handle(LaunchEvent("programmatic", "done", 1, 1), LaunchEvent("launch_completion", "done"))
+    document = json.loads(json.dumps(built.to_json()))
+    assert document["events"] == [
+        {"kind": "programmatic", "argument": "done", "flags": 1, "at_block_start": 1},
+        {"kind": "launch_completion", "argument": "done", "flags": 0},
+    ]
+    assert (built.schema, LaunchRecord.from_json(document)) == (5, built)
+
+
+@pytest.mark.parametrize(
+    ("events", "text"),
+    [([LaunchEvent("programmatic", "M")], r"events\[0\].argument: 'M'; it names an i64 scalar: done"),
+     ([LaunchEvent("done", "done")], r"events\[0\].kind: 'done'; a launch has one each of programmatic, launch"),
+     ([LaunchEvent("programmatic", "done")] * 2, r"events\[1\].kind: 'programmatic'; a launch has one each"),
+     ([LaunchEvent("programmatic", "done", -1)], r"events\[0\].flags: -1; it must be 0 to"),
+     ([LaunchEvent("programmatic", "done", 0, 2)], r"events\[0\].at_block_start: 2; it must be 0 to 1")],
+)  # fmt: skip
+def test_what_events_may_be_is_checked(events: list[LaunchEvent], text: str) -> None:
+    with pytest.raises(RecordError, match=text):
+        with_handle(*events)
+
+
 def test_an_integer_of_64_bits_has_all_of_them_or_bounds() -> None:
     base, full = record(), ScalarArgument("wide", "i64", 2**40, -(2**63), 2**63 - 1)
     whole = replace(base, arguments=(*base.arguments, full))
@@ -122,7 +150,13 @@ def test_an_integer_of_64_bits_has_all_of_them_or_bounds() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"when": ("lt", 0, "M")}, {"block": ("M", 1, 1)}, {"dynamic_shared": "M"}, {"preferred_cluster": (4, 1, 1)}],
+    [
+        {"when": ("lt", 0, "M")},
+        {"block": ("M", 1, 1)},
+        {"dynamic_shared": "M"},
+        {"preferred_cluster": (4, 1, 1)},
+        {"values": {"one": Truncated(1.0)}},
+    ],
 )
 def test_each_of_it_is_schema_5(changes):
     built = replace(record(), **changes)

@@ -121,7 +121,10 @@ def launched_by_python(kernel: Exported, arguments: ArgumentSet) -> Any:
     except ArgumentError:
         assert not fake.launches  # all of them, or none
         return None
-    names = {"CLUSTER_DIMENSION": "cluster", "COOPERATIVE": "cooperative", "PREFERRED_CLUSTER_DIMENSION": "preferred"}
+    names = {
+        "CLUSTER_DIMENSION": "cluster", "COOPERATIVE": "cooperative", "PREFERRED_CLUSTER_DIMENSION": "preferred",
+        "PROGRAMMATIC_EVENT": "programmatic", "LAUNCH_COMPLETION_EVENT": "completion",
+    }  # fmt: skip
     launches = []
     for (_, step), launch in zip(queued(record, values) if fake.launches else (), fake.launches, strict=True):
         attributes = {

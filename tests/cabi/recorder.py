@@ -7,6 +7,7 @@ their bytes are those of a real descriptor.
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ WORKSPACE, STOCK_STEP = 0xABC000, 1 << 24
 UNSAFE = {"cuMemAlloc_v2", "cuMemFree_v2", "cuStreamSynchronize", "cuEventQuery", "cuLibraryLoadData"}
 RELAXED = 2
 KERNEL, FUNCTION = 0x3000, 0x4000  # handles of the first launch's
-ATTRIBUTES = {2: "cooperative", 4: "cluster", 6: "serialization", 8: "priority", 11: "preferred"}
+ATTRIBUTES = {2: "cooperative", 4: "cluster", 6: "serialization", 7: "programmatic", 8: "priority", 11: "preferred",
+              12: "completion"}  # fmt: skip
 
 _NUMBERS = by("number", MAPS)
 
@@ -277,6 +279,8 @@ class Recorder:
             for attribute in given.attributes[: given.count]:
                 name = ATTRIBUTES[attribute.id]
                 attributes[name] = tuple(attribute.numbers[:3]) if attribute.id in (4, 11) else attribute.numbers[0]
+                if attribute.id in (7, 12):  # handle, flags, at_block_start
+                    attributes[name] = struct.unpack_from("<qii", bytes(attribute.numbers))
             places = self._places[function - FUNCTION]
             values = [ctypes.string_at(parameters[n], size) for n, (_, size) in enumerate(places)]
             self.launches.append(

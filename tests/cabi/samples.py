@@ -14,6 +14,7 @@ from fusekit.abi import (
     Constraint,
     FloatParameter,
     IntegerParameter,
+    LaunchEvent,
     LaunchRecord,
     LaunchStep,
     PeersArgument,
@@ -77,6 +78,7 @@ def hand_written() -> list[Exported]:
     )  # fmt: skip
     rows = {
         "following": following(),
+        "events": of_events(),
         "floats": of_floats(),
         "peers": peers(),
         "expressions": expressions(),
@@ -87,6 +89,17 @@ def hand_written() -> list[Exported]:
     return [
         Exported(f"sample/{name}@1", complete(built), CUBIN, defaults.get(name, {})) for name, built in rows.items()
     ]
+
+
+def of_events() -> LaunchRecord:
+    """Two launches: the first records two events, the second one of them."""
+    base = record()
+    handles = tuple(ScalarArgument(name, "i64", None, 1, 2**63 - 1) for name in ("ready", "begun"))
+    both = LaunchEvent("launch_completion", "begun", 1), LaunchEvent("programmatic", "ready", 0, 1)
+    step = LaunchStep(
+        (PointerParameter("out", "y"),), ("E", 1, 1), (32, 1, 1), events=(LaunchEvent("programmatic", "begun"),)
+    )
+    return replace(base, arguments=(*base.arguments, *handles), events=both, then=(step,))
 
 
 def peers() -> LaunchRecord:

@@ -17,7 +17,7 @@ from tests.runtime.samples import record
 from .bundles import bundle_of
 from .launcher import CUBIN, complete
 
-FORMS = {1: "3d04c85a0dd94e95"}
+FORMS = {1: "8bac861675d09930"}
 
 
 def test_another_form_is_another_version():

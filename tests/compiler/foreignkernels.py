@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 import cutlass
-from cuda.bindings.driver import CUstream
-from cuda.bindings.runtime import cudaEvent_t, cudaStream_t
+from cuda.bindings.driver import CUevent, CUstream
+from cuda.bindings.runtime import cudaStream_t
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_tensor, make_ptr
 from cutlass.experimental import cuda as driver
@@ -407,6 +407,18 @@ def plainly():
 
 
 @cute.jit
+def record_event(y: cute.Tensor, done: CUevent, stream: CUstream):
+    fill_kernel(y, y.iterator, cutlass.Int64(1)).launch(
+        grid=[1, 1, 1], block=[128, 1, 1], stream=stream, programmatic_event=done
+    )
+
+
+def recording():
+    y = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=4)
+    return record_event, (y, CUevent(0), CUstream(0))
+
+
+@cute.jit
 def take_anything(y: cute.Tensor, what, stream: cudaStream_t):
     fill_kernel(y, y.iterator, cutlass.Int64(1)).launch(grid=[1, 1, 1], block=[128, 1, 1], stream=stream)
 
@@ -414,7 +426,7 @@ def take_anything(y: cute.Tensor, what, stream: cudaStream_t):
 def anything(kind="None"):
     """An argument of a type that may be one that no record knows; the runtime's stream."""
     y = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=4)
-    what = {"None": None, "dict": {"a": y}, "event": cudaEvent_t(0), "set": {1}, "function": len}[kind]
+    what = {"None": None, "dict": {"a": y}, "set": {1}, "function": len}[kind]
     return take_anything, (y, what, cudaStream_t(0))
 
 

@@ -1,5 +1,7 @@
 """Small host functions, each with one thing that a launch may be made of, for the tests of the reader."""
 
+from dataclasses import replace
+
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import cute
@@ -185,6 +187,26 @@ def sizes_of_floats(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, st
     whole = cute.math.trunc(cute.math.absf(scale * 0.5))
     store_float(x, whole).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
     store(x, cutlass.Int32(whole) if whole < 1e6 else n).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+@cute.jit
+def with_events(x: cute.Tensor, ready: cuda.CUevent, begun: cuda.CUevent, stream: cuda.CUstream):
+    store(x, cutlass.Int32(1)).launch(
+        grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, programmatic_event=ready,
+        programmatic_event_trigger_at_block_start=1, launch_completion_event=begun, launch_completion_event_flags=1,
+    )  # fmt: skip
+    store(x, x.shape[0]).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, programmatic_event=begun)
+
+
+def plan_with_events() -> TracePlan:
+    """x [M] f32, and two events."""
+    handles = tuple(ScalarArgument(name, "i64", None, 1, 2**63 - 1) for name in ("ready", "begun"))
+    whole = plan(with_events)
+    return replace(
+        whole, arguments=(whole.arguments[0], cuda.CUevent(0), cuda.CUevent(0), cuda.CUstream(0)),
+        host_arguments=(HostTensor("x"), HostScalar("ready"), HostScalar("begun"), HostStream()),
+        signature=replace(whole.signature, arguments=(whole.signature.arguments[0], *handles)),
+    )  # fmt: skip
 
 
 @cute.jit

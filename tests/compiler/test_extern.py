@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from fusekit.abi import IntegerParameter, LaunchRecord, RecordError, evaluate, flat
+from fusekit.abi import IntegerParameter, LaunchEvent, LaunchRecord, RecordError, ScalarArgument, evaluate, flat
 from fusekit.abi.arguments import OPTIONS
 from fusekit.compiler.samples import expected_map
 from fusekit.errors import BuildError
@@ -12,6 +12,8 @@ from fusekit.runtime.checked import CheckedKernel
 from fusekit.runtime.kernel import Kernel
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
+
+from cuda.bindings.driver import CUevent
 
 from .externs import FILLED, FLAGGED, TWICE, compiled, refused, spec_of
 
@@ -270,11 +272,23 @@ def test_a_number_of_python_is_as_wide_as_its_parameter(tmp_path):
     assert (field.dtype, kernel.proof["launches"] >= 64) == ("i64", True)
 
 
-@pytest.mark.parametrize("kind", ["dict", "event", "set"])
+def test_an_event_is_a_handle_that_callers_pass(tmp_path):
+    """Also one of a captured call."""
+    from fusekit.compiler import fakes
+
+    record, kernel = compiled(tmp_path, "recording", FLAGGED)
+    assert record.events == (LaunchEvent("programmatic", "done"),)
+    assert record.arguments[1] == ScalarArgument("done", "i64", None, 1, 2**63 - 1)
+    assert kernel.proof["launches"] >= 64
+    data = fakes.CallWriter().value(CUevent(0), "done")
+    assert data == {"event": True}
+    assert isinstance(fakes.CallReader({}).value(data), CUevent)
+
+
+@pytest.mark.parametrize("kind", ["dict", "set"])
 def test_a_type_that_no_record_knows_is_named(kind):
     message = refused("anything", FLAGGED + f'params.kind = "{kind}"')
-    name = {"event": "cudaEvent_t"}.get(kind, kind)
-    assert message.startswith(f"what is a {name}, which launch records do not know; pass tensors, pointers, integers, ")
+    assert message.startswith(f"what is a {kind}, which launch records do not know; pass tensors, pointers, integers, ")
 
 
 @pytest.mark.parametrize("kind", ["None", "function"])

@@ -1,17 +1,22 @@
 """Small host functions, read and proved: each thing that a launch may be made of, and each refusal in words."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fusekit.abi import LaunchRecord, StructParameter, Truncated, evaluate, flat
+from fusekit.abi import LaunchEvent, LaunchRecord, StructParameter, Truncated, evaluate, flat
 from fusekit.compiler import hostcode
 from fusekit.compiler.prove import prove
 from fusekit.compiler.trace import compile_plan, trace
-from fusekit.errors import BuildError
+from fusekit.errors import BuildError, ProofError
 from tests.compiler.mutations import recorded_launches, tally
 
 hostfunctions = pytest.importorskip("hostfunctions", reason="the CuTe DSL (extra `build`) is not installed")
+
+
+def of(name):
+    return hostfunctions.plan(getattr(hostfunctions, name))
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +25,10 @@ def traced(tmp_path_factory):
     cache = {}
 
     def get(name):
+        if name == "roots" and "avx512_bf16" not in Path("/proc/cpuinfo").read_text():
+            pytest.skip("the DSL does not link bf16 conversions of host code on this processor: __truncsfbf2")
         if name not in cache:
-            plan = hostfunctions.plan(getattr(hostfunctions, name))
+            plan = hostfunctions.plan_with_events() if name == "with_events" else of(name)
             each = trace(plan, tmp_path_factory.mktemp("scratch"))
             _, record = hostcode.read(each.module, plan, each.cubin)
             cache[name] = plan, record, each.host(record)
@@ -42,7 +49,7 @@ READ = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*READ, "sizes_of_floats"])
+@pytest.mark.parametrize("name", [*READ, "sizes_of_floats", "with_events"])
 def test_it_is_read_and_proved(traced, name):
     plan, record, host = traced(name)
     assert prove(plan, record, host, "seed")["launches"] >= 64
@@ -110,6 +117,21 @@ def test_attributes_and_the_cluster_are_read(traced):
     assert record.attributes == {
         "cooperative": 1, "programmatic_stream_serialization": 1, "non_portable_cluster_size_allowed": 1,
     }  # fmt: skip
+
+
+def test_events_are_arguments(traced):
+    plan, record, host = traced("with_events")
+    first, second = record.launches
+    assert record.schema == 5
+    assert first.events == (LaunchEvent("launch_completion", "begun", 1), LaunchEvent("programmatic", "ready", 0, 1))
+    assert second.events == (LaunchEvent("programmatic", "begun"),)
+    for wrong in (
+        first.events[:1], second.events, (replace(first.events[0], flags=0), first.events[1]),
+        (first.events[0], replace(first.events[1], argument="begun")),
+        (first.events[0], replace(first.events[1], at_block_start=0)),
+    ):  # fmt: skip
+        with pytest.raises(ProofError, match="events"):
+            prove(plan, replace(record, events=wrong), host, "seed")
 
 
 def test_a_branch_decides_what_is_launched(traced):

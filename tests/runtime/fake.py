@@ -126,7 +126,12 @@ class FakeDriver:
         self.cuuint32_t = self.cuuint64_t = int
         self.CUlaunchConfig = SimpleNamespace
         self.CUlaunchAttribute = lambda: SimpleNamespace(
-            value=SimpleNamespace(clusterDim=SimpleNamespace(), preferredClusterDim=SimpleNamespace())
+            value=SimpleNamespace(
+                clusterDim=SimpleNamespace(),
+                preferredClusterDim=SimpleNamespace(),
+                programmaticEvent=SimpleNamespace(),
+                launchCompletionEvent=SimpleNamespace(),
+            )
         )
 
     def __getattribute__(self, name: str) -> Any:
@@ -303,6 +308,13 @@ class FakeDriver:
             "CU_LAUNCH_ATTRIBUTE_COOPERATIVE": lambda value: value.cooperative,
             "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION": lambda value: (
                 value.programmaticStreamSerializationAllowed
+            ),
+            "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT": lambda value: (
+                value.programmaticEvent.event, value.programmaticEvent.flags,
+                value.programmaticEvent.triggerAtBlockStart,
+            ),
+            "CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT": lambda value: (
+                value.launchCompletionEvent.event, value.launchCompletionEvent.flags, 0
             ),
         }  # fmt: skip
         assert config.numAttrs == len(config.attrs)

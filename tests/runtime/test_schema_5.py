@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fusekit.abi import Constraint, LaunchRecord, Truncated
+from fusekit.abi import Constraint, LaunchEvent, LaunchRecord, ScalarArgument, Truncated
 from fusekit.errors import ArgumentError
 from tests.runtime.fake import FakeDriver
 from tests.runtime.samples import fake_for, following, load, record, tensors
@@ -100,3 +100,19 @@ def test_zeros_of_both_signs_and_nan_decide_each_for_itself() -> None:
     for limit in (0.0, -0.0, float("nan"), 0.0):
         kernel(**{**tensors(), "act_limit": limit}, stream=9)
     assert len(fake.launches) == 2
+
+
+def test_each_launch_records_the_events_that_it_is_given() -> None:
+    handle = ScalarArgument("done", "i64", None, 1, 2**63 - 1)
+    events = LaunchEvent("programmatic", "done", 0, 1), LaunchEvent("launch_completion", "done", 1)
+    kernel, fake = load(replace(record(), arguments=(*record().arguments, handle), events=events))
+    launch = kernel.bind(**tensors(), done=2**40)
+    launch(9)
+    launch.update(done=2**41)(9)
+    kernel(**tensors(), done=2**40, stream=9)
+    names = [f"CU_LAUNCH_ATTRIBUTE_{kind}_EVENT" for kind in ("PROGRAMMATIC", "LAUNCH_COMPLETION")]
+    assert [[launched.attributes[name] for name in names] for launched in fake.launches] == [
+        [(handle, 0, 1), (handle, 1, 0)] for handle in (2**40, 2**41, 2**40)
+    ]
+    with pytest.raises(ArgumentError, match="done is 0; it must be"):
+        kernel(**tensors(), done=0, stream=9)

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from fusekit.abi import Argument, Constraint, Expr, LaunchRecord, LaunchStep, TensorArgument, Truncated, render
+from fusekit.abi.events import LAUNCH_COMPLETION, PROGRAMMATIC, LaunchEvent
 from fusekit.abi.limits import THREADS
 from fusekit.compiler import cubin as cubins
 from fusekit.compiler.dsl import ENTRY
@@ -29,6 +30,7 @@ _KERNELS = "kernels_"
 _GRID, _BLOCK, _SHARED, _STREAM, _ATTRIBUTES, _ATTRIBUTE_COUNT = 0, 12, 24, 32, 40, 48
 _ATTRIBUTE_BYTES, _ATTRIBUTE_VALUE = 72, 8
 _COOPERATIVE, _CLUSTER, _PROGRAMMATIC, _PREFERRED_CLUSTER = 2, 4, 6, 11  # cudaLaunchAttributeID
+_EVENTS = {7: PROGRAMMATIC, 12: LAUNCH_COMPLETION}
 _LARGEST_SHARED, _CARVEOUT, _NON_PORTABLE = 8, 9, 14  # cudaFuncAttribute
 _PORTABLE_CLUSTER = 8
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
@@ -233,7 +235,7 @@ class _Record:
         grid = [self._lowering.lower(self._number(call, config, _GRID + 4 * axis)) for axis in range(3)]
         for extent, limit in zip(grid, _GRID_LIMITS, strict=True):
             self._allow(extent, 1, limit)
-        cluster, preferred, attributes = self._launch_attributes(call, config, symbol)
+        cluster, preferred, attributes, events = self._launch_attributes(call, config, symbol)
         block = [self._open(call, config, _BLOCK + 4 * axis, "the block") for axis in range(3)]
         shared = self._open(call, config, _SHARED, "the size of shared memory")
         for extent in block:
@@ -250,8 +252,9 @@ class _Record:
             parameters = tuple(write(writer, names) for write in drafts)
             bytes_, condition = writer.write(shared), writer.write(when)
             return LaunchStep(
-                parameters, (gx, gy, gz), (x, y, z), cluster, bytes_, symbol, attributes, preferred, condition
-            )
+                parameters, (gx, gy, gz), (x, y, z), cluster, bytes_, symbol, attributes, preferred, condition,
+                events,
+            )  # fmt: skip
 
         return draft
 
@@ -293,14 +296,18 @@ class _Record:
 
     def _launch_attributes(
         self, call: Call, config: Pointer, symbol: str
-    ) -> tuple[tuple[int, int, int], tuple[int, ...], dict[str, int]]:
-        """Cluster, preferred cluster and attributes."""
+    ) -> tuple[tuple[int, int, int], tuple[int, ...], dict[str, int], tuple[LaunchEvent, ...]]:
+        """Cluster, preferred cluster, attributes and events."""
         cluster, attributes = (1, 1, 1), {}
         preferred: tuple[int, ...] = ()
+        events: list[LaunchEvent] = []
         base = call.cell(config, _ATTRIBUTES)
         for index in range(self._constant(call, config, _ATTRIBUTE_COUNT, "the number of attributes")):
             at = Pointer(base.memory, base.offset + index * _ATTRIBUTE_BYTES)
             kind = self._constant(call, at, 0, "a launch attribute")
+            if kind in _EVENTS:
+                events.append(self._event(call, at, kind))
+                continue
             value = [self._constant(call, at, _ATTRIBUTE_VALUE, f"launch attribute {kind}")]
             if kind in (_CLUSTER, _PREFERRED_CLUSTER):
                 value += [self._constant(call, at, _ATTRIBUTE_VALUE + 4 * axis, "the cluster") for axis in (1, 2)]
@@ -320,7 +327,17 @@ class _Record:
             attributes["non_portable_cluster_size_allowed"] = 1
         if kernel.get(_CARVEOUT, -1) >= 0:
             attributes["preferred_shared_memory_carveout"] = kernel[_CARVEOUT]
-        return cluster, preferred, attributes
+        return cluster, preferred, attributes, tuple(sorted(events, key=lambda event: event.kind))
+
+    def _event(self, call: Call, at: Pointer, kind: int) -> LaunchEvent:
+        term = self._lowering.lower(self._number(call, at, _ATTRIBUTE_VALUE))
+        if term.op != "variable":
+            raise BuildError(f"host code: a launch records an event that is no argument: {call.at.place}; pass it")
+        flags, start = _ATTRIBUTE_VALUE + 8, _ATTRIBUTE_VALUE + 12
+        return LaunchEvent(
+            _EVENTS[kind], term.args[0], self._constant(call, at, flags, "the flags of an event"),
+            self._constant(call, at, start, "the trigger of an event") if _EVENTS[kind] == PROGRAMMATIC else 0,
+        )  # fmt: skip
 
     def _allow(self, term: Term, low: int, high: int) -> None:
         before = self._allowed.get((term, self._when), (low, high))
