@@ -53,6 +53,7 @@ def command(session: Session, first: str, second: str, arch: str | None) -> None
 
 def _kernel(store: Store, name: str, arch: str | None) -> tuple[dict[str, Any], bytes]:
     """The document of the kernel `name`, its occupancy among its resources, and its cubin."""
+    from fusekit.runtime.wellformed import launch_record
     from fusekit_cli.show import describe, occupancy_of
 
     listed, *others = chosen(store, name, arch)
@@ -61,6 +62,7 @@ def _kernel(store: Store, name: str, arch: str | None) -> tuple[dict[str, Any], 
     entry = store.find_entry(listed.record.key)
     if entry is None:
         raise store.not_built(name, arch)
+    launch_record(entry)
     document = describe(listed.record, entry, str(listed.root))
     fits = occupancy_of(entry)
     document["resources"] = {

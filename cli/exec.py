@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from fusekit_cli.options import Session, common
 
 if TYPE_CHECKING:
     from fusekit.config import CuteConfig
+    from fusekit.cute.carried import Carriage
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SI_USER = 0
@@ -37,37 +38,60 @@ _PASSED_ON = (
     default="2",
     help="2: trace each time (default). 1: leave the trace out where all that it read is as it was.",
 )
+@click.option(
+    "--with",
+    "packages",
+    default="",
+    metavar="PACKAGE,...",
+    help="Carry the caches of triton, deepgemm, inductor in the store as well.",
+)
 @click.option("--records", is_flag=True, help="Afterwards adopt what was used: see `fusekit adopt`.")
 @common
-def command(session: Session, program: tuple[str, ...], level: str, records: bool) -> int:
+def command(session: Session, program: tuple[str, ...], level: str, packages: str, records: bool) -> int:
     """Run CMD; what its processes compile with the CuTe DSL comes from the store, and goes there if it is missing.
 
     CMD need not be changed: `fusekit exec -- python serve.py`. The line on stderr at the end counts over all processes
     that it started, and comes when the last of them has ended. FUSEKIT_MISS=warn reports each compilation with its
     reason, FUSEKIT_MISS=error refuses it. What the store has is machine code, which is loaded only from root, the
-    caller and FUSEKIT_TRUSTED_USERS, or signed. The exit code is that of CMD.
+    caller and FUSEKIT_TRUSTED_USERS, or signed. The exit code is that of CMD. With --with, what the store has of the
+    caches of those packages is laid out for CMD in a folder of its own, and what is new there is stored at the end.
     """
     if not program:
         raise UsageError("there is no program to run; name one: fusekit exec -- python serve.py")
     if session.json:
         raise UsageError("exec leaves stdout to the program; leave --json out, or put it behind the program's name")
-    return execute(session, program, {}, int(level), records=records)
+    return execute(session, program, {}, int(level), records=records, packages=_packages(packages))
+
+
+def _packages(text: str) -> tuple[str, ...]:
+    """The packages that `--with` names."""
+    from fusekit.cute.packages import PACKAGES
+
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    for name in names:
+        if name not in PACKAGES:
+            known = ",".join(PACKAGES)
+            raise UsageError(f"--with {text}: {name} is not known; it takes one or more of these: --with {known}")
+    return names
 
 
 def execute(
-    session: Session, program: tuple[str, ...], variables: Mapping[str, str], level: int = 2, *, records: bool = False
-) -> int:
+    session: Session, program: tuple[str, ...], variables: Mapping[str, str], level: int = 2, *, records: bool = False,
+    packages: Sequence[str] = (),
+) -> int:  # fmt: skip
     """Run `program` with `variables` in its environment and the store behind its DSL. records: adopt what it used.
-    Returns the exit code.
+    packages: whose caches are carried. Returns the exit code.
     """
     import fusekit.cute
     from fusekit.config import CuteConfig, exec_environment
     from fusekit.cute.report import counts, keys, troubles
 
     cute = replace(CuteConfig.from_environment(session.config), level=level)
-    with _report(session) as report, _lease(cute) as renew:
-        environment = exec_environment(cute, Path(fusekit.cute.__file__).parent / "startup", report)
-        environment |= variables
+    with _report(session) as report, _lease(cute) as renew, _carried(session, cute, packages, program) as carried:
+        environment = exec_environment(
+            cute, Path(fusekit.cute.__file__).parent / "startup", report, carries=bool(packages)
+        )
+        environment |= {**variables, **carried.variables}
         try:
             status = _run(program, environment, renew)
         except FileNotFoundError:
@@ -77,9 +101,10 @@ def execute(
             remedy = _instead(program[0]) or "check its permissions"
             session.error(f"{program[0]} cannot be run: {error.strerror}; {remedy}")
             return _NOT_EXECUTABLE
+        also = carried.store() if _ended() is None else ""
         if report is not None:
             hits, misses, saved = counts(report)
-            session.note(f"fusekit: {hits} hits, {misses} misses, {saved:.1f} s saved")
+            session.note(f"fusekit: {hits} hits, {misses} misses, {saved:.1f} s saved{also}")
             for trouble in troubles(report):
                 session.note(f"fusekit: {trouble}")
             if records:
@@ -154,6 +179,28 @@ def _lease(cute: CuteConfig) -> Iterator[Callable[[], None]]:
                 step()
 
         yield renew
+
+
+@contextlib.contextmanager
+def _carried(session: Session, cute: CuteConfig, packages: Sequence[str], program: Sequence[str]) -> Iterator[Carriage]:
+    """The caches of `packages` for a run of `program`, which are removed afterwards if no process is left."""
+    from fusekit.config import program_environment
+    from fusekit.cute.carried import Carriage
+
+    carried = Carriage(cute, packages, program, program_environment())
+
+    def note() -> None:
+        for trouble in carried.troubles:
+            session.note(f"fusekit: {trouble}")
+        carried.troubles.clear()
+
+    note()
+    try:
+        yield carried
+    finally:
+        note()
+        if _ended() is None:
+            carried.remove()
 
 
 def _run(program: tuple[str, ...], environment: Mapping[str, str], renew: Callable[[], None]) -> int:

@@ -40,6 +40,7 @@ def command(
     the others are on the page; 3 if there is none.
     """
     from fusekit.choice import tuning
+    from fusekit.store.entries import KIND, OF_PROGRAMS
     from fusekit_cli.report_page import html
 
     output.check_folder("OUT.html", file)
@@ -54,6 +55,8 @@ def command(
                 entry = store.find_entry(record.key)
                 if entry is None:
                     raise store.not_built(record.name, record.arch, f"entry {record.key} is in no root")
+                if entry.fields.get(KIND) in OF_PROGRAMS:
+                    continue
                 kernels.append(_kernel(store, record, entry, root if source is None else where, tables[record.arch]))
             except FusekitError as error:
                 problems.append(str(error))

@@ -186,14 +186,19 @@ EXEC = "FUSEKIT_EXEC"
 """Set by `fusekit exec` for its children."""
 
 
-def exec_environment(cute: CuteConfig, folder: Path, report: Path | None) -> dict[str, str]:
+def program_environment() -> dict[str, str]:
+    """What a program has of the environment of this process."""
+    return dict(os.environ)
+
+
+def exec_environment(cute: CuteConfig, folder: Path, report: Path | None, *, carries: bool = False) -> dict[str, str]:
     """The environment of a program that `fusekit exec` starts: this one, with `folder` before Python's path, the
-    configuration, and the file for its events.
+    configuration, and the file for its events. carries: it carries other caches as well.
     """
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     values = {field.name: getattr(cute.config, field.name) for field in fields(cute.config)}
-    packed = json.dumps({**values, "report": report, "level": cute.level}, default=str)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), EXEC: packed}
+    packed = json.dumps({**values, "report": report, "level": cute.level, "carries": carries}, default=str)
+    return {**program_environment(), "PYTHONPATH": os.pathsep.join(paths), EXEC: packed}
 
 
 def refuses_misses() -> bool:
@@ -209,6 +214,7 @@ def compiler_environment() -> dict[str, str]:
 def _unpacked(text: str) -> tuple[Config, Path | None, int]:
     values = json.loads(text)
     level = values.pop("level", 2)
+    values.pop("carries", None)
     for name, value in values.items():
         if isinstance(value, list):
             values[name] = tuple(map(Path, value))

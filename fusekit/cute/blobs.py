@@ -6,19 +6,25 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fusekit.config import CuteConfig
 from fusekit.cute.dsl import Artifact
 from fusekit.errors import IntegrityError
+from fusekit.share.bounds import Bounds
 from fusekit.store import Entry, Store
 from fusekit.store.entries import HOST_OBJECT
 from fusekit.store.keys import sha256
+
+if TYPE_CHECKING:
+    from fusekit.share.remote import Remote
 
 TOOLCHAIN = "toolchain."
 """Begins the labels of key fields that are versions of distributions."""
 ARGUMENTS = "arguments"
 _LENGTH = 8  # bytes
+_BOUNDS, _ATTEMPTS = Bounds(silence=5.0, grace=10.0, patience=10.0), 2
+"""Of a remote: a program does not wait longer than it would compile."""
 
 
 def open_store(cute: CuteConfig) -> Store:
@@ -26,6 +32,13 @@ def open_store(cute: CuteConfig) -> Store:
     They are run for nobody whose programs would not be.
     """
     return Store.open(cute.config).keeping_to_owners(frozenset({0, os.geteuid()}) | cute.trusted_users)
+
+
+def open_remote(cute: CuteConfig) -> Remote:
+    """The remote of `cute`, which is not waited for as long as by a command that copies."""
+    from fusekit.share.remote import Remote
+
+    return Remote(cute.remote, attempts=_ATTEMPTS, bounds=_BOUNDS)
 
 
 def packed(

@@ -14,22 +14,21 @@ import zlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusekit.config import CuteConfig
 from fusekit.cute import arguments, report
-from fusekit.cute.blobs import open_store, packed, unpacked
+from fusekit.cute.blobs import open_remote, open_store, packed, unpacked
 from fusekit.cute.dependencies import Trace, times_refused, why_not
 from fusekit.cute.digest import UnnamedError
 from fusekit.cute.dsl import VERSIONS, Artifact, Call, version
 from fusekit.cute.effects import Effects, apply
 from fusekit.cute.memos import Proofs
 from fusekit.cute.names import record_of
+from fusekit.cute.processor import cpu
 from fusekit.cute.replaced import Replaced
 from fusekit.cute.tracing import Untried
 from fusekit.errors import FusekitError, IntegrityError, NotBuiltError, StoreError
-from fusekit.share.bounds import Bounds
 from fusekit.store import Entry, Store, key_of
 from fusekit.store.entries import DEPENDENCIES, HOST_OBJECT, KIND
 from fusekit.store.keys import sha256
@@ -42,14 +41,11 @@ _SCHEMA = "3"
 _PREFIX_DIGITS = 16
 _PATIENCE = 120.0
 """Seconds that a process waits for another one that compiles the same: less than a program is thought to hang."""
-_BOUNDS, _ATTEMPTS = Bounds(silence=5.0, grace=10.0, patience=10.0), 2
-"""Of a remote: a program does not wait longer than it would compile."""
 _MANIFESTS = 8  # of one key, the newest first
 _REFUSALS = 2
 """A call whose trace could not be recorded so often is only traced: to record takes longer than it."""
 _OF_ONE_CALL = ("function", "tvm-ffi")
 """Fields that differ between calls with the same options and settings."""
-_CPU = ("flags", "Features", "cpu family", "model", "CPU part", "CPU implementer")
 
 
 class _Thread(threading.local):
@@ -273,7 +269,7 @@ class Cache:
         fields = {f"toolchain.{name}": version for name, version in versions.items()}
         fields["python"] = ".".join(platform.python_version_tuple()[:2])
         # The host object is compiled for this processor.
-        fields["host"] = f"{platform.system()} {platform.machine()} {sha256(_cpu().encode())}"
+        fields["host"] = f"{platform.system()} {platform.machine()} {sha256(cpu().encode())}"
         return fields
 
     # -- the store ----------------------------------------------------------------------------------------------------
@@ -303,14 +299,12 @@ class Cache:
     def _fetched(self, call: Call, key: str) -> tuple[Entry, bytes] | None:
         """What the remote has under `key`, which goes into the store. A remote that fails is not asked again."""
         from fusekit.share.push_pull import fetch
-        from fusekit.share.remote import Remote
 
         if self._silent:
             raise StoreError(self._silent)
         try:
             if self._remote is None or self._remote[0] != os.getpid():  # connections do not outlive a fork
-                remote = Remote(self.cute.remote, attempts=_ATTEMPTS, bounds=_BOUNDS)
-                self._remote = os.getpid(), remote
+                self._remote = os.getpid(), open_remote(self.cute)
             kernel = fetch(self._store, self._remote[1], key)
         except IntegrityError:
             raise
@@ -389,14 +383,3 @@ def _same(manifest: dict[str, Any]) -> dict[str, Any]:
 def _text(error: Exception) -> str:
     text = str(error) or type(error).__name__
     return text if isinstance(error, FusekitError | UnnamedError) else f"{type(error).__name__}: {text}"
-
-
-def _cpu() -> str:
-    """What the first processor can do, in the words of the kernel."""
-    try:
-        first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
-    except OSError:
-        return platform.processor()
-    rows = dict(line.partition(":")[::2] for line in first.splitlines())
-    known = {name.strip(): " ".join(value.split()) for name, value in rows.items()}
-    return "\n".join(f"{name}: {known[name]}" for name in _CPU if name in known)

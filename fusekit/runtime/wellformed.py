@@ -12,7 +12,7 @@ from fusekit.abi.layer_record import LayerRecord
 from fusekit.errors import IntegrityError
 from fusekit.store import Entry, NameRecord
 from fusekit.store.documents import parse
-from fusekit.store.entries import DEPENDENCIES, HOST_OBJECT, KIND, LAYER
+from fusekit.store.entries import CARRIED, HOST_OBJECT, KIND, LAYER, OF_PROGRAMS
 from fusekit.store.verify import Inspect
 
 
@@ -22,6 +22,12 @@ def launch_record(entry: Entry) -> LaunchRecord:
         raise IntegrityError(
             f"entry {entry.key} is a host object, which has no launch record; it is loaded by a program that compiles "
             "it: fusekit exec -- PROGRAM",
+            key=entry.key,
+        )
+    if entry.fields.get(KIND) == CARRIED:
+        raise IntegrityError(
+            f"entry {entry.key} is of the cache of another package, which has no launch records; that package loads it:"
+            " fusekit exec --with PACKAGE -- PROGRAM",
             key=entry.key,
         )
     try:
@@ -47,7 +53,7 @@ def check_entry(entry: Entry, cubin: bytes | None = None) -> None:
     """Raises IntegrityError unless `entry` has a launch record, of the architecture of its key, and of its `cubin`
     where that is at hand. What `fusekit exec` keeps has none.
     """
-    if entry.fields.get(KIND) in (HOST_OBJECT, DEPENDENCIES):
+    if entry.fields.get(KIND) in OF_PROGRAMS:
         return
     if entry.fields.get(KIND) == LAYER:
         if cubin is not None:

@@ -20,6 +20,10 @@ SCHEMA = 1
 KIND, HOST_OBJECT, DEPENDENCIES = "kind", "host-object", "dependencies"
 """The key field, and its values, of an entry whose blob is not a cubin: what `fusekit exec` keeps of a program's own
 compilation, and of what its trace read. `launch` has that under the same name."""
+CARRIED = "carried"
+"""The value of that field of what `fusekit exec --with` keeps of another cache. `launch` has under it what that is."""
+OF_PROGRAMS = frozenset({HOST_OBJECT, DEPENDENCIES, CARRIED})
+"""The values of entries that are of no kernel: they have no launch record."""
 LAYER = "layer"
 """The value of that field of a layer's entry, whose blob is its record (fusekit.abi.layer_record). `launch` has the
 keys of its kernels."""

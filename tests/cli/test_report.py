@@ -11,7 +11,8 @@ from html.parser import HTMLParser
 import pytest
 
 from fusekit.config import Config
-from fusekit.store import NameRecord, Store
+from fusekit.store import Entry, NameRecord, Store, key_of
+from fusekit.store.keys import sha256
 from fusekit.store.signature import generate
 from fusekit_cli.report_page import html
 from tests.cli.conftest import NAMES, SPEC
@@ -146,6 +147,17 @@ def test_bundles_wheels_and_remotes(store, fusekit, out, tmp_path):
     assert [row["name"] for row in fusekit("ls", "--from", wheel, "--json", **empty).json] == [*NAMES]
     assert fusekit("verify", "--from", wheel, "--full", "--json", **empty).json["bad"] == []
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("kind", ["host-object", "carried"])
+def test_what_programs_compiled_is_not_of_a_kernel(store, fusekit, out, kind):
+    fields = {"arch": "sm_90a", "kind": kind}
+    entry = Entry(key_of(fields), fields, sha256(b"code"), 4, {kind: {}}, {}, {}, {}, 0.0)
+    store.publish(entry, b"code")
+    store.publish_name(NameRecord("package/function@1", "sm_90a", entry.key, {kind: {}}, {}), entry)
+    fusekit("report", str(out))
+    assert len(check(out.read_text())[0].rows) == len(NAMES)
+    assert "fusekit exec --" in fusekit("diff", NAMES[0], "package/function", code=1).err
 
 
 def test_what_a_spec_says_is_text(store, fusekit, out):

@@ -208,7 +208,7 @@ def test_two_functions_that_replace_the_same_are_two_keys(empty, monkeypatch):
 @pytest.mark.parametrize(
     ("owner", "name", "value"),
     [
-        (cache, "_cpu", lambda: "another processor"),
+        (cache, "cpu", lambda: "another processor"),
         (cache.platform, "machine", lambda: "riscv64"),
         (cache.platform, "python_version_tuple", lambda: ("3", "99", "0")),
         (toolchain, "distributions", lambda: {f"nvidia-cutlass-dsl{part}": "4.8.1+local.0" for part in PARTS}),

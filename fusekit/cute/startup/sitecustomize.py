@@ -15,6 +15,11 @@ class _Finder:
         if name != "cutlass" or self.busy:
             return None
         self.busy = True
+        import importlib.util
+
+        if importlib.util.find_spec(name) is None:
+            self.busy = False  # it may be installed meanwhile
+            return None
         try:
             from fusekit.cute import install
 
@@ -28,11 +33,17 @@ class _Finder:
             if os.environ.get("FUSEKIT_MISS") == "error":
                 # No ImportError: programs take that as a DSL that is not there.
                 raise RuntimeError(f"fusekit: the cache is off, and FUSEKIT_MISS is error: {reason}") from error
-            sys.stderr.write(f"fusekit: the cache is off: {reason}\n")
+            if not (isinstance(error, ModuleNotFoundError) and _carries()):
+                sys.stderr.write(f"fusekit: the cache is off: {reason}\n")
             return None
-        import importlib.util
-
         return importlib.util.find_spec(name)
+
+
+def _carries() -> bool:
+    """Whether `exec` serves more than the DSL, so that a Python without fusekit is no mistake."""
+    import json
+
+    return bool(json.loads(os.environ.get("FUSEKIT_EXEC", "{}")).get("carries")) and not os.environ.get("FUSEKIT_MISS")
 
 
 def _start(here: str) -> None:
