@@ -27,6 +27,8 @@ from fusekit.compiler.hostfunction import (
     Lifted,
     Signature,
     TracePlan,
+    plus,
+    rounded_up,
 )
 from fusekit.compiler.leaves import (
     BIT,
@@ -223,8 +225,8 @@ class _Reading:
         size, where = self._expr(table["bytes"]), f"arguments.{leaf.name}"
         memory = "workspace" if table.get("zeroed") else "scratch"
         # A launch record has one of each; several lie in it one after the other.
-        begin = _rounded_up(self._memory[memory], MEMORY_ALIGNMENT)
-        self._memory[memory] = size if begin == 0 else _plus(begin, size)
+        begin = rounded_up(self._memory[memory], MEMORY_ALIGNMENT)
+        self._memory[memory] = size if begin == 0 else plus(begin, size)
         fixed = leaf.kind == POINTER or all(isinstance(item, int) for item in (*leaf.fake.shape, *leaf.fake.stride))
         if fixed and not {"shape", "strides"} & table.keys():
             least = _bytes_of(leaf)
@@ -381,14 +383,6 @@ def _bytes_of(leaf: Leaf) -> int:
         return DTYPES[leaf.dtype].bytes
     last: int = sum((extent - 1) * stride for extent, stride in zip(leaf.fake.shape, leaf.fake.stride, strict=True))
     return (last // leaf.packed + 1) * DTYPES[leaf.dtype].bytes
-
-
-def _plus(one: Expr, other: Expr) -> Expr:
-    return one + other if isinstance(one, int) and isinstance(other, int) else ("add", one, other)
-
-
-def _rounded_up(size: Expr, step: int) -> Expr:
-    return -(-size // step) * step if isinstance(size, int) else ("mul", step, ("ceildiv", size, step))
 
 
 def _times(expr: Expr, factor: int) -> Expr:

@@ -27,6 +27,16 @@ class HostTensor:
     large: bool = True
 
 
+def plus(one: Expr, other: Expr) -> Expr:
+    """The sum, as a number where both are."""
+    return one + other if isinstance(one, int) and isinstance(other, int) else ("add", one, other)
+
+
+def rounded_up(size: Expr, step: int) -> Expr:
+    """The next multiple of `step`, as a number where `size` is one."""
+    return -(-size // step) * step if isinstance(size, int) else ("mul", step, ("ceildiv", size, step))
+
+
 @dataclass(frozen=True, slots=True)
 class HostPointer:
     """The host function takes the address of the record's tensor `argument`, of its workspace or of its scratch, and

@@ -1,13 +1,14 @@
 """op = "extern": what is read of a stranger's kernel, what its spec must say, and what is refused in words."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
 
 from fusekit.abi import IntegerParameter, LaunchEvent, LaunchRecord, RecordError, ScalarArgument, evaluate, flat
 from fusekit.abi.arguments import OPTIONS
 from fusekit.compiler.samples import expected_map
-from fusekit.errors import BuildError
+from fusekit.errors import BuildError, ProofError
 from fusekit.runtime.checked import CheckedKernel
 from fusekit.runtime.kernel import Kernel
 
@@ -283,6 +284,61 @@ def test_an_event_is_a_handle_that_callers_pass(tmp_path):
     data = fakes.CallWriter().value(CUevent(0), "done")
     assert data == {"event": True}
     assert isinstance(fakes.CallReader({}).value(data), CUevent)
+
+
+GATHERED = """
+arguments.pointers = { role = "input", shape = ["N"] }
+arguments.y = { role = "output", shape = ["B", "N", 64] }
+dims.B = { maximum = 64 }
+"""
+
+
+def test_memory_that_cute_experimental_adds_is_scratch(tmp_path):
+    """Each launch has its own, and its tensor map, which the kernel changes, has no rule about what it reaches."""
+    from fusekit.compiler import hostcode
+    from fusekit.compiler.prove import prove
+    from fusekit.compiler.trace import trace
+    from fusekit.compiler.worker import plan
+
+    planned = plan(spec_of("gathered", GATHERED))
+    traced = trace(planned, tmp_path)
+    planned, record = hostcode.read(traced.module, planned, traced.cubin)
+    first, second = record.launches
+    assert record.scratch == 2 * 256 * 128  # a tensor map for each multiprocessor
+    assert [step.parameters[3].shift for step in (first, second)] == [0, 256 * 128]
+    assert not [rule for rule in record.constraints if "tensor map" in rule.message]
+    host = traced.host(record)
+    assert prove(planned, record, host, "seed")["launches"] >= 64
+    wrong = replace(first.parameters[3], shift=256)
+    with pytest.raises(ProofError, match="scratch_pointer: address"):
+        prove(planned, replace(record, parameters=(*first.parameters[:3], wrong)), host, "seed")
+
+
+@pytest.mark.parametrize(
+    ("size", "alignment", "text"),
+    [("%count", "%c", "workspace that cute.experimental gives k follows the arguments; give the kernel a workspace"),
+     ("%c", "%large", "k wants its workspace aligned to 512 bytes")],
+)  # fmt: skip
+def test_other_memory_that_cute_experimental_adds_is_refused(size, alignment, text):
+    from fusekit.compiler import dsl
+    from fusekit.compiler.hostcode.implicit import implicit
+
+    ir = dsl.ir()
+    module = f"""module attributes {{lir.kernel_extra_args = {{k = 1 : i64, total_added_arguments = 1 : i64}}}} {{
+      llvm.func @k_queryDeviceWorkspace(%arguments: !llvm.ptr, %answer: !llvm.ptr) -> i32 {{
+        %c = llvm.mlir.constant(64 : i64) : i64
+        %large = llvm.mlir.constant(512 : i64) : i64
+        %zero = llvm.mlir.constant(0 : i32) : i32
+        %first = llvm.load %arguments : !llvm.ptr -> !llvm.ptr
+        %count = llvm.ptrtoint %first : !llvm.ptr to i64
+        %at = llvm.getelementptr %answer[0, 1] : (!llvm.ptr) -> !llvm.ptr, !llvm.struct<(i64, i64)>
+        llvm.store {size}, %answer : i64, !llvm.ptr
+        llvm.store {alignment}, %at : i64, !llvm.ptr
+        llvm.return %zero : i32
+      }}
+    }}"""
+    with ir.Context(), pytest.raises(BuildError, match=text):
+        implicit(ir.Module.parse(module))
 
 
 @pytest.mark.parametrize("kind", ["dict", "set"])

@@ -44,7 +44,8 @@ class Parameters:
 
     reaches: (what must be 0 or less, rule) of tensor maps that may reach beyond their tensor.
 
-    types: of each piece of host memory. allow: called with what a launcher refuses by itself.
+    types: of each piece of host memory. allow: called with what a launcher refuses by itself. changing: the kernels
+    that change their tensor maps, so that what they are given says nothing of what is read and written.
     """
 
     def __init__(
@@ -54,11 +55,12 @@ class Parameters:
         floats: Floats,
         signature: Signature,
         allow: Callable[[Term, int, int], None],
+        changing: frozenset[str] = frozenset(),
     ) -> None:
         self.terms: list[Term] = []
         self.alignments: dict[str, int] = {}
         self._types, self._lowering, self._algebra = types, lowering, lowering.algebra
-        self._floats, self._allow = floats, allow
+        self._floats, self._allow, self._changing = floats, allow, changing
         self._scalars = {scalar.name: scalar for scalar in signature.scalars}
         self._tensors = {tensor.name: tensor for tensor in signature.tensors if tensor.role != PEER}
         self.reaches: list[tuple[Term, str]] = []
@@ -74,14 +76,14 @@ class Parameters:
                     f"host code: parameter {index} of {kernel.symbol} has {layout.size if layout else 0} bytes, in the"
                     f" cubin {place.size}: {call.at.place}"
                 )
-            drafts.append(self._parameter(call, at, layout, place.offset))
+            drafts.append(self._parameter(call, at, layout, place.offset, kernel.symbol in self._changing))
         if call.cell(pointers, 8 * len(kernel.parameters)) is not None:
             raise BuildError(f"host code: it passes more parameters than {kernel.symbol} has: {call.at.place}")
         return drafts
 
-    def _parameter(self, call: Call, at: Pointer, layout: Layout, offset: int) -> Draft:
+    def _parameter(self, call: Call, at: Pointer, layout: Layout, offset: int, changed: bool) -> Draft:
         if _is_map(layout):
-            return self._map(call, at, offset)
+            return self._map(call, at, offset, changed)
         cells = [(leaf, call.cell(at, leaf.offset)) for leaf in layout.leaves]
         # The others are padding, or fields that the kernel does not read.
         filled = [(leaf, bits) for leaf, bits in cells if bits is not None and getattr(bits, "op", "") != "undefined"]
@@ -96,7 +98,7 @@ class Parameters:
 
         return draft
 
-    def _map(self, call: Call, at: Pointer, offset: int) -> Draft:
+    def _map(self, call: Call, at: Pointer, offset: int, changed: bool) -> Draft:
         fields = maps.read([call.cell(at, 8 * index) for index in range(maps.WORDS)], self._lowering)
         if not fields.raw:
             for dim in fields.dims:
@@ -105,7 +107,7 @@ class Parameters:
                 self._allow(stride, 0, 2**40 - 1)
         address = self._aligned(fields.address)
         argument, shift = self._base(address, call)
-        if not fields.raw and argument in self._tensors:
+        if not fields.raw and not changed and argument in self._tensors:
             self._bound(self._tensors[argument], fields, shift)
         self.terms += [address, *fields.dims, *fields.strides]
         return lambda writer, names: TensorMapParameter(

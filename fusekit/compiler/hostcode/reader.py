@@ -17,6 +17,7 @@ from fusekit.compiler.hostcode.arguments import Arguments
 from fusekit.compiler.hostcode.bits import Bits, Pointer, Symbol, UndecidedError
 from fusekit.compiler.hostcode.expressions import ExpressionWriter
 from fusekit.compiler.hostcode.floats import Floats
+from fusekit.compiler.hostcode.implicit import Implicit, implicit
 from fusekit.compiler.hostcode.lower import Guard, Lowering
 from fusekit.compiler.hostcode.machine import Call, Machine
 from fusekit.compiler.hostcode.parameters import Parameters
@@ -45,6 +46,8 @@ def read(module: Any, plan: TracePlan, cubin: bytes) -> tuple[TracePlan, LaunchR
     """
     guarded = False
     with module.context:  # which operands of vector types need to be looked at
+        added = implicit(module)
+        plan = added.given_to(plan) if added.sizes else plan
         while True:
             machine = Machine(module)
             entry = next((name for name in machine.names if name.startswith(ENTRY)), None)
@@ -54,7 +57,7 @@ def read(module: Any, plan: TracePlan, cubin: bytes) -> tuple[TracePlan, LaunchR
                 )
             arguments = Arguments(plan, machine, machine.function(entry).argument_types)
             try:
-                return plan, _read(machine, entry, arguments, plan, cubin, guarded)
+                return plan, _read(machine, entry, arguments, plan, cubin, guarded, added)
             except TooWideError:
                 if guarded:
                     raise
@@ -67,7 +70,7 @@ def read(module: Any, plan: TracePlan, cubin: bytes) -> tuple[TracePlan, LaunchR
 
 
 def _read(
-    machine: Machine, entry: str, arguments: Arguments, plan: TracePlan, cubin: bytes, guarded: bool
+    machine: Machine, entry: str, arguments: Arguments, plan: TracePlan, cubin: bytes, guarded: bool, added: Implicit
 ) -> LaunchRecord:
     if machine.call(entry, arguments.values, {}) is None:
         raise BuildError("host code: it always traps")
@@ -83,7 +86,7 @@ def _read(
     deciding = [condition for call in calls for condition in call.conditions]
     if arguments.variables(deciding) & plan.traced.keys():
         raise UndecidedError("host code: a number that the trace fixes decides what is launched", deciding)
-    return _Record(plan, machine, arguments, _kernel_attributes(machine), cubin, guarded).make(calls)
+    return _Record(plan, machine, arguments, _kernel_attributes(machine), cubin, guarded, added).make(calls)
 
 
 _KNOWN_CALLS = frozenset({_LAUNCH, "_cudaGetDevice", "_cudaDeviceGetAttribute", "_cuKernelGetAttribute"})
@@ -125,6 +128,7 @@ class _Record:
         attributes: dict[str, dict[int, int]],
         cubin: bytes,
         guarded: bool,
+        added: Implicit,
     ) -> None:
         self._plan, self._machine, self._cubin = plan, machine, cubin
         self._arguments, self._attributes = arguments, attributes
@@ -136,7 +140,7 @@ class _Record:
         self._when = self._always = self._algebra.const(1)  # the condition of the launch that is being read
         self._reaches: list[tuple[Term, str, Term]] = []
         self._lowering.floats = floats = Floats(self._lowering, arguments.floats)
-        self._parameters = Parameters(machine.types, self._lowering, floats, plan.signature, self._allow)
+        self._parameters = Parameters(machine.types, self._lowering, floats, plan.signature, self._allow, added.kernels)
 
     def make(self, calls: Sequence[Call]) -> LaunchRecord:
         drafts = [draft for call in calls if (draft := self._conditional(call)) is not None]
