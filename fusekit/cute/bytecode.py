@@ -33,6 +33,8 @@ _GLOBAL_OPERATIONS = frozenset({
 
 _STORE_OPERATIONS = frozenset({"STORE_GLOBAL", "STORE_NAME", "STORE_ATTR", "DELETE_GLOBAL", "DELETE_ATTR"})
 
+_DELETE_OPERATIONS = frozenset({"DELETE_GLOBAL", "DELETE_NAME", "DELETE_ATTR"})
+
 
 def nested(code: CodeType) -> Iterator[CodeType]:
     yield code
@@ -81,6 +83,12 @@ def computes_names(code: CodeType) -> bool:
 def stored_names(code: CodeType) -> frozenset[str]:
     """The globals and attributes that `code` and the functions in it assign to."""
     return _names_of(code, _STORE_OPERATIONS) | ({"setattr"} & _names_alone(code))
+
+
+@functools.lru_cache(maxsize=20_000)
+def deleted_names(code: CodeType) -> frozenset[str]:
+    """The globals and attributes that `code` and the functions in it delete."""
+    return _names_of(code, _DELETE_OPERATIONS) | ({"delattr"} & _names_alone(code))
 
 
 @functools.lru_cache(maxsize=20_000)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 _SCHEMA = "3"
 """Version of the fields below and of the blob, raised when their meaning changes."""
+_RULES = "2"
+"""Of what is recorded with a trace, and what is refused: raised when they change."""
 _PREFIX_DIGITS = 16
 _PATIENCE = 120.0
 """Seconds that a process waits for another one that compiles the same: less than a program is thought to hang."""
@@ -137,7 +139,13 @@ class Cache:
             if self.cute.level == 1 and not (call.not_served() or self._unknown()):
                 walk = call.arguments(self._replaced)
                 shared = {**self._machine, **call.fields(self._replaced)}
-                fields = {**shared, "arguments": walk.hexdigest(), "schema": _SCHEMA, KIND: DEPENDENCIES}
+                fields = {
+                    **shared,
+                    "arguments": walk.hexdigest(),
+                    "schema": _SCHEMA,
+                    "rules": _RULES,
+                    KIND: DEPENDENCIES,
+                }
                 key = key_of(fields)
                 if self._ready(call, key, begin):
                     yield True
@@ -198,9 +206,9 @@ class Cache:
             if self.cute.verify and random.random() < self.cute.verify:
                 self._thread.checked = manifest
                 return False
-            self._thread.ready = _Ready(call, manifest, *kernel, begin)
             apply(call["full_args"], manifest["effects"])
             call.pretend(manifest)
+            self._thread.ready = _Ready(call, manifest, *kernel, begin)
             return True
         self._thread.why = f"; {reason}" if reason else ""
         return False

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fusekit.cute.bytecode import stored_names
+from fusekit.cute.bytecode import deleted_names, stored_names
 from fusekit.cute.digest import UnnamedError
 from fusekit.cute.files import ABSENT, file_digest, secret, source_digest, variable_digest
 from fusekit.cute.libraries import home, is_library
@@ -97,11 +97,15 @@ class Trace:
                 if before.get((module, name)) is None:
                     before[module, name] = value
         stored = {name for code in record.spaces for name in stored_names(code)}
+        deleted = {name for code in record.spaces for name in deleted_names(code)}
         for root, value in record.attributes.items():
             if before.get(root) is None and root[1] not in stored and "setattr" not in stored:
                 before[root] = value
         for root, value in reads.values.items():
             if root not in before and root[1] not in stored and cannot_change(root):
+                continue
+            # What the DSL puts into the body of a class is stored and read there, by names that are no globals.
+            if value == ABSENT and root not in before and not {root[1], "delattr"} & deleted and not reads.computes:
                 continue
             if before.get(root) is None:
                 raise UnnamedError(f"{root[0]}:{root[1]} was not foreseen")

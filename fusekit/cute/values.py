@@ -11,12 +11,14 @@ import os
 import re
 import sys
 import types
+import weakref
 from collections.abc import Iterable, Mapping
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from fusekit.cute.bytecode import global_names, nested
 from fusekit.cute.digest import UnnamedError
+from fusekit.cute.leftout import LeftOut
 from fusekit.cute.libraries import DSL, UNSTEADY, is_library, is_library_module
 
 DIGITS = 24
@@ -212,6 +214,8 @@ class Walk:
 
     def _other(self, kind: type, value: Any) -> None:
         module, name = kind.__module__, kind.__qualname__
+        if kind is LeftOut:
+            raise UnnamedError(f"{value!r} has no name for a key")
         if kind is types.MethodType:
             self.put("method")
             self(value.__func__)
@@ -395,6 +399,23 @@ def _stateless(kind: type) -> bool:
 
 def _annotation(value: Any) -> Any:
     return value if isinstance(value, (str, type)) else _ADDRESS.sub("", repr(value))
+
+
+def is_plain_object(value: Any) -> bool:
+    """Whether all that `value` holds is in its attributes, `object.__new__` makes another one of its class, and nobody
+    sees when it goes.
+    """
+    kind: Any = type(value)
+    return (
+        kind.__new__ is object.__new__
+        and not hasattr(kind, "__del__")
+        and not weakref.getweakrefcount(value)
+        and hasattr(value, "__dict__")
+        and not is_library_module(kind.__module__)
+        and not _slots(kind)
+        and not _hides(kind)
+        and not isinstance(value, (type, *_BASES))
+    )
 
 
 def digest(value: Any) -> str:

@@ -109,6 +109,16 @@ def host(x: cute.Tensor):
     device(x, reads()).launch(grid=(1, 1, 1), block=(32, 1, 1))
 
 
-def compile_reader(size=32, options=""):
+@cute.jit
+def structured(x: cute.Tensor):
+    """The DSL puts functions for the branches into the body of the class."""
+
+    class Shape:
+        number = 1 if LIST else 2
+
+    device(x, Shape.number).launch(grid=(1, 1, 1), block=(32, 1, 1))
+
+
+def compile_reader(size=32, options="", function=host):
     x = cute.runtime.make_fake_compact_tensor(cutlass.Int32, (size,), assumed_align=16)
-    return cute.compile(host, x, options=options)
+    return cute.compile(function, x, options=options)

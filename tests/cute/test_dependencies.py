@@ -181,6 +181,16 @@ def test_an_edited_file_is_traced(subject, monkeypatch, tmp_path):
     assert subject.traced()
 
 
+def test_names_of_the_dsl_in_the_body_of_a_class_are_no_globals(monkeypatch, tmp_path):
+    subject = filled(tmp_path, functools.partial(reader.compile_reader, function=reader.structured))
+    for name in ("ifexp_then_block_0", "ifexp_else_block_0"):
+        with monkeypatch.context() as patch:
+            patch.setattr(reader, name, lambda: 2, raising=False)
+            assert "reader has other names" in subject.traced()
+    monkeypatch.setattr(reader, "LIST", [])
+    assert "reader:LIST changed" in subject.traced()
+
+
 IN_DOUBT = {
     "a clock": "import time\ndef reads(): return int(time.time() * 0) + 1",
     "random numbers": "import random\ndef reads(): return random.randint(1, 1)",
