@@ -6,6 +6,7 @@ import ctypes
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
+from itertools import zip_longest
 from operator import add, and_, le
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +146,7 @@ class Fitted:
         self._at = [0] * len(self._maps)  # where they are
         self._where: list[int] = []
         self._grids = tuple(plan.grid for plan, _ in parts)
-        self._own: Sequence[Any] = [None] * len(parts)  # as the scratch memory of their kernels is
+        self._own: Sequence[Any] = ()  # as the scratch memory of their kernels is
         self._stream = -1
         self.tokens = 0
 
@@ -172,8 +173,15 @@ class Fitted:
             raise NotCompiledError("too little memory")
         if addresses != self._where:
             self._place_at(addresses)
-        if stream != self._stream or self._shape.own != self._own:
+        if stream != self._stream:
             self._aim(stream)
+        if self._shape.own != self._own:
+            for scratch, before in zip_longest(self._shape.own, self._own):
+                if scratch != before:
+                    number, size, shifts = scratch
+                    plan, block = self._parts[number]
+                    plan.put_scratch(block, stream, size, shifts)
+            self._own = self._shape.own
 
     def _place_at(self, addresses: list[int]) -> None:
         shape, before = self._shape, self._at
@@ -206,13 +214,12 @@ class Fitted:
 
     def _aim(self, stream: int) -> None:
         # Not for a part of the device, nor for a default stream that each thread has for itself.
-        own = self._shape.own
-        if self._compiled.devices.part_of(stream) or (stream == PER_THREAD and any(size for size, _ in own)):
+        if self._compiled.devices.part_of(stream) or (stream == PER_THREAD and self._shape.own):
             raise NotCompiledError("a stream for which passes are bound")
-        for (plan, block), scratch, before in zip(self._parts, own, self._own, strict=True):
-            if block.stream != stream or scratch != before:
-                plan.aim(block, stream, scratch)
-        self._stream, self._own = stream, own
+        for plan, block in self._parts:
+            if block.stream != stream:
+                plan.aim(block, stream, scratch=False)
+        self._stream, self._own = stream, ()
 
 
 Idle = dict[CompiledPass, FittedPasses]
@@ -227,6 +234,7 @@ class CallClasses:
         # By kind of call: where its shapes have the tokens, the last tokens of each rung of kernels, and for each rung
         # the code; None: it cannot be.
         self._known: dict[Any, tuple[int, list[int], dict[int, CompiledPass | None]]] = {}
+        self._last: dict[str, tuple[Any, Any]] = {}  # kind and entry of the last call of a pass: to compare is cheaper
 
     def passes(self, kind: Sequence[Any], shapes: Sequence[Any], idle: Idle) -> tuple[FittedPasses, int] | None:
         """Those for a call of a known class, and its tokens.
@@ -234,9 +242,12 @@ class CallClasses:
         kind: the pass, three settings, then name, dtype and device of each tensor. shapes: shape and strides of each.
         idle: of the layer.
         """
-        known = self._known.get(kind)
-        if known is None:
-            return None
+        last, known = self._last.get(kind[0], (None, None))
+        if kind != last:
+            known = self._known.get(tuple(kind))
+            if known is None:
+                return None
+            self._last[kind[0]] = kind, known
         lead, ends, rungs = known
         tokens = self._tokens(shapes[lead])
         compiled = rungs.get(bisect_left(ends, tokens)) if tokens else None

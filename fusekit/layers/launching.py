@@ -18,7 +18,7 @@ from fusekit.layers.pass_plan import PassPlan, pass_plan
 from fusekit.layers.passes import BACKWARD, FORWARD, MovingPass, Pass, of_the_pass
 from fusekit.runtime.log import debug_log
 from fusekit.runtime.recent import Recent
-from fusekit.runtime.side_stream import JoinLaunch, Queue, Run, SideStream, SideStreamLaunch, runner
+from fusekit.runtime.side_stream import Chain, JoinLaunch, Queue, SideStream, SideStreamLaunch, chain_named
 from fusekit.runtime.streams import PER_THREAD, handle_of
 from fusekit.runtime.tensors import describe, read
 
@@ -61,10 +61,10 @@ class Launching:
         plan, calls, places = self._resolve(which, kept, scratch, arguments, settings, in_place)
         launches = self._in_order(plan, self._bound(calls, places))
         given = {**arguments, "kept": kept, "scratch": scratch}
-        return Pass(launches, given, plan.written, self._shared(which), run=self._runner(which))
+        return Pass(launches, given, plan.written, self._shared(which), chain=self._chain(which))
 
-    def _runner(self, which: str) -> Run:
-        return runner(self._library.devices.driver.annotate, f"{self.name} {which}")
+    def _chain(self, which: str) -> Chain:
+        return chain_named(self._library.devices.driver.annotate, f"{self.name} {which}")
 
     def _shared(self, which: str) -> Sequence[Window]:
         """The windows of a pass, which other layers may share."""
@@ -90,15 +90,14 @@ class Launching:
                     settings += name, dtype, device
                 addresses.append(address)
                 shapes += shape, strides
-        kind = tuple(settings)
-        passes, moving = self._idle_pass(kind, shapes, addresses, handle)
+        passes, moving = self._idle_pass(settings, shapes, addresses, handle)
         if moving is None:
             self._refuse_capture(which, arguments, handle)
             given = _settings(cluster_margin, sm_count)
             plan, moving = self._bind_moving(which, kept, scratch, arguments, given, in_place)
-            passes = passes or self._kept_passes(kind, shapes, plan, moving)
+            passes = passes or self._kept_passes(tuple(settings), shapes, plan, moving)
         # Every launch is checked before the first is queued: half a pass would leave half of the sums updated.
-        moving.run(moving.queue, handle)
+        moving.queue(handle)
         passes.append(moving)  # type: ignore[union-attr]
 
     def _idle_pass(
@@ -113,7 +112,7 @@ class Launching:
                         return fitted[0], fitted[0].take(fitted[1], shapes, addresses, stream)
                     except NotCompiledError:
                         pass
-            passes = self._moving.get((kind, *shapes))
+            passes = self._moving.get((tuple(kind), *shapes))
         except TypeError:  # unhashable: refused when it is bound
             return None, None
         return passes, None if passes is None else passes.take(addresses)
@@ -187,8 +186,8 @@ class Launching:
             for launch, where in zip(launches, places, strict=True)
         ]
         addresses = [address for address, _ in tensors.values()]
-        queue = self._in_order(plan, launches)
-        return plan, MovingPass(names, list(views.values()), addresses, launches, parts, queue, self._runner(which))
+        queue = self._chain(which)(self._in_order(plan, launches))
+        return plan, MovingPass(names, list(views.values()), addresses, launches, parts, queue)
 
     def _bound(
         self, calls: Sequence[tuple[Kernel, dict[str, Any]]], places: Sequence[Mapping[str, tuple[str, int]]]

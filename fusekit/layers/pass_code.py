@@ -45,8 +45,8 @@ _TMA_EXTENT, _TMA_STRIDE = 2**32, 2**40
 
 class Shape(NamedTuple):
     """values: for `place`. grids: of the launches. maps: dims and strides of tensor maps that follow the tokens.
-    sizes: bytes of the arguments. kept, scratch: bytes that they need. own: of each launch's kernel
-    the scratch bytes, and where in them each pointer begins.
+    sizes: bytes of the arguments. kept, scratch: bytes that they need. own: the number of each
+    launch whose kernel has scratch memory, its bytes, and where in them each pointer begins.
     """
 
     values: tuple[int, ...]
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
     sizes: tuple[int, ...]
     kept: int
     scratch: int
-    own: tuple[tuple[int, tuple[int, ...]], ...]
+    own: tuple[tuple[int, int, tuple[int, ...]], ...]
 
 
 class Call(NamedTuple):
@@ -281,7 +281,8 @@ class _Code:
             writer.require(blocks, 1, limit)
             writer.require(writer.define(("mod", blocks, cluster)), 0, 0)
         self._grids.append(f"({', '.join(map(str, grid))})")
-        self._own.append(f"({writer.define(record.scratch, env)}, {_tuple(self._own_shifts(record, env))})")
+        if shifts := self._own_shifts(record, env):
+            self._own.append(f"({number}, {writer.define(record.scratch, env)}, {_tuple(shifts)})")
         bases = {name: self._memory.base(step.arguments[name], self._places) for name in plan.names}
         fields: dict[int, tuple[int, str, str]] = {}  # by offset: bytes, format, what is packed; "": left as it is
         for offset, parameter in flat(record.parameters):

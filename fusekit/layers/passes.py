@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError
 from fusekit.runtime.handle import Handle
-from fusekit.runtime.side_stream import Queue, Run, run
+from fusekit.runtime.side_stream import Chain, Queue, chain
 from fusekit.runtime.streams import handle_of
 
 if TYPE_CHECKING:
@@ -51,17 +51,17 @@ class Pass(Handle):
 
     again = "bind the pass of its layer again"
 
-    __slots__ = ("_after", "_arguments", "_run", "_turn", "_windows", "_written", "launches")
+    __slots__ = ("_after", "_arguments", "_chain", "_queue", "_turn", "_windows", "_written", "launches")
 
     def __init__(
         self, launches: Sequence[Queue], arguments: Mapping[str, Any], written: Mapping[str, int],
-        windows: Sequence[Window] = (), after: object = None, run: Run = run,
+        windows: Sequence[Window] = (), after: object = None, chain: Chain = chain,
     ) -> None:  # fmt: skip
         """written: the number of launches after which each output is there. windows: those that passes share. after:
-        the `_turn` of the part of a split pass that this one follows. run: queues the launches.
+        the `_turn` of the part of a split pass that this one follows. chain: makes one queue of the launches.
         """
-        self._run = run
         self.launches = tuple(launches)
+        self._chain, self._queue = chain, chain(self.launches)
         self._arguments, self._written = dict(arguments), dict(written)
         self._windows, self._after, self._turn = tuple(windows), after, object()
 
@@ -70,8 +70,9 @@ class Pass(Handle):
         used the windows between two parts of a split pass.
         """
         handle = stream if type(stream) is int else handle_of(stream, self._arguments.values())
-        self._take_windows()
-        self._run(self.launches, handle)
+        if self._windows:
+            self._take_windows()
+        self._queue(handle)
 
     def _take_windows(self) -> None:
         if self._after is not None and any(window.user is not self._after for window in self._windows):
@@ -110,8 +111,8 @@ class Pass(Handle):
         count = self._written[output]
         later = {name: at - count for name, at in self._written.items() if at > count}
         first = {name: at for name, at in self._written.items() if at <= count}
-        begin = Pass(self.launches[:count], self._arguments, first, self._windows, self._after, self._run)
-        return begin, Pass(self.launches[count:], self._arguments, later, self._windows, begin._turn, self._run)
+        begin = Pass(self.launches[:count], self._arguments, first, self._windows, self._after, self._chain)
+        return begin, Pass(self.launches[count:], self._arguments, later, self._windows, begin._turn, self._chain)
 
 
 class MovingPass:
@@ -119,16 +120,16 @@ class MovingPass:
 
     names, views: of the arguments, in the order of their addresses. launches: of the kernels. parts: for each launch
     its tensors in order, as (number of the argument in whose memory it lies, bytes from its begin), or (-1, address).
-    queue: the launches, with those that use the side stream. run: queues them.
+    queue: queues the launches, with those that use the side stream.
     """
 
-    __slots__ = ("_addresses", "_parts", "_placed", "_users", "fitted", "launches", "names", "queue", "run", "views")
+    __slots__ = ("_addresses", "_parts", "_placed", "_users", "fitted", "launches", "names", "queue", "views")
 
     def __init__(
         self, names: Sequence[str], views: Sequence[View], addresses: Sequence[int], launches: Sequence[Launch],
-        parts: Sequence[Sequence[tuple[int, int]]], queue: list[Queue], run: Run,
+        parts: Sequence[Sequence[tuple[int, int]]], queue: Queue,
     ) -> None:  # fmt: skip
-        self.names, self.views, self.queue, self.run = names, views, queue, run
+        self.names, self.views, self.queue = names, views, queue
         self.launches, self._parts, self._addresses = launches, parts, addresses
         self._placed = {tuple(addresses)}
         self.fitted: Fitted | None = None  # writes its launches, once it was fitted to other tokens or addresses

@@ -17,7 +17,7 @@ from fusekit.exchange import Part, Ranks, Window
 from fusekit.exchange.windows import read
 from fusekit.layers.layer import Layer
 from fusekit.layers.passes import BACKWARD, INFERENCE, Sizes
-from fusekit.runtime.side_stream import Queue, Run, SideStream
+from fusekit.runtime.side_stream import Chain, Queue, SideStream
 
 if TYPE_CHECKING:
     from fusekit.library import Library
@@ -211,20 +211,25 @@ class RankedLayer(Layer):
         for window in self._shared(which):
             window.user = None
 
-    def _runner(self, which: str) -> Run:
-        queue = super()._runner(which)
+    def _chain(self, which: str) -> Chain:
+        chain = super()._chain(which)
 
-        def run(launches: Sequence[Queue], stream: int) -> None:
-            if part := self.devices.part_of(stream):
-                raise ArgumentError(
-                    f"{self.name}: the stream {stream:#x} is of a green context of {part} multiprocessors; a layer over"
-                    " ranks needs the whole device, for some of its launches wait for others; give a stream of the"
-                    " whole device, and reserve SMs with cluster_margin",
-                    argument="stream",
-                )
-            queue(launches, stream)
+        def checked(launches: Sequence[Queue]) -> Queue:
+            queue = chain(launches)
 
-        return run
+            def run(stream: int) -> None:
+                if part := self.devices.part_of(stream):
+                    raise ArgumentError(
+                        f"{self.name}: the stream {stream:#x} is of a green context of {part} multiprocessors; a layer"
+                        " over ranks needs the whole device, for some of its launches wait for others; give a stream of"
+                        " the whole device, and reserve SMs with cluster_margin",
+                        argument="stream",
+                    )
+                queue(stream)
+
+            return run
+
+        return checked
 
     def _shared(self, which: str) -> Sequence[Window]:
         return [self._windows[name] for name in self._used[which] if name in self._windows]

@@ -7,17 +7,18 @@ is one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError, DriverError
 from fusekit.runtime.handle import Handle
-from fusekit.runtime.launch_plan import Block, LaunchPlan
+from fusekit.runtime.launch_plan import Block, LaunchPlan, Loaded
 from fusekit.runtime.streams import LEGACY, PER_THREAD, Current, current_stream, stream_handle
 from fusekit.runtime.tensors import Meta
 
 if TYPE_CHECKING:
-    from fusekit.runtime.devices import Device
     from fusekit.runtime.kernel import Kernel
 
 
@@ -51,6 +52,8 @@ class Launch(Handle):
         self._keep(parts)
 
     def _keep(self, parts: Sequence[tuple[LaunchPlan, Block]]) -> None:
+        for _, before in self.parts:
+            before.stream = None  # a sequence that has it ready looks again
         self._block = parts[0][1] if parts else None
 
     def _read(self, name: str, tensor: Any) -> tuple[int, Meta]:
@@ -167,7 +170,7 @@ class Launches(Launch):
 
     @property
     def parts(self) -> Sequence[tuple[LaunchPlan, Block]]:
-        return self._parts
+        return () if self._block is None else self._parts
 
     def __call__(self, stream: Any = None) -> None:
         handle = stream if type(stream) is int else self._handle(stream)
@@ -198,28 +201,77 @@ class Launches(Launch):
             raise
 
 
-def queue(launches: Sequence[Callable[[int], None]], handle: int) -> None:
-    """Calls each with the stream. What a launch does most of the time is written out: a call costs more than that."""
-    own = handle > PER_THREAD
-    current = None if own else _current_device(launches)
-    for each in launches:
-        if type(each) is Launch and (block := each._block) is not None and block.stream == handle:
-            plan = each._plan
-            if own or plan.loaded.device is current:
-                status = each._driver.api.cuLaunchKernelEx(block.config, plan.loaded.function, block.parameters, 0)[0]
-                if status:
-                    _relaunch(plan, block, status, handle)
-                continue
-        each(handle)
+class LaunchSequence:
+    """Bound launches of one device, queued in order in one stream. What the driver is given is kept ready.
+
+    It belongs to one thread at a time, as its launches do.
+    """
+
+    __slots__ = ("_blocks", "_context", "_driver", "_launches", "_ready")
+
+    def __init__(self, launches: Sequence[Launch]) -> None:
+        self._launches = launches
+        self._driver = launches[0]._driver
+        self._blocks: Sequence[Block] = ()
+        # (None, parts of launches that follow one another), or (lock, those of a record of several launches)
+        self._ready: Sequence[tuple[threading.Lock | None, Sequence[tuple[Any, Loaded, int, LaunchPlan, Block]]]] = ()
+
+    def __call__(self, handle: int) -> None:
+        """Queues the launches on the stream."""
+        ready = self._ready
+        for block in self._blocks:
+            if block.stream != handle:
+                ready = ()
+                break
+        if not ready:
+            self._queue_each(handle)
+            if handle != PER_THREAD:
+                self._prepare()
+            return
+        api = self._driver.api
+        if handle <= PER_THREAD:  # default streams are those of the current context
+            failed, context = api.cuCtxGetCurrent()
+            if failed or int(context) != self._context:
+                self._queue_each(handle)
+                return
+        call = api.cuLaunchKernelEx
+        for lock, parts in ready:
+            if lock is not None:  # `with` takes twice as long
+                lock.acquire()
+            try:
+                for config, loaded, parameters, plan, block in parts:
+                    if status := call(config, loaded.function, parameters, 0)[0]:
+                        _relaunch(plan, block, status, handle)
+            finally:
+                if lock is not None:
+                    lock.release()
+
+    def _queue_each(self, handle: int) -> None:
+        for launch in self._launches:
+            launch(handle)
+
+    def _prepare(self) -> None:
+        """Notes the blocks of all launches; none where one has nothing to do, and may have later."""
+        if not all(launch.parts for launch in self._launches):
+            return
+        self._blocks = [block for launch in self._launches for _, block in launch.parts]
+        self._context = int(self._launches[0].parts[0][0].loaded.device.context)
+        self._ready = [
+            (
+                lock,
+                [
+                    (block.config, plan.loaded, block.parameters, plan, block)
+                    for each in group
+                    for plan, block in each.parts
+                ],
+            )
+            for lock, group in groupby(self._launches, _lock)
+        ]
 
 
-def _current_device(launches: Sequence[Callable[[int], None]]) -> Device | None:
-    """The device of the first launch if its context is current: default streams are those of the current context."""
-    for each in launches:
-        if type(each) is Launch and each._block is not None:
-            device = each._plan.loaded.device
-            return device if each._driver.is_inside(device.context) else None
-    return None
+def _lock(launch: Launch) -> threading.Lock | None:
+    """What is held while a launch is queued."""
+    return launch.parts[0][0].loaded.together if len(launch.parts) > 1 else None
 
 
 def launch_parts(parts: Sequence[tuple[LaunchPlan, Block]], handle: int) -> None:

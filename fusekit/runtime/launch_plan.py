@@ -306,25 +306,26 @@ class LaunchPlan:
                 self.maps[index].move(maps[index], self.maps[index].address(block.addresses, self.names))
             raise
 
-    def aim(self, block: Block, handle: int, scratch: tuple[int, Sequence[int]] | None = None) -> None:
-        """Sets a block's stream, whose workspace and scratch it then uses. scratch: bytes, and where in them each
-        pointer begins, for other shapes than the plan's.
-        """
+    def aim(self, block: Block, handle: int, *, scratch: bool = True) -> None:
+        """Sets a block's stream, whose workspace it then uses, and its `scratch`."""
         check_handle(handle)
         if self.workspace_at:
             assert self.loaded.workspaces is not None
             address = self.loaded.workspaces.of(handle)
             for offset, shift in self.workspace_at:
                 _POINTER.pack_into(block.memory, offset, address + shift & _WRAP)
-        if self.scratch_at:
-            assert self.loaded.scratch is not None
-            size, shifts = scratch or (self.scratch_bytes, [shift for _, shift in self.scratch_at])
-            address = self.loaded.scratch.of(handle, size)
-            for (offset, _), shift in zip(self.scratch_at, shifts, strict=True):
-                _POINTER.pack_into(block.memory, offset, address + shift & _WRAP)
+        if self.scratch_at and scratch:
+            self.put_scratch(block, handle, self.scratch_bytes, [shift for _, shift in self.scratch_at])
         block.config.hStream = handle
         # Every thread has a per-thread default stream of its own behind the one handle.
         block.stream = None if handle == PER_THREAD and (self.workspace_at or self.scratch_at) else handle
+
+    def put_scratch(self, block: Block, handle: int, size: int, shifts: Sequence[int]) -> None:
+        """Gives a block `size` bytes of the stream's scratch. shifts: where in them each pointer begins."""
+        assert self.loaded.scratch is not None
+        address = self.loaded.scratch.of(handle, size)
+        for (offset, _), shift in zip(self.scratch_at, shifts, strict=True):
+            _POINTER.pack_into(block.memory, offset, address + shift & _WRAP)
 
     def place(self, addresses: list[int]) -> None:
         """Checks alignment and overlap, once for each combination of addresses."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
-from fusekit.runtime.launch import queue
+from fusekit.runtime.launch import Launch, Launches, LaunchSequence
 
 if TYPE_CHECKING:
     from fusekit.runtime.debug import Annotate
@@ -82,24 +83,33 @@ class JoinLaunch:
         self._launch(stream)
 
 
-def run(launches: Sequence[Queue], stream: int) -> None:
-    """Queues the launches. `stream` then joins the side stream, even if a launch cannot be queued."""
+def chain(launches: Sequence[Queue]) -> Queue:
+    """Queues the launches in order. The stream then joins the side streams, even if a launch cannot be queued."""
+    queues: list[Queue] = []
+    for plain, group in groupby(launches, lambda launch: type(launch) in (Launch, Launches)):
+        run: list[Any] = list(group)
+        queues += [LaunchSequence(run)] if plain else run
+    side_streams = [launch.side_stream for launch in launches if type(launch) is SideStreamLaunch]
+    return queues[0] if len(queues) == 1 and not side_streams else partial(_queue_all, queues, side_streams)
+
+
+def _queue_all(queues: Sequence[Queue], side_streams: Sequence[SideStream], stream: int) -> None:
     try:
-        queue(launches, stream)
+        for queue in queues:
+            queue(stream)
     finally:
-        for launch in launches:
-            if type(launch) is SideStreamLaunch:
-                launch.side_stream.join(stream)
+        for side_stream in side_streams:
+            side_stream.join(stream)
 
 
-Run = Callable[[Sequence[Queue], int], None]
+Chain = Callable[[Sequence[Queue]], Queue]
 
 
-def runner(annotate: Annotate | None, name: str) -> Run:
-    """`run`, inside a range of a profiler where there are ranges."""
-    return run if annotate is None else partial(_run_annotated, annotate, name)
+def chain_named(annotate: Annotate | None, name: str) -> Chain:
+    """`chain`, inside a range of a profiler where there are ranges."""
+    return chain if annotate is None else lambda launches: partial(_queue_annotated, annotate, name, chain(launches))
 
 
-def _run_annotated(annotate: Annotate, name: str, launches: Sequence[Queue], stream: int) -> None:
+def _queue_annotated(annotate: Annotate, name: str, queue: Queue, stream: int) -> None:
     with annotate(name):
-        run(launches, stream)
+        queue(stream)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from fusekit.errors import ArgumentError
-from fusekit.runtime import launch as launching
 from fusekit.runtime.streams import stream_handle
 from tests.runtime.samples import Torchlike, load, tensors
 
@@ -136,20 +135,6 @@ def test_a_bound_launch_follows_the_current_stream_and_other_tensors(frameworks:
     launch()
     launch.update(**{name: value for name, value in given(Torchlike).items() if name != "act_alpha"})()
     assert queued(fake) == [71, 75, 0]
-
-
-@pytest.mark.parametrize("handle", [0, 1])
-@pytest.mark.parametrize("context", [1000, 1001])
-def test_launches_on_a_default_stream_ask_for_the_current_context_once(handle: int, context: int) -> None:
-    kernel, fake = load()
-    launches = [kernel.bind(**tensors()) for _ in range(3)]
-    launching.queue(launches, handle)
-    fake.calls.clear()
-    fake.cuCtxPushCurrent(context)
-    launching.queue(launches, handle)
-    assert [(each.stream, each.context) for each in fake.launches[3:]] == [(handle, 1000)] * 3
-    assert fake.calls.count("cuCtxGetCurrent") == (1 if context == 1000 else 4)
-    assert fake.stack == [context]
 
 
 def test_tensors_of_two_frameworks_need_a_stream(frameworks: Frameworks) -> None:
