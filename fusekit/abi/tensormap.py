@@ -2,8 +2,9 @@
 
 The driver calls the descriptor opaque. This layout, valid for compute capability 9.0, was found by varying one argument
 of cuTensorMapEncodeTiled at a time; tests/gpu/test_tensormap_driver.py compares it with the driver at hand, and
-tests/abi/data/tensormaps.json holds descriptors that a driver made. It serves the build-time proof only: a launcher
-lets the driver encode.
+tests/abi/data/tensormaps.json holds descriptors that a driver made. A launcher lets the driver encode. This
+serves the build-time proof, and passes that follow the tokens: they change a map's address, dims and strides in place
+if the driver at hand has them where `rewritten` puts them.
 
 ====== ========= ==================================================================
 word   bits      content (little-endian 32-bit words; a word not listed is 0)
@@ -31,6 +32,7 @@ bytes describe the tensor; the rest is the encoder's own scratch and is not comp
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusekit.abi.expr import RecordError
@@ -44,6 +46,7 @@ from fusekit.abi.parameters import (
 from fusekit.dtypes import DTYPES, FLOAT, MAPS, by
 
 DEFINED_BYTES = 64
+ADDRESS_AT, STRIDES_AT, DIMS_AT = 0, 12, 32  # bytes; a stride without its lowest 4 bits, a dim less 1
 ENCODER_BITS = 1 << 1 | 1 << 21  # of word 2
 MAX_RANK = 5
 
@@ -191,6 +194,16 @@ def encode_raw(tensor_map: TensorMap) -> bytes:
     for index, extent in enumerate(tensor_map.box[1:]):
         words[14] |= (extent - 1) << 8 * index
     return _WORDS.pack(*words).ljust(TENSOR_MAP_BYTES, b"\0")
+
+
+def rewritten(data: bytes, address: int, dims: Sequence[int], strides: Sequence[int]) -> bytes:
+    """The first 64 bytes of a descriptor with another address, dims and strides, where `encode` has them."""
+    ones = (1,) * len(dims)
+    ours = encode_raw(TensorMap(address, "u8", tuple(dims), tuple(strides), ones, ones))
+    result = bytearray(data[:DEFINED_BYTES])
+    for place in (slice(ADDRESS_AT, ADDRESS_AT + 8), slice(STRIDES_AT, DIMS_AT + 4 * MAX_RANK)):
+        result[place] = ours[place]
+    return bytes(result)
 
 
 def decode(data: bytes) -> TensorMap:

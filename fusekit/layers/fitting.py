@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
-from itertools import zip_longest
+from itertools import cycle, zip_longest
 from operator import add, and_, le
 from typing import TYPE_CHECKING, Any
 
 from fusekit.abi.layer_pass import KEPT, SCRATCH
-from fusekit.abi.parameters import TENSOR_MAP_BYTES
 from fusekit.abi.symbolic import NotCompiledError
+from fusekit.abi.tensormap import DEFINED_BYTES, rewritten
 from fusekit.dtypes import DTYPES
+from fusekit.errors import ArgumentError
 from fusekit.layers.arguments import check_addresses
 from fusekit.layers.pass_code import Call, PassCode, Shapes
 from fusekit.layers.passes import BACKWARD, FORWARD, INFERENCE, MovingPass
+from fusekit.runtime.maps import memory_of
 from fusekit.runtime.streams import PER_THREAD
 from fusekit.runtime.tensors import strides_of
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _IDLE_KEPT = 4  # passes of a class of calls: as many token counts come and go without being fitted again
 _END = 2**64
+# Tokens and addresses for which the driver's tensor maps are looked at: those of a call, the ends, and all bits.
+_BITS, _ADDRESSES = (0x5555_5500, 0x2AAA_AA80), (0xAA_AAAA_AAAA_AAA0, 0x155_5555_5555_5540)
 _LEADS = {FORWARD: "x", INFERENCE: "x", BACKWARD: "dy"}  # whose rows are the tokens
 
 
@@ -116,6 +118,23 @@ class CompiledPass:
         unaligned = max(tensor.alignment for tensor in tensors) - 1
         self.masks = [alignment - 1 if name in (KEPT, SCRATCH) else unaligned for name in call.names]
 
+    def check_maps(self, tokens: int) -> None:
+        """Raises NotCompiledError unless the driver encodes tensor maps as the code writes them. tokens: of a call."""
+        call, maps = self.call, self.code.functions(tokens)[2]
+        slots = [
+            (slot, bytes(memory_of(tensor_map))) for _, parts in call.steps for plan, block in parts
+            for slot, tensor_map in zip(plan.maps, block.maps, strict=True)
+        ]  # fmt: skip
+        counts = tokens, call.low, call.high, *(max(call.low, bits & call.high) for bits in _BITS)
+        for count, address in zip(counts, cycle(_ADDRESSES)):
+            for (slot, before), shape in zip(slots, maps(count) or (), strict=False):  # (): not a number for this pass
+                try:
+                    encoded = slot.encode_as(address, *shape)
+                except ArgumentError as error:
+                    raise NotCompiledError(str(error)) from error
+                if bytes(memory_of(encoded))[:DEFINED_BYTES] != rewritten(before, address, *shape):
+                    raise NotCompiledError("a driver that encodes tensor maps in another way")
+
     def room(self, shapes: Sequence[Any], expected: Sequence[Any]) -> tuple[int, int]:
         """Bytes of "kept" and "scratch" of a call whose tensors have these shapes. Raises NotCompiledError."""
         count = len(expected)
@@ -134,16 +153,13 @@ class CompiledPass:
 class Fitted:
     """The launches of a bound pass, whose blocks are written by compiled code."""
 
-    __slots__ = ("_at", "_compiled", "_dims", "_follows", "_grids", "_maps", "_memory", "_own", "_parts",
-                 "_place", "_shape", "_slots", "_stream", "_where", "tokens")  # fmt: skip
+    __slots__ = ("_compiled", "_grids", "_memory", "_own", "_parts", "_place", "_shape", "_stream", "_where",
+                 "tokens")  # fmt: skip
 
     def __init__(self, compiled: CompiledPass, parts: Sequence[tuple[LaunchPlan, Block]]) -> None:
         self._compiled, self._parts = compiled, parts
         self._memory = [block.memory for _, block in parts]
-        self._slots = [slot for plan, _ in parts for slot in plan.maps]
-        self._maps = [tensor_map for _, block in parts for tensor_map in block.maps]
-        self._dims: list[Any] = [None] * len(self._maps)  # those that `_maps` hold, of maps that follow the tokens
-        self._at = [0] * len(self._maps)  # where they are
+        self._memory += [memory_of(tensor_map) for _, block in parts for tensor_map in block.maps]
         self._where: list[int] = []
         self._grids = tuple(plan.grid for plan, _ in parts)
         self._own: Sequence[Any] = ()  # as the scratch memory of their kernels is
@@ -153,7 +169,7 @@ class Fitted:
     def fit(self, tokens: int) -> None:
         """Writes what follows the tokens. Raises NotCompiledError; then it must not be used again, as for `serve`."""
         code = self._compiled.code
-        of_tokens, self._place, self._follows = code.functions(tokens)
+        of_tokens, self._place, _ = code.functions(tokens)
         shape = of_tokens(tokens)
         if shape is None:
             raise NotCompiledError("a launch that its kernel does not allow")
@@ -184,33 +200,14 @@ class Fitted:
             self._own = self._shape.own
 
     def _place_at(self, addresses: list[int]) -> None:
-        shape, before = self._shape, self._at
+        shape = self._shape
         begins, ends = sorted(addresses), sorted(map(add, addresses, shape.sizes))
         if begins[0] <= 0 or ends[-1] > _END or not all(map(le, ends, begins[1:])):
             raise NotCompiledError("tensors that share memory")
         if any(map(and_, addresses, self._compiled.masks)):
             raise NotCompiledError("an address that is not aligned")
-        at = self._place(self._memory, addresses, shape.values)
-        if not self._where and self._follows:
-            self._reshape(at)
-        replace = self._compiled.devices.driver.api.cuTensorMapReplaceAddress
-        for number, address in enumerate(at):
-            if address != before[number]:
-                if replace(self._maps[number], address)[0]:
-                    self._slots[number].move(self._maps[number], address)
-                before[number] = address
+        self._place(self._memory, addresses, shape.values)
         self._where = addresses
-
-    def _reshape(self, at: Sequence[int]) -> None:
-        """Encodes the tensor maps that follow the tokens."""
-        driver, context = self._compiled.devices.driver, self._parts[0][0].loaded.device.context
-        with nullcontext() if driver.is_inside(context) else driver.inside(context):
-            for number, (dims, strides) in zip(self._follows, self._shape.maps, strict=True):
-                if self._dims[number] != (dims, strides):
-                    self._dims[number] = None
-                    encoded = self._slots[number].encode_as(at[number], dims, strides)
-                    ctypes.memmove(self._maps[number].getPtr(), encoded.getPtr(), TENSOR_MAP_BYTES)
-                    self._dims[number], self._at[number] = (dims, strides), at[number]
 
     def _aim(self, stream: int) -> None:
         # Not for a part of the device, nor for a default stream that each thread has for itself.
@@ -284,6 +281,7 @@ class CallClasses:
             compiled = CompiledPass(call, self._devices, alignment)
             if compiled.code.functions(tokens)[0](tokens) is None:
                 return None
+            compiled.check_maps(tokens)
         except NotCompiledError:
             return None
         known[at] = compiled

@@ -1,12 +1,13 @@
 """A pass compiled for any number of tokens: Python functions that say what its launches are given.
 
 A class of calls has one kernel for each step: the calls differ in tokens and addresses alone. The functions are written
-from the layer's record and the launch records, the last two for each layout of memory:
+from the layer's record and the launch records, the last three for each layout of memory:
 
     shapes(T)              shape and strides of each argument in turn
     choose(T)              the number of the layout
     shape(T)               what follows the tokens (`Shape`), or None where a check fails
-    place(memory, a, s)    packs parameters for addresses `a` and `Shape.values`; gives the addresses of tensor maps
+    place(memory, a, s)    packs parameters and tensor maps for addresses `a` and `Shape.values`
+    maps(T)                dims and strides of each tensor map
 
 A None sends the call to the checks of `binding`, which say what is wrong.
 """
@@ -32,8 +33,10 @@ from fusekit.abi.layer_memory import ALIGNMENT, Layout
 from fusekit.abi.layer_pass import ARGUMENT, KEPT, SCRATCH, LayerStep
 from fusekit.abi.layer_record import LayerRecord
 from fusekit.abi.symbolic import NotCompiledError, Value, Writer
+from fusekit.abi.tensormap import ADDRESS_AT, DIMS_AT, STRIDES_AT
 from fusekit.dtypes import DTYPES
 from fusekit.runtime.launch_plan import GRID_LIMITS
+from fusekit.runtime.maps import memory_of
 
 if TYPE_CHECKING:
     from fusekit.runtime.launch_plan import Block, LaunchPlan
@@ -41,17 +44,16 @@ if TYPE_CHECKING:
 _FORMATS = {(1, True): "b", (2, True): "h", (4, True): "i", (8, True): "q"}
 _NEVER = 2**63
 _TMA_EXTENT, _TMA_STRIDE = 2**32, 2**40
+_FOLLOWING_STRIDE = 2**36  # the higher bits are elsewhere in a map
 
 
 class Shape(NamedTuple):
-    """values: for `place`. grids: of the launches. maps: dims and strides of tensor maps that follow the tokens.
-    sizes: bytes of the arguments. kept, scratch: bytes that they need. own: the number of each
-    launch whose kernel has scratch memory, its bytes, and where in them each pointer begins.
+    """values: for `place`. grids: of the launches. sizes: bytes of the arguments. kept, scratch: bytes that they need.
+    own: the number of each launch whose kernel has scratch memory, its bytes, and where in them each pointer begins.
     """
 
     values: tuple[int, ...]
     grids: tuple[tuple[int, int, int], ...]
-    maps: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     sizes: tuple[int, ...]
     kept: int
     scratch: int
@@ -75,8 +77,9 @@ class Call(NamedTuple):
     high: int
 
 
-Functions = tuple[Callable[[int], Shape | None], Callable[..., tuple[int, ...]], tuple[int, ...]]
-"""(shape, place, for each of `Shape.maps` its number among the tensor maps)"""
+Maps = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+Functions = tuple[Callable[[int], Shape | None], Callable[..., None], Callable[[int], Maps]]
+"""(shape, place, maps)"""
 Shapes = list[tuple[int, ...]]
 
 
@@ -224,9 +227,7 @@ class _Code:
         self._values: dict[str, str] = {}  # what `place` reads, by the name that it has there
         self._structs: dict[str, struct.Struct] = {}
         self._packs: list[str] = []
-        self._map_addresses: list[str] = []
         self._maps: list[str] = []
-        self._follows: list[int] = []
         self._grids: list[str] = []
         self._own: list[str] = []
 
@@ -239,18 +240,18 @@ class _Code:
         memory = self._memory
         sizes = [memory.kept_bytes if name == KEPT else self._places.scratch if name == SCRATCH else memory.size(name)
                  for name in self._call.names]  # fmt: skip
-        groups = (self._values.values(), self._grids, self._maps, sizes)
+        groups = (self._values.values(), self._grids, sizes)
         tuples = [_tuple(group) for group in groups]
         kept = memory.kept_bytes if KEPT in self._call.names else 0
         result = f"Shape({', '.join(tuples)}, {kept}, {self._places.scratch}, {_tuple(self._own)})"
         shape = _compiled(self._writer.function("shape", result), "shape")
         lines = ["def place(memory, a, s):"]
-        lines += [f"{''.join(f'm{index}, ' for index in range(launches))} = memory"]
+        memories = [f"m{index}" for index in range(launches)] + [f"t{index}" for index in range(len(self._maps))]
+        lines += [f"{', '.join(memories)}, = memory"]
         lines += [f"{''.join(f'a{index}, ' for index in range(len(self._call.names)))} = a"]
         lines += [f"{''.join(f'{name}, ' for name in self._values)} = s"] if self._values else []
-        lines += [*self._packs, f"return {_tuple(self._map_addresses)}"]
-        place = _compiled("\n    ".join(lines) + "\n", "place", self._structs)
-        return shape, place, tuple(self._follows)
+        place = _compiled("\n    ".join([*lines, *self._packs]) + "\n", "place", self._structs)
+        return shape, place, _compiled(self._writer.function("maps", _tuple(self._maps)), "maps")
 
     def _value(self, value: Value) -> str:
         """A value of the shape as `place` writes it."""
@@ -285,10 +286,11 @@ class _Code:
             self._own.append(f"({number}, {writer.define(record.scratch, env)}, {_tuple(shifts)})")
         bases = {name: self._memory.base(step.arguments[name], self._places) for name in plan.names}
         fields: dict[int, tuple[int, str, str]] = {}  # by offset: bytes, format, what is packed; "": left as it is
+        maps = iter(block.maps)
         for offset, parameter in flat(record.parameters):
             if isinstance(parameter, TensorMapParameter):
                 fields[offset] = parameter.size, "", ""
-                self._map(parameter, env, bases)
+                self._map(parameter, env, bases, memory_of(next(maps)))
             elif isinstance(parameter, FloatParameter):
                 continue  # a layer gives no scalar: as it was bound
             elif isinstance(parameter, IntegerParameter):
@@ -299,7 +301,7 @@ class _Code:
                     fields[offset] = parameter.size, code if parameter.signed else code.upper(), self._value(value)
             else:
                 fields[offset] = self._pointer(parameter, env, bases)
-        self._pack(number, fields, block)
+        self._pack(f"m{number}", fields, block.memory)
 
     def _own_shifts(self, record: LaunchRecord, env: Mapping[str, Value]) -> list[Value]:
         """Where each pointer into the scratch memory of the stream begins."""
@@ -321,10 +323,13 @@ class _Code:
         return parameter.size, "Q", self._address(bases[parameter.argument], shift)
 
     def _map(
-        self, parameter: TensorMapParameter, env: Mapping[str, Value], bases: Mapping[str, tuple[int, Value]]
-    ) -> None:
+        self, parameter: TensorMapParameter, env: Mapping[str, Value], bases: Mapping[str, tuple[int, Value]],
+        memory: memoryview,
+    ) -> None:  # fmt: skip
         if parameter.encoding != "driver" or parameter.address != f"{parameter.argument}.address":
             raise NotCompiledError("a tensor map that is not at its tensor")
+        if parameter.interleave == "32B" or parameter.dtype.endswith("_align16"):
+            raise NotCompiledError("a tensor map at a multiple of 32 bytes")  # the driver would refuse another address
         writer = self._writer
         dims, strides = ([writer.define(expr, env) for expr in group] for group in (parameter.dims, parameter.strides))
         for dim in dims:
@@ -332,13 +337,18 @@ class _Code:
         for stride in strides:
             writer.require(stride, 0, _TMA_STRIDE - 1)
             writer.require(writer.define(("mod", stride, 16)), 0, 0)
-        self._map_addresses.append(self._address(bases[parameter.argument]))
-        if all(isinstance(value, int) for value in (*dims, *strides)):
-            return
-        self._follows.append(len(self._map_addresses) - 1)
+        fields = {ADDRESS_AT: (8, "Q", self._address(bases[parameter.argument]))}
+        for index, dim in enumerate(dims):
+            if isinstance(dim, str):
+                fields[DIMS_AT + 4 * index] = 4, "I", self._value(writer.define(("sub", dim, 1)))
+        for index, stride in enumerate(strides):
+            if isinstance(stride, str):
+                writer.require(stride, 0, _FOLLOWING_STRIDE - 1)
+                fields[STRIDES_AT + 4 * index] = 4, "I", self._value(writer.define(("floordiv", stride, 16)))
+        self._pack(f"t{len(self._maps)}", fields, memory)
         self._maps.append(f"({_tuple(dims)}, {_tuple(strides)})")
 
-    def _pack(self, number: int, fields: Mapping[int, tuple[int, str, str]], block: Block) -> None:
+    def _pack(self, into: str, fields: Mapping[int, tuple[int, str, str]], memory: memoryview) -> None:
         """One call for each run of fields, with the constants between them; none where a field is left as it is."""
         for run in _runs(fields):
             begin = run[0]
@@ -347,13 +357,13 @@ class _Code:
                 size, code, text = fields[offset]
                 if offset > end:
                     codes += f"{offset - end}s"
-                    given.append(repr(bytes(block.memory[end:offset])))
+                    given.append(repr(bytes(memory[end:offset])))
                 codes += code
                 given.append(text)
                 end = offset + size
             name = f"p{len(self._structs)}"
             self._structs[name] = struct.Struct(f"<{codes}")
-            self._packs.append(f"{name}.pack_into(m{number}, {begin}, {', '.join(given)})")
+            self._packs.append(f"{name}.pack_into({into}, {begin}, {', '.join(given)})")
 
     def _bound(self, record: LaunchRecord, step: LayerStep) -> dict[str, Value]:
         """Dims and strides of a launch, whose tensors are contiguous; checks as `binding.bind`."""

@@ -90,13 +90,10 @@ class MapSlot:
         return self._call(self._driver.api.cuTensorMapEncodeTiled, *self._before, address, *self._after)
 
     def encode_as(self, address: int, dims: Sequence[int], strides: Sequence[int]) -> Any:
-        """The same with other dims and strides, which TMA allows; the context is current."""
+        """The same with other dims and strides."""
         api = self._driver.api
         shape = list(map(api.cuuint64_t, dims)), list(map(api.cuuint64_t, strides or (16,)))
-        status, encoded = api.cuTensorMapEncodeTiled(*self._before, address, *shape, *self._after[2:])
-        if status:
-            self._call(api.cuTensorMapEncodeTiled, *self._before, address, *shape, *self._after[2:])
-        return encoded
+        return self._call(api.cuTensorMapEncodeTiled, *self._before, address, *shape, *self._after[2:])
 
     def move(self, tensor_map: Any, address: int) -> None:
         """Sets the address of a map from `encode`, in place. Raises as `encode`."""
@@ -115,6 +112,11 @@ class MapSlot:
             error = self._driver.error(result[0], f"encoding {self._name}")
             raise ArgumentError(str(error), argument=self._argument)
         return result[-1]
+
+
+def memory_of(tensor_map: Any) -> memoryview:
+    """The bytes of a map from `MapSlot.encode`, which has to be kept."""
+    return memoryview((ctypes.c_char * TENSOR_MAP_BYTES).from_address(tensor_map.getPtr())).cast("B")
 
 
 class RawMap:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusekit.abi import RecordError
-from fusekit.abi.tensormap import DEFINED_BYTES, ENCODER_BITS, TensorMap, decode, encode
+from fusekit.abi.tensormap import DEFINED_BYTES, ENCODER_BITS, TensorMap, decode, encode, rewritten
 from fusekit.dtypes import DTYPES
 
 ROWS = json.loads((Path(__file__).parent / "data" / "tensormaps.json").read_text())["rows"]
@@ -35,6 +35,17 @@ def test_encodes_and_refuses_as_the_driver():
             assert data[:DEFINED_BYTES].hex() == theirs, tensor_map
             assert decode(data) == tensor_map
     assert sum(row[-1] is None for row in ROWS) > 100
+
+
+def test_other_addresses_dims_and_strides_are_where_the_driver_has_them():
+    taken = [row for row in ROWS if row[-1] is not None]
+    for row in taken:
+        want = from_row(row)
+        before = encode(
+            dataclasses.replace(want, address=1 << 45, dims=(128,) * want.rank, strides=(1 << 12,) * (want.rank - 1))
+        )
+        assert rewritten(before, want.address, want.dims, want.strides).hex() == row[-1], want
+    assert {len(row[2]) for row in taken} == {2, 3, 4, 5}
 
 
 @st.composite

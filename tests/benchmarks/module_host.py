@@ -42,7 +42,7 @@ def stand_in(config):
     from fusekit.store import Store
 
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from tests.runtime.fake import CUresult, CUtensorMap, FakeDriver
+    from tests.runtime.fake import CUresult, FakeDriver
 
     store, kernels = Store.open(config), {}
     for listing in store.names("*"):
@@ -60,7 +60,7 @@ def stand_in(config):
         "cuLibraryGetKernel": lambda library, symbol: (0, (library, symbol.decode())),
         "cuKernelGetParamInfo": parameter,
         "cuLaunchKernelEx": lambda *given: (0,), "cuTensorMapReplaceAddress": lambda *given: (0,),
-        "cuTensorMapEncodeTiled": lambda *given: (0, CUtensorMap(b"")), "cuStreamGetGreenCtx": lambda stream: (0, 0),
+        "cuStreamGetGreenCtx": lambda stream: (0, 0),
     }  # fmt: skip
     fake.cuCtxPushCurrent(1000)  # as PyTorch does
     ordinal, stream = tensors._ordinal, 4096

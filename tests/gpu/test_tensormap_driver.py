@@ -7,7 +7,7 @@ import pytest
 
 from fusekit.abi import RecordError
 from fusekit.abi.parameters import INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZLE_BYTES
-from fusekit.abi.tensormap import DEFINED_BYTES, TensorMap, decode, encode
+from fusekit.abi.tensormap import DEFINED_BYTES, TensorMap, decode, encode, rewritten
 from fusekit.dtypes import DTYPES
 
 TYPES = {
@@ -145,3 +145,20 @@ def test_another_address_put_in_is_the_same_as_encoding_with_it(driver):
     assert cuda.cuTensorMapReplaceAddress(encoded, second.address)[0] == 0
     result = b"".join(int(word).to_bytes(8, "little") for word in encoded.opaque)[:DEFINED_BYTES]
     assert result.hex() == driver(second).hex()
+
+
+@pytest.mark.parametrize("rank", range(1, 6))
+def test_other_dims_and_strides_written_in_are_the_same_as_encoding_with_them(driver, rank):
+    source = random.Random(rank)
+    modes = {"dtype": "bf16", "box": (8,) * rank, "element_strides": (1,) * rank, "swizzle": "128B"}
+    maps = [
+        TensorMap(
+            address=32 * source.randrange(1 << 51),
+            dims=tuple(source.randrange(1, 2**32 + 1) for _ in range(rank)),
+            strides=tuple(32 * source.randrange(1 << 35) for _ in range(rank - 1)), **modes,
+        )
+        for _ in range(500)
+    ]  # fmt: skip
+    before = driver(maps[0])
+    for other in maps:
+        assert rewritten(before, other.address, other.dims, other.strides).hex() == driver(other).hex(), other

@@ -1,5 +1,6 @@
 """Passes fitted by compiled code against passes that are bound: the same launches, byte for byte."""
 
+import ctypes
 import random
 import struct
 from dataclasses import replace
@@ -17,6 +18,7 @@ from tests.layers import samples
 from tests.layers.test_layer import TYPES
 from tests.plan.test_layer_program import CASES, FEW, SERVED, options
 from tests.records import read_plan
+from tests.runtime.fake import FakeDriver
 from tests.runtime.samples import Torchlike
 
 SMALL, CALLS = 99, 60
@@ -96,8 +98,9 @@ def launched(fake, call):
     def parameter(data):
         if len(data) != 128:
             return data
-        address, number = struct.unpack_from("<QQ", data)
-        return {**fake.encoded[number - 1], "address": address}
+        (number,) = struct.unpack_from("<Q", data, 64)
+        modes = {**fake.encoded[number - 1]}
+        return data[:64], [modes[name] for name in ("dtype", "swizzle", "interleave", "promotion", "fill")]
 
     return [(each.function, each.grid, each.stream, each.attributes, list(map(parameter, each.parameters)))
             for each in fake.launches]  # fmt: skip
@@ -148,6 +151,27 @@ def test_any_tokens_at_any_addresses_launch_what_is_bound(layers, monkeypatch, n
             got = launched(fake, lambda now=now, given=given, more=more, s=stream: now(**given, **more, stream=s))
             assert got == want, (which, tokens, sorted(given), more)
         assert len(bound) < CALLS * 3 // 4, (which, len(bound))
+
+
+@pytest.mark.parametrize(("word", "bits", "compiled"), [(2, 1 << 21, True), (9, 1 << 31, False), (0, 1 << 5, False)])
+def test_a_driver_that_encodes_tensor_maps_in_another_way_encodes_each(layers, monkeypatch, word, bits, compiled):
+    """bits: those of a word in which the driver's maps differ from ours."""
+    encode = FakeDriver.cuTensorMapEncodeTiled
+
+    def encoded(self, *fields):
+        status, tensor_map = encode(self, *fields)
+        words = (ctypes.c_uint32 * 16).from_address(tensor_map.getPtr())
+        words[word] ^= bits
+        return status, tensor_map
+
+    monkeypatch.setattr(FakeDriver, "cuTensorMapEncodeTiled", encoded)
+    (layer, fake), rng = layers("gpt-oss"), random.Random(word)
+    outputs = set(layer.outputs(FORWARD))
+    for tokens in (FEW, FEW + 2, FEW + 5):
+        given = call(layer, FORWARD, rng, tokens, outputs, set())
+        want = launched(fake, lambda given=given: layer.bind_forward(**given)(77))
+        assert launched(fake, lambda given=given: layer.forward(**given, stream=77)) == want
+    assert bool(layer._idle) == compiled
 
 
 def test_compiled_expressions_have_the_values_of_evaluated_ones():

@@ -16,6 +16,8 @@ from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
+from fusekit.abi.tensormap import TensorMap, encode_raw
+
 
 class CUresult(IntEnum):
     CUDA_SUCCESS = 0
@@ -282,8 +284,10 @@ class FakeDriver:
             return CUresult.CUDA_ERROR_INVALID_CONTEXT, None
         if self.capabilities.get(self.stack[-1] - 1000, self.capability) < (9, 0):
             return CUresult.CUDA_ERROR_NOT_SUPPORTED, None
-        self.encoded.append(dict(zip(names, fields, strict=True)))
-        return OK, CUtensorMap(struct.pack("<QQ", fields[2], len(self.encoded)))
+        self.encoded.append(given := dict(zip(names, fields, strict=True)))
+        dims, strides, box, steps = (tuple(given[name]) for name in ("dims", "strides", "box", "element_strides"))
+        data = encode_raw(TensorMap(given["address"], "u8", dims, strides[: len(dims) - 1], box, steps))
+        return OK, CUtensorMap(data[:64] + struct.pack("<Q", len(self.encoded)))  # where the driver's own notes are
 
     def cuTensorMapReplaceAddress(self, tensor_map: CUtensorMap, address: int) -> Any:  # noqa: N802
         if not self.stack:

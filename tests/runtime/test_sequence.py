@@ -33,8 +33,9 @@ def seen(fake: Any) -> list[Any]:
     def parameter(data: bytes) -> Any:
         if len(data) != 128:
             return data
-        address, number = struct.unpack_from("<QQ", data)
-        return {**fake.encoded[number - 1], "address": address}
+        (number,) = struct.unpack_from("<Q", data, 64)
+        modes = {**fake.encoded[number - 1]}
+        return data[:64], [modes[name] for name in ("dtype", "swizzle", "interleave", "promotion", "fill")]
 
     def fields(launched: Launched) -> Any:
         return launched.grid, launched.stream, launched.context, list(map(parameter, launched.parameters))
