@@ -11,7 +11,7 @@ import click
 
 from fusekit.errors import FusekitError, NotBuiltError, StoreError
 from fusekit_cli import output
-from fusekit_cli.lookup import check_alike, chosen, is_whole_layer, note_unbuilt, stored
+from fusekit_cli.lookup import check_alike, chosen, is_layer, is_whole_layer, stored
 from fusekit_cli.options import Session
 
 if TYPE_CHECKING:
@@ -47,7 +47,11 @@ def chosen_exports(
         listings = listings if layer else chosen(store, name, arch)
         check_alike(listings)
         records = [listed.record for listed in listings]
-        note_unbuilt(session, store, name, records)
+        if not layer and is_layer(name, records):
+            raise NotBuiltError.of(
+                name, arch, "kernels of it are, but no record of the layer: a build of it has not ended, or a fusekit"
+                " before 0.2 built them"
+            )  # fmt: skip
         if layer:
             record = record_of(store, name, _one_arch(name, records))
             layers[name] = ExportedLayer(record, {key: each.name for key, each in record.kernels.items()})

@@ -32,6 +32,8 @@ for name in ("sent", "grads", "sums", "returned"):  # in the order that `export`
     handle = symmetric.rendezvous(window, distributed.group.WORLD)
     words += [window.numel(), *handle.buffer_ptrs]
     windows.append((window, handle))  # keeps them
+for (window, _), (following, _) in zip(windows, windows[1:] + windows[:1], strict=True):  # if a rank does not come, all
+    window[64:72].view(torch.int64).fill_(following.data_ptr() + 16)  # launches after the first that waits end at once
 ranks = torch.tensor(words)
 
 
