@@ -56,7 +56,10 @@ def entries(store: Store, patterns: Collection[str], arch: str | None) -> list[N
     for pattern in patterns:
         listing = store.listing(pattern, arch)
         if not listing.names:
-            raise store.not_built(pattern, arch)
+            raise UsageError(
+                f"{pattern!r} is not in the store: run the program first, as fusekit exec -- python program.py, or"
+                " without a GPU as fusekit warm -- python program.py"
+            )
         found |= {(each.record.name, each.record.arch): each.record for each in listing.names}
     return [record for _, record in sorted(found.items()) if HOST_OBJECT in record.spec]
 
@@ -79,6 +82,9 @@ def adopt(
     def text() -> None:
         for each in done:
             click.echo(f"{each.name}  {each.arch}  {each.entry.proof['launches']} launches proved")
+        if done:
+            more = "" if roles else ", and adopt it again with --role ARGUMENT=ROLE where a tensor is no inout"
+            session.note(f"next: fusekit show {done[0].name}{more}")
 
     output.answer(session, document, text)
     for name, error in failed.items():

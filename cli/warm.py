@@ -25,11 +25,12 @@ _PLANS = ("quack", "flash_attn", "flashinfer")
 @click.option("--tactics", default="all", show_default=True, type=click.Choice(["all", "default"]), help="Of tuners.")
 @click.option("--arch", default="sm_90a", show_default=True, help="The architecture to compile for.")
 @click.option("--sms", default=132, show_default=True, type=click.IntRange(1), help="Multiprocessors of the device.")
+@click.option("--records", is_flag=True, help="Afterwards adopt what was compiled: see `fusekit adopt`.")
 @click.option("--jobs", default=0, type=click.IntRange(0), help="Processes. Default: one for each processor.")
 @common
 def command(
     session: Session, program: tuple[str, ...], models: tuple[str, ...], plans: tuple[str, ...], tokens: str,
-    ranks: int, tactics: str, arch: str, sms: int, jobs: int,
+    ranks: int, tactics: str, arch: str, sms: int, records: bool, jobs: int,
 ) -> int:  # fmt: skip
     """Run CMD under `fusekit exec`, or compile what packages need for each CONFIG, for a device that is not there.
 
@@ -53,7 +54,8 @@ def command(
         jobs = jobs or len(os.sched_getaffinity(0))
         work = Work(described, chosen, ladder, ranks, sms, tactics, jobs)
         program = (sys.executable, "-m", "fusekit.cute.plans", work.to_text())
-    return execute(session, program, {**environment(arch, sms), "CUDA_VISIBLE_DEVICES": ""})
+    variables = {**environment(arch, sms), "CUDA_VISIBLE_DEVICES": ""}
+    return execute(session, program, variables, records=records)
 
 
 def _config(path: str) -> dict[str, object]:

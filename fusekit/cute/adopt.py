@@ -57,6 +57,8 @@ def name_of(of: str, given: str = "", *, alone: bool = True) -> str:
     file, kernel, digits = split(of)
     if not given:
         return f"{NAMESPACE}/{file}.{kernel}@{digits}"
+    if "/" not in given:
+        raise UsageError(f"--as {given}: a name is FILE/KERNEL, such as --as mine/{given}")
     if "@" in given:
         if not alone:
             raise UsageError(f"--as {given}: several entries cannot have one full name; give FILE/KERNEL")

@@ -135,6 +135,8 @@ def test_names(compiled):
     assert name_of(of, "mine/scale", alone=False) == "mine/scale@0123456789abcdef"
     with pytest.raises(UsageError, match="several entries"):
         name_of(of, "mine/scale@base", alone=False)
+    with pytest.raises(UsageError, match="--as scale: a name is FILE/KERNEL, such as --as mine/scale"):
+        name_of(of, "scale")
 
 
 @pytest.mark.parametrize(
@@ -204,3 +206,7 @@ def test_the_commands(run, tmp_path, capsys):
     assert "fusekit_mine_kernel_launch" in (tmp_path / "c" / "fusekit.h").read_text()
     assert main(["adopt", "mine/*", *store]) == 2
     assert main(["adopt", "tests/*", "--role", "x", *store]) == 2
+    assert main(["adopt", "nothing", *store]) == 2
+    assert "'nothing' is not in the store: run the program first, as fusekit exec" in capsys.readouterr().err
+    assert main(["adopt", "tests/*", *store]) == 0
+    assert "next: fusekit show adopted/tests.Kernel@" in capsys.readouterr().err

@@ -68,8 +68,9 @@ def test_what_warm_cannot_do_is_an_error(arguments, message, tmp_path, capsys):
 def test_a_program_that_is_warmed_starts_with_hits(run):
     pytest.importorskip("cutlass", reason=NO_DSL)
     program = (sys.executable, "-m", "tests.cute.program", "work")
-    warmed = run("--", *program, execute=WARM)
+    warmed = run("--records", "--", *program, execute=WARM)
     assert (warmed.code, warmed.counts) == (0, (0, 1)), warmed.err
+    assert re.fullmatch(r"fusekit: adopted as adopted/tests\.Kernel@[0-9a-f]{16}\n", warmed.err)
     assert run(*program, FUSEKIT_MISS="error").counts == (1, 0)
 
 
