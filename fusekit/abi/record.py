@@ -205,6 +205,11 @@ class LaunchRecord(WithArguments):
         scalars = (each.scalars for each in self.values.values() if isinstance(each, Truncated))
         return frozenset().union(*scalars)
 
+    @cached_property
+    def handles(self) -> frozenset[str]:
+        """The scalars that are handles of events."""
+        return frozenset(event.argument for step in self.launches for event in step.events)
+
     def environment(self, env: Mapping[str, int], floats: Mapping[str, float] | None = None) -> dict[str, int]:
         """`env` and, evaluated in it, the record's values. floats: of the scalars that are `deciding`."""
         known = dict(env)

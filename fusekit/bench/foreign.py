@@ -33,6 +33,7 @@ from fusekit.reference.measure import FROBENIUS
 from fusekit.runtime import DeviceArray, Devices, Kernel
 
 ROUNDED = 2.0**-14  # of a result, that float32 arithmetic may be off
+_UNTIMED = 2  # CU_EVENT_DISABLE_TIMING, as launches want their events
 EXTENT = 1024  # of a dim that nobody gave, where all tensors together then take at most
 MOST_BYTES = 1 << 30
 NOTE = "not compared: a foreign kernel has no reference; looked at, with --check, are the bytes around its outputs"
@@ -81,11 +82,24 @@ class ForeignTrial(Trial):
             for name, scalar in scalars.items()
             if name in given or (scalar.default is None and name not in kernel.defaults)
         }
+        self._events = {name: self._event() for name in record.handles - given.keys()}
+        self.inputs |= {name: int(event) for name, event in self._events.items()}
         self._seed = seed
         self._before: dict[str, NDArray[Any]] = {}  # what the reference is given
         moved = sum(_bytes(tensor, self.problem) * (1 + (tensor.role == "inout")) for tensor in record.tensors)
         self.work = Work(flops=0, bytes=moved)
         self._place_all()
+
+    def _event(self) -> Any:
+        driver = self.devices.driver
+        with self.devices.active(self.device):
+            return driver.check(driver.api.cuEventCreate(_UNTIMED), "cuEventCreate")
+
+    def close(self) -> None:
+        super().close()
+        for event in self._events.values():
+            self.devices.driver.api.cuEventDestroy(event)
+        self._events.clear()
 
     def _place(self, tensor: TensorArgument) -> None:
         array = self.arrays[tensor.name] = Strided(self.devices, tensor, self.problem, self.device.ordinal)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusekit.abi import Dim, TensorArgument
+from fusekit.abi import Dim, LaunchEvent, ScalarArgument, TensorArgument
 from fusekit.bench import foreign
 from fusekit_cli.main import main
 from tests.benchmarks import host
@@ -54,6 +54,23 @@ def test_it_runs_on_what_the_record_says(fake: Any, capsys: Any) -> None:
     assert scale == 0.5
     assert [launched.grid for launched in fake.launches[:2]] == [(40, 1, 1), (1, 1, 1)]
     assert not fake.memory and fake.loaded == 0
+
+
+def test_events_that_a_launch_records_are_made_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    handles = tuple(ScalarArgument(name, "i64", None, 1, 2**63 - 1) for name in ("ready", "begun"))
+    events = LaunchEvent("programmatic", "ready"), LaunchEvent("launch_completion", "begun")
+    fake = install(tmp_path, monkeypatch, record(arguments=(*record().arguments, *handles), events=events))
+    left: list[int] = []
+    create, destroy = fake.cuEventCreate, fake.cuEventDestroy
+    monkeypatch.setattr(fake, "cuEventCreate", lambda flags: (left.append((done := create(flags))[1]), done)[1])
+    monkeypatch.setattr(fake, "cuEventDestroy", lambda event: (left.remove(event), destroy(event))[1])
+    assert run(capsys)[0] == 0
+    kinds = ("PROGRAMMATIC_EVENT", "LAUNCH_COMPLETION_EVENT")
+    ready, begun = (fake.launches[0].attributes[f"CU_LAUNCH_ATTRIBUTE_{kind}"] for kind in kinds)
+    assert ready[1:] == begun[1:] == (0, 0) and ready[0] != begun[0] > 1
+    assert not left
 
 
 def test_sizes_that_nobody_gave(fake: Any, capsys: Any) -> None:
