@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fusekit.errors import UsageError
+from fusekit.errors import NotBuiltError, UsageError
 from fusekit_cli import complete, output
 from fusekit_cli.options import Session, common, one_arch, stored_names
 
@@ -56,9 +56,10 @@ def entries(store: Store, patterns: Collection[str], arch: str | None) -> list[N
     for pattern in patterns:
         listing = store.listing(pattern, arch)
         if not listing.names:
-            raise UsageError(
+            raise NotBuiltError(
                 f"{pattern!r} is not in the store: run the program first, as fusekit exec -- python program.py, or"
-                " without a GPU as fusekit warm -- python program.py"
+                " without a GPU as fusekit warm -- python program.py; fusekit ls shows what is there",
+                name=pattern,
             )
         found |= {(each.record.name, each.record.arch): each.record for each in listing.names}
     return [record for _, record in sorted(found.items()) if HOST_OBJECT in record.spec]

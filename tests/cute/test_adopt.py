@@ -206,7 +206,7 @@ def test_the_commands(run, tmp_path, capsys):
     assert "fusekit_mine_kernel_launch" in (tmp_path / "c" / "fusekit.h").read_text()
     assert main(["adopt", "mine/*", *store]) == 2
     assert main(["adopt", "tests/*", "--role", "x", *store]) == 2
-    assert main(["adopt", "nothing", *store]) == 2
+    assert main(["adopt", "nothing", *store]) == 3
     assert "'nothing' is not in the store: run the program first, as fusekit exec" in capsys.readouterr().err
     assert main(["adopt", "tests/*", *store]) == 0
     assert "next: fusekit show adopted/tests.Kernel@" in capsys.readouterr().err
