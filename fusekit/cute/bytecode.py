@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from types import CodeType
@@ -14,7 +15,7 @@ from fusekit.cute.digest import UnnamedError
 from fusekit.cute.libraries import UNSTEADY
 
 # Names of what computes names, so that what is read of a module cannot be seen in the code.
-_COMPUTES = frozenset({
+COMPUTES = frozenset({
     "globals", "vars", "__dict__", "__getattribute__", "attrgetter", "methodcaller", "getmembers", "dir",
     "getattr_static", "f_globals", "__globals__", "__builtins__",
 })  # fmt: skip
@@ -27,13 +28,33 @@ _EVALUATES = frozenset(
     {"eval", "exec", "compile", "execfile", "runpy", "FunctionType", "CodeType", "marshal", "id", "hash"}
 )
 
+# Where functions and classes are from that do the like, whatever code calls them.
+_HOMES = frozenset({
+    "builtins", "operator", "_operator", "inspect", "importlib", "importlib.util", "importlib._bootstrap",
+    "_frozen_importlib", "pkgutil", "runpy", "marshal", "types",
+})  # fmt: skip
+
 _GLOBAL_OPERATIONS = frozenset({
     "LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS",
 })  # fmt: skip
 
+_WORDS = re.compile(r"[^\W\d]\w*")
+
 _STORE_OPERATIONS = frozenset({"STORE_GLOBAL", "STORE_NAME", "STORE_ATTR", "DELETE_GLOBAL", "DELETE_ATTR"})
 
 _DELETE_OPERATIONS = frozenset({"DELETE_GLOBAL", "DELETE_NAME", "DELETE_ATTR"})
+
+
+RECORDED = frozenset({"getattr", "hasattr"})
+"""Builtins that are replaced while a trace is recorded, so that what they read by their own names is seen."""
+
+
+def reads_by_name(function: Any) -> str:
+    """The name of a function or class of Python if it gives or runs what the code that calls it does not name."""
+    name = str(getattr(function, "__name__", ""))
+    if str(getattr(function, "__module__", None) or "builtins") not in _HOMES:
+        return ""
+    return name if name in COMPUTES | RECORDED | _IMPORTS | _EVALUATES else ""
 
 
 def nested(code: CodeType) -> Iterator[CodeType]:
@@ -61,11 +82,12 @@ def global_names(code: CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=20_000)
 def attribute_names(code: CodeType) -> frozenset[str]:
-    """The names that may be attributes of a module in `code`: all names, and strings for `getattr`."""
+    """The names that may be attributes of a module in `code`: all names, strings for `getattr`, words of formats."""
     names = set(code.co_names)
     for constant in code.co_consts:
-        if isinstance(constant, str) and constant.isidentifier():
-            names.add(constant)
+        if isinstance(constant, str):
+            # All words of a format: its fields may have attributes.
+            names.update(_WORDS.findall(constant) if "{" in constant else [constant] if constant.isidentifier() else [])
         elif isinstance(constant, CodeType):
             names |= attribute_names(constant)
         elif isinstance(constant, tuple):
@@ -76,7 +98,7 @@ def attribute_names(code: CodeType) -> frozenset[str]:
 @functools.lru_cache(maxsize=20_000)
 def computes_names(code: CodeType) -> bool:
     """Whether `code` reads attributes by names that are not in it, but for `getattr` and `hasattr`."""
-    return any(bool(_COMPUTES.intersection(each.co_names)) for each in nested(code))
+    return any(bool(COMPUTES.intersection(each.co_names)) for each in nested(code))
 
 
 @functools.lru_cache(maxsize=20_000)

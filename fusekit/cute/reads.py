@@ -10,7 +10,15 @@ from collections.abc import Iterable
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from fusekit.cute.bytecode import attribute_names, check_names, computes_names, global_names, imports
+from fusekit.cute.bytecode import (
+    COMPUTES,
+    RECORDED,
+    attribute_names,
+    check_names,
+    computes_names,
+    global_names,
+    imports,
+)  # fmt: skip
 from fusekit.cute.digest import UnnamedError
 from fusekit.cute.files import ABSENT
 from fusekit.cute.libraries import is_library, is_library_module
@@ -73,11 +81,18 @@ class Reads:
     def walked(self, walk: Walk) -> None:
         """Add what a walk has met."""
         self.codes |= walk.codes
+        self._by_name(walk.by_name, "an argument")
         for module in walk.modules.values():
             self._reach(module)
         if not self.strict:
             for code, space in walk.functions:
                 self.add(code, space)
+
+    def _by_name(self, names: set[str], place: str) -> None:
+        if names & (COMPUTES | RECORDED):
+            self.computes = self.computes or place
+        if self.strict and (others := names - COMPUTES - RECORDED):
+            raise UnnamedError(f"{min(others)} is at hand in {place}")
 
     def _reach(self, module: ModuleType) -> None:
         name = module.__name__
@@ -125,6 +140,12 @@ class Reads:
                 raise UnnamedError(f"{root[0]}:{root[1]}{why}: {error}") from None
             self.values[root] = None
         self._nodes += walk.nodes
+        # By its own name it is seen in the code, or recorded, unless a module has kept it.
+        module, name = root
+        if name not in RECORDED or name not in vars(sys.modules[module]):
+            walk.by_name.discard(name)
+        self._by_name(walk.by_name, f"{module}:{name}")
+        walk.by_name.clear()
         self.walked(walk)
 
     def _digest(self, root: Root, walk: Walk) -> str:

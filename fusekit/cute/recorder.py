@@ -29,7 +29,9 @@ _MACHINE = re.compile(
 
 _DEVICE = re.compile(r"/(hardware_info|runtime/cuda)\.py$")  # of the DSL
 
-_MACHINE_EVENTS = frozenset({"os.listdir", "os.scandir", "glob.glob", "subprocess.Popen", "socket.connect"})
+_MACHINE_EVENTS = frozenset({
+    "os.listdir", "os.scandir", "glob.glob", "subprocess.Popen", "socket.connect", "pickle.find_class",
+})  # fmt: skip
 
 _OF_EVERY_MODULE = frozenset({
     "__file__", "__name__", "__path__", "__spec__", "__loader__", "__package__", "__doc__", "__class__", "__dict__",

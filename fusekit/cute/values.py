@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from fusekit.cute.bytecode import global_names, nested
+from fusekit.cute.bytecode import global_names, nested, reads_by_name
 from fusekit.cute.digest import UnnamedError
 from fusekit.cute.leftout import LeftOut
 from fusekit.cute.libraries import DSL, UNSTEADY, is_library, is_library_module
@@ -57,7 +57,7 @@ class Walk:
     """A digest of values. Objects that occur twice are told apart from equal ones.
 
     nodes: objects in the values. codes: the code of all functions in them. functions: (code, globals) of these.
-    modules: those in the values.
+    modules: those in the values. memos: memoised functions. by_name: names of functions in them that read by names.
     """
 
     def __init__(self) -> None:
@@ -67,6 +67,7 @@ class Walk:
         self.functions: list[tuple[CodeType, dict[str, Any]]] = []
         self.modules: dict[str, ModuleType] = {}
         self.memos: list[Any] = []
+        self.by_name: set[str] = set()
 
     def hexdigest(self) -> str:
         return hashlib.sha256(repr(self._parts).encode("utf-8", "surrogatepass")).hexdigest()[:DIGITS]
@@ -124,6 +125,7 @@ class Walk:
         self.functions += walk.functions
         self.modules |= walk.modules
         self.memos += walk.memos
+        self.by_name |= walk.by_name
         return walk.hexdigest()
 
     def _sequence(self, label: str, values: Iterable[Any]) -> None:
@@ -152,6 +154,7 @@ class Walk:
 
     def _class(self, value: type, *, new: bool = False) -> None:
         self.put("class", value.__module__, value.__qualname__)
+        self._at_hand(value)
         if is_library_module(value.__module__) or (not new and id(value) in self._memo):
             return
         if not new:
@@ -172,6 +175,10 @@ class Walk:
         annotations = vars(owner).get("__annotations__") if isinstance(owner, type) else owner.__annotations__
         self._members("annotations", {name: _annotation(each) for name, each in (annotations or {}).items()})
 
+    def _at_hand(self, function: Any) -> None:
+        if name := reads_by_name(function):
+            self.by_name.add(name)
+
     def _code(self, code: CodeType) -> None:
         text, codes = _code_digest(code)
         self.codes |= codes
@@ -180,6 +187,7 @@ class Walk:
     def _function(self, value: FunctionType) -> None:
         self.put("function", value.__module__, value.__qualname__)
         _check_steady(value)
+        self._at_hand(value)
         marks = vars(value)
         code = marks.get("_original_code", value.__code__)
         if not is_library(code.co_filename):
@@ -239,6 +247,7 @@ class Walk:
             self.put(name, repr(value))
         elif isinstance(value, NAMED):
             _check_steady(value)
+            self._at_hand(value)
             self.put("builtin", getattr(value, "__module__", None), getattr(value, "__qualname__", value.__name__))
             bound = getattr(value, "__self__", None)
             if bound is not None and not isinstance(bound, ModuleType):

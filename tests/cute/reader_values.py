@@ -8,6 +8,15 @@ _LAZY = {"lazy": 1}
 nested = types.SimpleNamespace(NUMBER=1)
 
 
+class Kind:
+    number = 1
+    mark = __name__
+
+
+def computed():
+    return COMPUTED
+
+
 def __getattr__(name):
     try:
         return _LAZY[name]

@@ -22,6 +22,7 @@ from fusekit.compiler import toolchain
 from fusekit.cute import cache
 from tests.cute import kernels
 from tests.cute.rig import HIT, MISS
+from tests.cute.subject import filled
 
 pytestmark = pytest.mark.usefixtures("device")
 PARTS = ("", "-libs-cu12", "-libs-cu13")
@@ -186,6 +187,31 @@ def test_a_change_is_a_miss_or_a_right_hit(name, rig, monkeypatch, tmp_path, cap
     finally:
         kernels.cached.cache_clear()
     assert "is not what the DSL compiles" not in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory, device):
+    kernels.cached.cache_clear()
+    return filled(tmp_path_factory.mktemp("recorded"), kernels.compile_kernel)
+
+
+# What level 1 finds as it was. Values count by the module of their code, and files by all that is in them.
+SAME = {"nothing", "the same closure, anew", "the same field", "a variable that nothing reads"}
+# What other tests show, in a process that has loaded no other copy of a kernel.
+ELSEWHERE = {"an object that was pickled", "another thread", "a folder of the DSL"}
+
+
+@pytest.mark.parametrize("name", [name for name in CHANGES if name not in ELSEWHERE])
+def test_a_change_is_traced_at_level_1(name, recorded, monkeypatch, tmp_path, soak):
+    if name in LONG and not soak:
+        pytest.skip("only with --soak")
+    change, _ = CHANGES[name]
+    monkeypatch.setattr(recorded, "work", change(monkeypatch, tmp_path) or kernels.compile_kernel)
+    try:
+        traced = bool(recorded.traced())
+    finally:
+        kernels.cached.cache_clear()
+    assert traced == (name not in SAME)
 
 
 def test_a_mock_in_the_compiler_has_no_name_for_a_key(rig, monkeypatch, capsys):
