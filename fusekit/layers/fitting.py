@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from itertools import cycle, zip_longest
-from operator import add, and_, le
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from fusekit.abi.layer_pass import KEPT, SCRATCH
@@ -14,7 +14,7 @@ from fusekit.abi.tensormap import DEFINED_BYTES, rewritten
 from fusekit.dtypes import DTYPES
 from fusekit.errors import ArgumentError
 from fusekit.layers.arguments import check_addresses
-from fusekit.layers.pass_code import Call, PassCode, Shapes
+from fusekit.layers.pass_code import Call, PassCode
 from fusekit.layers.passes import BACKWARD, FORWARD, INFERENCE, MovingPass
 from fusekit.runtime.maps import memory_of
 from fusekit.runtime.streams import PER_THREAD
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from fusekit.runtime.launch_plan import Block, LaunchPlan
 
 _IDLE_KEPT = 4  # passes of a class of calls: as many token counts come and go without being fitted again
-_END = 2**64
 # Tokens and addresses for which the driver's tensor maps are looked at: those of a call, the ends, and all bits.
 _BITS, _ADDRESSES = (0x5555_5500, 0x2AAA_AA80), (0xAA_AAAA_AAAA_AAA0, 0x155_5555_5555_5540)
 _LEADS = {FORWARD: "x", INFERENCE: "x", BACKWARD: "dy"}  # whose rows are the tokens
@@ -66,34 +65,37 @@ class FittedPasses:
     def __init__(self, compiled: CompiledPass) -> None:
         self.idle: list[MovingPass] = []
         self._compiled = compiled
-        self._last: tuple[int, Shapes] = 0, []
+        self._last: tuple[Sequence[Any], tuple[int, int]] = (), (0, 0)  # shapes of a call, and its `room`
 
     def take(self, tokens: int, shapes: Sequence[Any], addresses: list[int], stream: int) -> MovingPass | None:
         """One that is fitted and moved; None: there is none. shapes: of the tensors, each with its strides.
 
         Raises NotCompiledError for a call that has to be checked.
         """
-        room = self._compiled.room(shapes, self._expected(tokens))
-        idle = self.idle
-        numbers = [at for at, moving in enumerate(idle) if moving.tokens == tokens] or (0,)
+        known, room = self._last
+        if shapes != known:
+            room = self._compiled.room(shapes, self._compiled.code.shapes(tokens))
+            self._last = shapes, room
         try:
-            moving = idle.pop(numbers[0])
+            moving = self.idle.pop()
+            if moving.fitted.tokens != tokens:  # type: ignore[union-attr]  # most often they are those of the last call
+                moving = self._nearest(tokens, moving)
         except IndexError:
             return None
-        fitted = moving.fitted
-        assert fitted is not None
+        fitted: Fitted = moving.fitted  # type: ignore[assignment]
         if fitted.tokens != tokens:
             fitted.fit(tokens)
         fitted.serve(room, addresses, stream)
         return moving
 
-    def _expected(self, tokens: int) -> Shapes:
-        """Shapes and strides of a call."""
-        known, expected = self._last
-        if known != tokens:
-            expected = self._compiled.code.shapes(tokens)
-            self._last = tokens, expected
-        return expected
+    def _nearest(self, tokens: int, last: MovingPass) -> MovingPass:
+        """One that is fitted to the tokens, else the oldest; `last` is the newest. Raises IndexError: other
+        threads have them all.
+        """
+        idle = self.idle
+        idle.append(last)
+        fitted = [at for at, moving in enumerate(idle) if moving.fitted.tokens == tokens]  # type: ignore[union-attr]
+        return idle.pop(fitted[0] if fitted else 0)
 
     def append(self, moving: MovingPass) -> None:
         """Takes a pass back."""
@@ -113,14 +115,14 @@ class CompiledPass:
 
     def __init__(self, call: Call, devices: Devices, alignment: int) -> None:
         self.devices, self.call = devices, call
-        self.code = PassCode(call)
         tensors = [tensor for _, parts in call.steps for plan, _ in parts for tensor in plan.record.tensors]
         unaligned = max(tensor.alignment for tensor in tensors) - 1
-        self.masks = [alignment - 1 if name in (KEPT, SCRATCH) else unaligned for name in call.names]
+        masks = [alignment - 1 if name in (KEPT, SCRATCH) else unaligned for name in call.names]
+        self.code = PassCode(call, masks)
 
     def check_maps(self, tokens: int) -> None:
         """Raises NotCompiledError unless the driver encodes tensor maps as the code writes them. tokens: of a call."""
-        call, maps = self.call, self.code.functions(tokens)[2]
+        call, maps = self.call, self.code.maps
         slots = [
             (slot, bytes(memory_of(tensor_map))) for _, parts in call.steps for plan, block in parts
             for slot, tensor_map in zip(plan.maps, block.maps, strict=True)
@@ -143,7 +145,7 @@ class CompiledPass:
             raise NotCompiledError("shapes or strides are not those of the pass")
         for at in range(count, len(shapes), 2):
             extents = shapes[at]
-            if len(extents) != 1 or shapes[at + 1] != (1,):
+            if not isinstance(extents, tuple) or len(extents) != 1 or shapes[at + 1] != (1,):
                 raise NotCompiledError("memory that is not contiguous")
             number = at // 2
             memory[self.call.names[number] == SCRATCH] = extents[0] * self.call.itemsizes[number]
@@ -153,14 +155,14 @@ class CompiledPass:
 class Fitted:
     """The launches of a bound pass, whose blocks are written by compiled code."""
 
-    __slots__ = ("_compiled", "_grids", "_memory", "_own", "_parts", "_place", "_shape", "_stream", "_where",
-                 "tokens")  # fmt: skip
+    __slots__ = ("_arena", "_compiled", "_grids", "_ordered", "_own", "_parts", "_place", "_shape", "_sizes", "_stream",
+                 "_where", "tokens")  # fmt: skip
 
     def __init__(self, compiled: CompiledPass, parts: Sequence[tuple[LaunchPlan, Block]]) -> None:
         self._compiled, self._parts = compiled, parts
-        self._memory = [block.memory for _, block in parts]
-        self._memory += [memory_of(tensor_map) for _, block in parts for tensor_map in block.maps]
+        self._arena = compiled.code.cells.arena(parts)
         self._where: list[int] = []
+        self._ordered = itemgetter(*range(len(compiled.call.names)))  # puts what is of each argument in their order
         self._grids = tuple(plan.grid for plan, _ in parts)
         self._own: Sequence[Any] = ()  # as the scratch memory of their kernels is
         self._stream = -1
@@ -169,7 +171,7 @@ class Fitted:
     def fit(self, tokens: int) -> None:
         """Writes what follows the tokens. Raises NotCompiledError; then it must not be used again, as for `serve`."""
         code = self._compiled.code
-        of_tokens, self._place, _ = code.functions(tokens)
+        of_tokens, self._place = code.functions(tokens)
         shape = of_tokens(tokens)
         if shape is None:
             raise NotCompiledError("a launch that its kernel does not allow")
@@ -179,35 +181,39 @@ class Fitted:
                     config = block.config
                     config.gridDimX, config.gridDimY, config.gridDimZ = grid
             self._grids = shape.grids
-        self._shape, self.tokens, self._where = shape, tokens, []
+        code.write(self._arena, shape.numbers)
+        self._shape, self._sizes = shape, self._ordered(shape.sizes)
+        self.tokens, self._where = tokens, []
 
     def serve(self, room: tuple[int, int], addresses: list[int], stream: int) -> None:
         """Moves the pass for a call with `room` bytes of "kept" and "scratch", in `stream`. Raises NotCompiledError for
         one that has to be checked.
         """
-        if self._shape.kept > room[0] or self._shape.scratch > room[1]:
+        shape = self._shape
+        if shape.kept > room[0] or shape.scratch > room[1]:
             raise NotCompiledError("too little memory")
         if addresses != self._where:
-            self._place_at(addresses)
+            ordered = self._ordered(addresses)
+            if not self._place(self._arena, addresses, ordered, self._sizes, shape.values):
+                self._place_anew(addresses)
+            self._where = addresses
         if stream != self._stream:
             self._aim(stream)
-        if self._shape.own != self._own:
-            for scratch, before in zip_longest(self._shape.own, self._own):
+        if shape.own != self._own:
+            for scratch, before in zip_longest(shape.own, self._own):
                 if scratch != before:
                     number, size, shifts = scratch
                     plan, block = self._parts[number]
                     plan.put_scratch(block, stream, size, shifts)
-            self._own = self._shape.own
+            self._own = shape.own
 
-    def _place_at(self, addresses: list[int]) -> None:
-        shape = self._shape
-        begins, ends = sorted(addresses), sorted(map(add, addresses, shape.sizes))
-        if begins[0] <= 0 or ends[-1] > _END or not all(map(le, ends, begins[1:])):
-            raise NotCompiledError("tensors that share memory")
-        if any(map(and_, addresses, self._compiled.masks)):
-            raise NotCompiledError("an address that is not aligned")
-        self._place(self._memory, addresses, shape.values)
-        self._where = addresses
+    def _place_anew(self, addresses: list[int]) -> None:
+        """Places what is not in the order of before."""
+        shape, pairs = self._shape, list(zip(addresses, self._shape.sizes, strict=True))
+        self._ordered = itemgetter(*sorted(range(len(pairs)), key=pairs.__getitem__))
+        self._sizes = self._ordered(shape.sizes)
+        if not self._place(self._arena, addresses, self._ordered(addresses), self._sizes, shape.values):
+            raise NotCompiledError("tensors that share memory, or an address that is not aligned")
 
     def _aim(self, stream: int) -> None:
         # Not for a part of the device, nor for a default stream that each thread has for itself.

@@ -1,20 +1,24 @@
 """A pass compiled for any number of tokens: Python functions that say what its launches are given.
 
 A class of calls has one kernel for each step: the calls differ in tokens and addresses alone. The functions are written
-from the layer's record and the launch records, the last three for each layout of memory:
+from the layer's record and the launch records, `shape` and `place` for each layout of memory:
 
-    shapes(T)              shape and strides of each argument in turn
-    choose(T)              the number of the layout
-    shape(T)               what follows the tokens (`Shape`), or None where a check fails
-    place(memory, a, s)    packs parameters and tensor maps for addresses `a` and `Shape.values`
-    maps(T)                dims and strides of each tensor map
+    shapes(T)                 shape and strides of each argument in turn
+    choose(T)                 the number of the layout
+    shape(T)                  what follows the tokens (`Shape`), or None where a check fails
+    write(arena, n)           packs `Shape.numbers`
+    place(arena, a, o, z, s)  packs what follows addresses `a` and `Shape.values`. o, z: the addresses from low to high,
+                              and the bytes at each. False, and nothing is packed, where arguments share memory or are
+                              not in that order, or one is not aligned.
+    maps(T)                   dims and strides of each tensor map
 
-A None sends the call to the checks of `binding`, which say what is wrong.
+A None or False sends the call to the checks of `binding`, which say what is wrong.
 """
 
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +27,7 @@ from fusekit.abi import (
     IntegerParameter,
     LaunchRecord,
     PointerParameter,
+    StructParameter,
     TensorArgument,
     TensorMapParameter,
     Truncated,
@@ -33,26 +38,28 @@ from fusekit.abi.layer_memory import ALIGNMENT, Layout
 from fusekit.abi.layer_pass import ARGUMENT, KEPT, SCRATCH, LayerStep
 from fusekit.abi.layer_record import LayerRecord
 from fusekit.abi.symbolic import NotCompiledError, Value, Writer
-from fusekit.abi.tensormap import ADDRESS_AT, DIMS_AT, STRIDES_AT
+from fusekit.abi.tensormap import DIMS_AT, STRIDES_AT
 from fusekit.dtypes import DTYPES
+from fusekit.layers.arena import Arena, Cells
 from fusekit.runtime.launch_plan import GRID_LIMITS
-from fusekit.runtime.maps import memory_of
 
 if TYPE_CHECKING:
     from fusekit.runtime.launch_plan import Block, LaunchPlan
 
-_FORMATS = {(1, True): "b", (2, True): "h", (4, True): "i", (8, True): "q"}
-_NEVER = 2**63
+_FORMATS = {1: "b", 2: "h", 4: "i", 8: "q"}
+_NEVER, _ADDRESS_END = 2**63, 2**64
 _TMA_EXTENT, _TMA_STRIDE = 2**32, 2**40
 _FOLLOWING_STRIDE = 2**36  # the higher bits are elsewhere in a map
 
 
 class Shape(NamedTuple):
-    """values: for `place`. grids: of the launches. sizes: bytes of the arguments. kept, scratch: bytes that they need.
-    own: the number of each launch whose kernel has scratch memory, its bytes, and where in them each pointer begins.
+    """values: for `place`. numbers: for `write`. grids: of the launches. sizes: bytes of the arguments. kept, scratch:
+    bytes that they need. own: the number of each launch whose kernel has scratch memory, its bytes, and where in them
+    each pointer begins.
     """
 
     values: tuple[int, ...]
+    numbers: tuple[int, ...]
     grids: tuple[tuple[int, int, int], ...]
     sizes: tuple[int, ...]
     kept: int
@@ -78,32 +85,37 @@ class Call(NamedTuple):
 
 
 Maps = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-Functions = tuple[Callable[[int], Shape | None], Callable[..., None], Callable[[int], Maps]]
-"""(shape, place, maps)"""
+Place = Callable[[Arena, Sequence[int], Sequence[int], Sequence[int], Sequence[int]], bool]
 Shapes = list[tuple[int, ...]]
 
 
 class PassCode:
-    """The functions for a class of calls. Raises NotCompiledError."""
+    """The functions for a class of calls. masks: of each argument, the bits that its address has not.
 
-    def __init__(self, call: Call) -> None:
+    Raises NotCompiledError.
+    """
+
+    def __init__(self, call: Call, masks: Sequence[int]) -> None:
         self._call = call
         self._layouts = [
             layout
             for layout in call.record.layouts(call.which, call.outputs, call.in_place)
             if layout.lends.issubset(call.outputs) and layout.since <= call.high and layout.until >= call.low
         ]
-        self._functions: dict[int, Functions] = {}
+        self._launches, self._writing = _Launches(call, masks), threading.Lock()
+        self.cells, self.write, self.maps = self._launches.cells, self._launches.write, self._launches.maps
+        self._functions: dict[int, tuple[Callable[[int], Shape | None], Place]] = {}
         self.shapes = self._shapes()
         self._choose = self._chooser()
 
-    def functions(self, tokens: int) -> Functions:
-        """Those of the layout for a call. Raises NotCompiledError."""
+    def functions(self, tokens: int) -> tuple[Callable[[int], Shape | None], Place]:
+        """`shape` and `place` of the layout for a call. Raises NotCompiledError."""
         number = self._choose(tokens)
         if number not in self._functions:
             if number < 0:
                 raise NotCompiledError("no layout serves")
-            self._functions[number] = _Code(self._call, self._layouts[number]).compiled()
+            with self._writing:
+                self._functions[number] = self._launches.at(self._layouts[number])
         return self._functions[number]
 
     def _chooser(self) -> Callable[[int], int]:
@@ -216,54 +228,96 @@ class _Memory:
         return self.writer.define(("mul", ALIGNMENT, ("ceildiv", size, ALIGNMENT)))
 
 
-class _Code:
-    """Writes `shape` and `place`."""
+class _Launches:
+    """What the launches of a class are given. A layout decides no more than where `place` finds buffers (`at`)."""
 
-    def __init__(self, call: Call, layout: Layout) -> None:
-        # For all tokens of the class, not the layout's alone: what follows none of them stays as another layout has it.
-        self._call, self._memory = call, _Memory(call, call.low, call.high)
-        self._places = self._memory.places(layout)
+    def __init__(self, call: Call, masks: Sequence[int]) -> None:
+        # For all tokens of the class, not a layout's alone: what follows none of them stays as another layout has it.
+        self._call, self._masks, self._memory = call, masks, _Memory(call, call.low, call.high)
         self._writer = self._memory.writer
-        self._values: dict[str, str] = {}  # what `place` reads, by the name that it has there
-        self._structs: dict[str, struct.Struct] = {}
-        self._packs: list[str] = []
+        self.cells = Cells()
+        # What `place` packs: the buffers of tensor maps; buffer and shift of each pointer, and its place in a struct.
+        self._mapped: list[str] = []
+        self._pointers: dict[tuple[str, Value], None] = {}
+        self._inner: list[tuple[str, tuple[str, Value]]] = []
+        # What `write` packs: numbers; and where one lies in a tensor map or in a struct, its format and its value.
+        self._numbers: dict[str, None] = {}
+        self._written: list[tuple[str, str, str]] = []
         self._maps: list[str] = []
         self._grids: list[str] = []
         self._own: list[str] = []
-
-    def compiled(self) -> Functions:
-        launches = 0
-        for step, parts in self._call.steps:
+        number = 0
+        for step, parts in call.steps:
             for plan, block in parts:
-                self._launch(launches, step, plan, block)
-                launches += 1
-        memory = self._memory
-        sizes = [memory.kept_bytes if name == KEPT else self._places.scratch if name == SCRATCH else memory.size(name)
-                 for name in self._call.names]  # fmt: skip
-        groups = (self._values.values(), self._grids, sizes)
-        tuples = [_tuple(group) for group in groups]
-        kept = memory.kept_bytes if KEPT in self._call.names else 0
-        result = f"Shape({', '.join(tuples)}, {kept}, {self._places.scratch}, {_tuple(self._own)})"
-        shape = _compiled(self._writer.function("shape", result), "shape")
-        lines = ["def place(memory, a, s):"]
-        memories = [f"m{index}" for index in range(launches)] + [f"t{index}" for index in range(len(self._maps))]
-        lines += [f"{', '.join(memories)}, = memory"]
-        lines += [f"{''.join(f'a{index}, ' for index in range(len(self._call.names)))} = a"]
-        lines += [f"{''.join(f'{name}, ' for name in self._values)} = s"] if self._values else []
-        place = _compiled("\n    ".join([*lines, *self._packs]) + "\n", "place", self._structs)
-        return shape, place, _compiled(self._writer.function("maps", _tuple(self._maps)), "maps")
+                self._launch(number, step, plan, block)
+                number += 1
+        self.write = self._writing()
+        self.maps: Callable[[int], Maps] = _compiled(self._writer.function("maps", _tuple(self._maps)), "maps")
 
-    def _value(self, value: Value) -> str:
-        """A value of the shape as `place` writes it."""
-        if isinstance(value, str):
-            self._values[value] = value
-        return str(value)
+    def at(self, layout: Layout) -> tuple[Callable[[int], Shape | None], Place]:
+        """(shape, place) of a layout."""
+        memory, names = self._memory, self._call.names
+        places, values = memory.places(layout), dict[str, None]()
+        homes = {name: memory.base(name, places) for name, _ in [*self._pointers, *(key for _, key in self._inner)]}
+        homes |= {name: memory.base(name, places) for name in self._mapped}
 
-    def _address(self, base: tuple[int, Value], shift: Value = 0) -> str:
-        """The address of a buffer at `base`, and `shift` bytes more."""
-        number, begin = base
-        terms = [f"a{number}", *(self._value(value) for value in (begin, shift) if value != 0)]
-        return " + ".join(terms)
+        def address(name: str, shift: Value = 0) -> str:
+            number, begin = homes[name]
+            terms = [value for value in (begin, shift) if value != 0]
+            values.update((term, None) for term in terms if isinstance(term, str))
+            return " + ".join([f"a{number}", *map(str, terms)])
+
+        sizes = [memory.kept_bytes if name == KEPT else places.scratch if name == SCRATCH else memory.size(name)
+                 for name in names]  # fmt: skip
+        packed = [*map(address, self._mapped), *(address(*key) for key in self._pointers)]
+        inner = [f"{into}, {address(*key)})" for into, key in self._inner]
+        place = self._placing(packed, inner, list(values))
+        kept = memory.kept_bytes if KEPT in names else 0
+        groups = [_tuple(group) for group in (values, self._given, self._grids, sizes)]
+        result = f"Shape({', '.join(groups)}, {kept}, {places.scratch}, {_tuple(self._own)})"
+        return _compiled(self._writer.function("shape", result), "shape"), place
+
+    def _placing(self, packed: Sequence[str], inner: Sequence[str], values: Sequence[str]) -> Place:
+        count = len(self._call.names)
+        addresses, ordered, sizes = ([f"{letter}{index}" for index in range(count)] for letter in "aoz")
+        ends = [f"{begin} + {size}" for begin, size in zip(ordered, sizes, strict=True)]
+        apart = [f"{end} <= {begin}" for end, begin in zip(ends, [*ordered[1:], str(_ADDRESS_END)], strict=True)]
+        masked = [
+            (mask, [address for address, own in zip(addresses, self._masks, strict=True) if own == mask])
+            for mask in dict.fromkeys(self._masks)
+        ]
+        unaligned = [f"({' | '.join(group)}) & {mask}" for mask, group in masked]
+        shared = {text: f"p{index}" for index, text in enumerate(packed) if "+" in text and packed.count(text) > 1}
+        lines = [
+            "def place(arena, a, o, z, s):",
+            f"{', '.join(addresses)}, = a",
+            f"{', '.join(ordered)}, = o",
+            f"{', '.join(sizes)}, = z",
+            f"if {' | '.join(unaligned)} or not (0 < o0 and {' and '.join(apart)}): return False",
+            "memory, heads, given, blocks = arena",
+            *([f"{', '.join(values)}, = s"] if values else []),
+            *(f"{name} = {text}" for text, name in shared.items()),
+            f"pack(memory, {self.cells.addresses_at}, {', '.join(shared.get(text, text) for text in packed)})",
+            *(["heads[:] = given"] if self._mapped else []),
+            *inner,
+            "return True",
+        ]
+        known = {"pack": struct.Struct(f"<{len(packed)}Q").pack_into, "pointer": struct.Struct("<Q").pack_into}
+        return _compiled("\n    ".join(lines) + "\n", "place", known)  # type: ignore[no-any-return]
+
+    def _writing(self) -> Callable[[Arena, Sequence[int]], None]:
+        given = self._given = list(self._numbers | dict.fromkeys(value for _, _, value in self._written))
+        cells = list(self._numbers)
+        known = {f"pack_{code}": struct.Struct(f"<{code}").pack_into for _, code, _ in self._written}
+        known["pack"] = struct.Struct(f"<{len(cells)}q").pack_into
+        lines = [
+            "def write(arena, n):",
+            "memory, _, _, blocks = arena",
+            *([f"{', '.join(given)}, = n"] if given else []),
+            *([f"pack(memory, {self.cells.numbers_at}, {', '.join(cells)})"] if cells else []),
+            *(f"pack_{code}({into}, {value})" for into, code, value in self._written),
+        ]
+        return _compiled("\n    ".join(lines) + "\n", "write", known)  # type: ignore[no-any-return]
 
     def _launch(self, number: int, step: LayerStep, plan: LaunchPlan, block: Block) -> None:
         record, writer = plan.record, self._writer
@@ -284,24 +338,25 @@ class _Code:
         self._grids.append(f"({', '.join(map(str, grid))})")
         if shifts := self._own_shifts(record, env):
             self._own.append(f"({number}, {writer.define(record.scratch, env)}, {_tuple(shifts)})")
-        bases = {name: self._memory.base(step.arguments[name], self._places) for name in plan.names}
-        fields: dict[int, tuple[int, str, str]] = {}  # by offset: bytes, format, what is packed; "": left as it is
-        maps = iter(block.maps)
+        alone = {parameter.offset for parameter in record.parameters if not isinstance(parameter, StructParameter)}
         for offset, parameter in flat(record.parameters):
             if isinstance(parameter, TensorMapParameter):
-                fields[offset] = parameter.size, "", ""
-                self._map(parameter, env, bases, memory_of(next(maps)))
+                begin = self.cells.add_map(number, offset)
+                self._map(begin, parameter, env, step.arguments)
             elif isinstance(parameter, FloatParameter):
                 continue  # a layer gives no scalar: as it was bound
             elif isinstance(parameter, IntegerParameter):
-                value = writer.define(parameter.value, env)
-                writer.require(value, *parameter.range)
-                if isinstance(value, str):
-                    code = _FORMATS[parameter.size, True]
-                    fields[offset] = parameter.size, code if parameter.signed else code.upper(), self._value(value)
-            else:
-                fields[offset] = self._pointer(parameter, env, bases)
-        self._pack(f"m{number}", fields, block.memory)
+                self._integer(number, offset, parameter, env, offset in alone)
+            elif parameter.argument in plan.index:  # otherwise memory of the stream
+                shift = writer.define(parameter.shift, env)
+                if writer.bounds(shift)[0] < 0:
+                    raise NotCompiledError("a pointer to what is before its tensor")
+                key = step.arguments[parameter.argument], shift
+                if offset in alone:
+                    self.cells.add_pointer(number, offset, key)
+                    self._pointers[key] = None
+                else:
+                    self._inner.append((f"pointer(blocks[{number}], {offset}", key))
 
     def _own_shifts(self, record: LaunchRecord, env: Mapping[str, Value]) -> list[Value]:
         """Where each pointer into the scratch memory of the stream begins."""
@@ -312,20 +367,22 @@ class _Code:
             raise NotCompiledError("a pointer into the workspace that follows the tokens")
         return shifts["scratch"]
 
-    def _pointer(
-        self, parameter: PointerParameter, env: Mapping[str, Value], bases: Mapping[str, tuple[int, Value]]
-    ) -> tuple[int, str, str]:
-        if parameter.argument not in bases:
-            return parameter.size, "", ""  # memory of the stream
-        shift = self._writer.define(parameter.shift, env)
-        if self._writer.bounds(shift)[0] < 0:
-            raise NotCompiledError("a pointer to what is before its tensor")
-        return parameter.size, "Q", self._address(bases[parameter.argument], shift)
+    def _integer(
+        self, number: int, offset: int, parameter: IntegerParameter, env: Mapping[str, Value], alone: bool
+    ) -> None:
+        value = self._writer.define(parameter.value, env)
+        self._writer.require(value, *parameter.range)
+        if isinstance(value, str) and alone:
+            self.cells.add_number(number, offset, value)
+            self._numbers[value] = None
+        elif isinstance(value, str):
+            code = _FORMATS[parameter.size]
+            self._written.append((f"blocks[{number}], {offset}", code if parameter.signed else code.upper(), value))
 
     def _map(
-        self, parameter: TensorMapParameter, env: Mapping[str, Value], bases: Mapping[str, tuple[int, Value]],
-        memory: memoryview,
-    ) -> None:  # fmt: skip
+        self, begin: int, parameter: TensorMapParameter, env: Mapping[str, Value], arguments: Mapping[str, str]
+    ) -> None:
+        """begin: of the map in the arena."""
         if parameter.encoding != "driver" or parameter.address != f"{parameter.argument}.address":
             raise NotCompiledError("a tensor map that is not at its tensor")
         if parameter.interleave == "32B" or parameter.dtype.endswith("_align16"):
@@ -337,33 +394,19 @@ class _Code:
         for stride in strides:
             writer.require(stride, 0, _TMA_STRIDE - 1)
             writer.require(writer.define(("mod", stride, 16)), 0, 0)
-        fields = {ADDRESS_AT: (8, "Q", self._address(bases[parameter.argument]))}
         for index, dim in enumerate(dims):
             if isinstance(dim, str):
-                fields[DIMS_AT + 4 * index] = 4, "I", self._value(writer.define(("sub", dim, 1)))
+                self._field(begin + DIMS_AT + 4 * index, writer.define(("sub", dim, 1)))
         for index, stride in enumerate(strides):
             if isinstance(stride, str):
                 writer.require(stride, 0, _FOLLOWING_STRIDE - 1)
-                fields[STRIDES_AT + 4 * index] = 4, "I", self._value(writer.define(("floordiv", stride, 16)))
-        self._pack(f"t{len(self._maps)}", fields, memory)
+                self._field(begin + STRIDES_AT + 4 * index, writer.define(("floordiv", stride, 16)))
+        self._mapped.append(arguments[parameter.argument])
         self._maps.append(f"({_tuple(dims)}, {_tuple(strides)})")
 
-    def _pack(self, into: str, fields: Mapping[int, tuple[int, str, str]], memory: memoryview) -> None:
-        """One call for each run of fields, with the constants between them; none where a field is left as it is."""
-        for run in _runs(fields):
-            begin = run[0]
-            codes, given, end = "", list[str](), begin
-            for offset in run:
-                size, code, text = fields[offset]
-                if offset > end:
-                    codes += f"{offset - end}s"
-                    given.append(repr(bytes(memory[end:offset])))
-                codes += code
-                given.append(text)
-                end = offset + size
-            name = f"p{len(self._structs)}"
-            self._structs[name] = struct.Struct(f"<{codes}")
-            self._packs.append(f"{name}.pack_into({into}, {begin}, {', '.join(given)})")
+    def _field(self, at: int, value: Value) -> None:
+        """A field of a tensor map."""
+        self._written.append((f"memory, {at}", "I", str(value)))
 
     def _bound(self, record: LaunchRecord, step: LayerStep) -> dict[str, Value]:
         """Dims and strides of a launch, whose tensors are contiguous; checks as `binding.bind`."""
@@ -397,17 +440,6 @@ class _Code:
             else:
                 self._writer.equal(self._writer.define(expr, dims), value)
             yield value
-
-
-def _runs(fields: Mapping[int, tuple[int, str, str]]) -> list[list[int]]:
-    """The offsets of what is packed, cut where something is left as it is."""
-    runs: list[list[int]] = [[]]
-    for offset in sorted(fields):
-        if fields[offset][1]:
-            runs[-1].append(offset)
-        else:
-            runs.append([])
-    return [run for run in runs if run]
 
 
 def _compiled(source: str, name: str, known: Mapping[str, Any] | None = None) -> Any:

@@ -138,11 +138,6 @@ class MovingPass:
             for number in range(len(addresses))
         ]
 
-    @property
-    def tokens(self) -> int:
-        """Those that it is fitted to; 0: it is as it was bound."""
-        return 0 if self.fitted is None else self.fitted.tokens
-
     def knows(self, addresses: Sequence[int]) -> bool:
         """Whether these addresses are known to be valid."""
         return addresses == self._addresses or tuple(addresses) in self._placed

@@ -358,7 +358,8 @@ class Block:
     Whoever holds a block is alone with it: a bound launch for good, a call until it has launched.
     """
 
-    __slots__ = ("_buffer", "_pointers", "addresses", "config", "maps", "memory", "parameters", "scalars", "stream")
+    __slots__ = ("_buffer", "_elsewhere", "_pointers", "addresses", "config", "maps", "memory", "parameters", "scalars",
+                 "stream")  # fmt: skip
 
     def __init__(self, plan: LaunchPlan, addresses: list[int]) -> None:
         api, record = plan.driver.api, plan.record
@@ -388,6 +389,16 @@ class Block:
         self.addresses = addresses  # those that `maps` and `memory` hold
         self.scalars: Sequence[float | int] | None = None  # those that `memory` holds
         self.stream: int | None = None  # the one that `config` and the workspace are for
+
+    def point(self, plan: LaunchPlan, places: Mapping[int, int], memory: object) -> None:
+        """Lets the driver take parameters from elsewhere, where `fill` and `move` do not write.
+
+        places: their addresses by offset, all in `memory`, which is kept.
+        """
+        for index, offset in enumerate(sorted(parameter.offset for parameter in plan.record.parameters)):
+            if offset in places:
+                self._pointers[index] = places[offset]
+        self._elsewhere = memory
 
 
 def launch_config(

@@ -16,7 +16,7 @@ from fusekit.errors import ArgumentError
 from fusekit.runtime.driver import Driver
 
 _RAW_WORDS = 2  # of a descriptor hold the address
-_RAW_ALIGNMENT = 64
+MAP_ALIGNMENT = 64
 
 
 def map_slot(
@@ -123,8 +123,8 @@ class RawMap:
     """A descriptor in its own memory, as the driver's objects have it."""
 
     def __init__(self, data: bytes) -> None:
-        self._buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _RAW_ALIGNMENT)
-        start = -ctypes.addressof(self._buffer) % _RAW_ALIGNMENT
+        self._buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + MAP_ALIGNMENT)
+        start = -ctypes.addressof(self._buffer) % MAP_ALIGNMENT
         self.memory = memoryview(self._buffer).cast("B")[start : start + TENSOR_MAP_BYTES]
         self.memory[:] = data
         self._address = ctypes.addressof(self._buffer) + start

@@ -4,13 +4,18 @@ import ctypes
 import random
 import struct
 from dataclasses import replace
+from functools import partialmethod
+from math import prod
 
 import pytest
 
 from fusekit.abi import IntegerParameter, PointerParameter, StructParameter, TensorMapParameter
 from fusekit.abi.expr import evaluate
 from fusekit.abi.symbolic import NotCompiledError, Writer
+from fusekit.dtypes import DTYPES
 from fusekit.errors import ArgumentError
+from fusekit.layers.fitting import Fitted
+from fusekit.layers.memory import ALIGNMENT
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE
 from fusekit.spec import find
 from tests.cabi.layers import with_ladders
@@ -18,7 +23,7 @@ from tests.layers import samples
 from tests.layers.test_layer import TYPES
 from tests.plan.test_layer_program import CASES, FEW, SERVED, options
 from tests.records import read_plan
-from tests.runtime.fake import FakeDriver
+from tests.runtime.fake import CUresult, FakeDriver
 from tests.runtime.samples import Torchlike
 
 SMALL, CALLS = 99, 60
@@ -26,28 +31,30 @@ COUNTS = (FEW, FEW + 1, SMALL, SMALL + 1)
 STREAMS = (0, 77, 78)
 
 
-def rich(record):
-    """The kernel with all kinds of parameters that follow shapes, and memory of the stream."""
+def rich(record, change=None):
+    """The kernel with all kinds of parameters that follow shapes, and memory of the stream. change: a tensor map's."""
     parameters, at = list(record.parameters), 8 * len(record.parameters)
     first = record.tensors[0]
     extent, stride = first.shape[0], first.stride_variable(0) if first.reads_stride(0) else 1
     parameters += [
         IntegerParameter("count", "i32", ("sub", extent, 3), at),
         StructParameter(
-            "both", 16, (IntegerParameter("small", "u8", ("mod", extent, 7), 0),
-                         IntegerParameter("bytes", "i64", ("mul", extent, stride, 2), 8)), at + 8,
+            "all", 24, (IntegerParameter("small", "u8", ("mod", extent, 7), 0),
+                        IntegerParameter("bytes", "i64", ("mul", extent, stride, 2), 8),
+                        PointerParameter("third", first.name, 16, shift=("mul", 32, extent))), at + 8,
         ),
-        PointerParameter("counters", "workspace", at + 24), PointerParameter("partial", "scratch", at + 32),
-        PointerParameter("second", first.name, at + 40, shift=("mul", 16, extent)),
-        PointerParameter("more", "scratch", at + 48, shift=("mul", 4, extent)),
+        PointerParameter("counters", "workspace", at + 32), PointerParameter("partial", "scratch", at + 40),
+        PointerParameter("second", first.name, at + 48, shift=("mul", 16, extent)),
+        PointerParameter("more", "scratch", at + 56, shift=("mul", 4, extent)),
     ]  # fmt: skip
-    at = -(-(at + 56) // 64) * 64
+    at = -(-(at + 64) // 64) * 64
     for tensor in record.tensors:
         if tensor.dtype == "bf16" and len(tensor.shape) == 2:
             rows, columns = tensor.shape
             strides = (("mul", 2, tensor.stride_variable(0)),)
-            parameters.append(TensorMapParameter(f"{tensor.name}_map", tensor.name, at, dims=(columns, rows),
-                                                 strides=strides, box=(64, 8)))  # fmt: skip
+            tensor_map = TensorMapParameter(f"{tensor.name}_map", tensor.name, at, dims=(columns, rows),
+                                            strides=strides, box=(64, 8))  # fmt: skip
+            parameters.append(change(tensor_map) if change else tensor_map)
             at += 128
     blocks = ("max", 1, ("min", ("ceildiv", extent, 64), ("sub", "sm_count", "cluster_margin")))
     return replace(
@@ -61,13 +68,13 @@ def layers(tmp_path_factory):
     """Makes a layer whose kernels change after `SMALL` tokens, with its fake driver."""
     simple = samples.records
 
-    def layer_of(name):
+    def layer_of(name, change=None):
         with pytest.MonkeyPatch.context() as patch:
             if name == "built":
                 table, rich_records = built()
             else:
                 table = replace(options(**CASES.get(name, SERVED)), name=name)
-                rich_records = {part: rich(each) for part, each in simple(table).items()}
+                rich_records = {part: rich(each, change) for part, each in simple(table).items()}
             patch.setattr(samples, "records", lambda table: rich_records)
             library, fake = samples.library(tmp_path_factory.mktemp(name), table, variants=2)
         by_part = {}
@@ -172,6 +179,116 @@ def test_a_driver_that_encodes_tensor_maps_in_another_way_encodes_each(layers, m
         want = launched(fake, lambda given=given: layer.bind_forward(**given)(77))
         assert launched(fake, lambda given=given: layer.forward(**given, stream=77)) == want
     assert bool(layer._idle) == compiled
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Has an entry for each call that compiled code served."""
+    calls, serve = [], Fitted.serve
+    monkeypatch.setattr(Fitted, "serve", lambda *given: calls.append(serve(*given)))
+    return calls
+
+
+def as_bound(layer, fake, which, given):
+    """Checks that a call launches what a bound pass does. Whether both were refused."""
+    bind, now = (layer.bind_backward, layer.backward) if which == BACKWARD else (layer.bind_forward, layer.forward)
+    want = launched(fake, lambda: bind(**given)(77))
+    assert launched(fake, lambda: now(**given, stream=77)) == want
+    return isinstance(want, str)
+
+
+def step_of(name):
+    """The alignment of an argument."""
+    return ALIGNMENT if name in ("kept", "scratch") else 16
+
+
+def exact(layer, which, rng, tokens):
+    """Arguments of a pass, none with more memory than it needs, and the bytes of each."""
+    buffers, dims, outputs = layer.record.buffers, layer.dims(tokens), set(layer.outputs(which))
+    given, plan = call(layer, which, rng, tokens, outputs, set()), layer._plan(which, tokens, outputs)
+    needed = {"kept": plan.kept_bytes, "scratch": plan.scratch_bytes}
+    given |= {name: replace(given[name], shape=(size,)) for name, size in needed.items()}
+    for name in given.keys() - needed.keys():
+        needed[name] = DTYPES[buffers[name].dtype].bytes * prod(buffers[name].extents(dims))
+    return given, needed
+
+
+@pytest.mark.parametrize("which", [FORWARD, BACKWARD])
+def test_arguments_may_touch_in_any_order_but_share_no_memory(layers, served, which):
+    (layer, fake), rng = layers("gpt-oss"), random.Random(which)
+    given, needed = exact(layer, which, rng, FEW + 2)
+    as_bound(layer, fake, which, given)
+    refused, order = 0, list(given)
+
+    def stacked(nearer=0):
+        """One after the other, as near as their alignment allows; the one of this number still nearer."""
+        at = 0x100_0000_0000
+        for number, name in enumerate(order):
+            step = step_of(name)
+            at = -(-at // step) * step - step * bool(number and number == nearer)
+            given[name] = replace(given[name], address=at)
+            at += needed[name]
+        return given
+
+    for _ in range(6):
+        rng.shuffle(order)
+        for number in range(1, len(order)):
+            for _ in range(2):  # a pass that was refused is not used again
+                as_bound(layer, fake, which, stacked())
+            assert served, order
+            served.clear()
+            refused += as_bound(layer, fake, which, stacked(nearer=number))
+            assert not served, (order, number)  # or a kernel might write what another one reads
+    assert refused
+
+
+@pytest.mark.parametrize("which", [FORWARD, BACKWARD])
+def test_each_address_is_checked(layers, served, which):
+    (layer, fake), rng = layers("gpt-oss"), random.Random(which)
+    given, needed = exact(layer, which, rng, FEW + 2)
+    as_bound(layer, fake, which, given)
+    for name, tensor in given.items():
+        step = step_of(name)
+        too_high = (2**64 - needed[name]) // step * step + step
+        for address in (tensor.address + step // 2, 0, too_high):
+            as_bound(layer, fake, which, given | {name: replace(tensor, address=address)})
+            assert not served, (name, address)
+            for _ in range(2):  # a pass that was refused is not used again
+                as_bound(layer, fake, which, given)
+            assert served
+            served.clear()
+
+
+@pytest.mark.parametrize("change", [
+    lambda each: replace(each, dims=(*each.dims, 1), strides=(*each.strides, 32), box=(64, 8, 1), element_strides=(),
+                         interleave="32B"),
+    lambda each: replace(each, dtype="u4_align16", box=(128, 8)),
+], ids=["interleaved", "padded"])  # fmt: skip
+def test_tensor_maps_at_multiples_of_32_bytes_are_left_to_the_driver(layers, monkeypatch, change):
+    """It refuses other addresses, which no other check looks at."""
+    for name, number in (("cuTensorMapEncodeTiled", 2), ("cuTensorMapReplaceAddress", 1)):
+
+        def refusing(self, *fields, function, number):
+            return (CUresult.CUDA_ERROR_INVALID_VALUE, None) if fields[number] % 32 else function(self, *fields)
+
+        refusing = partialmethod(refusing, function=getattr(FakeDriver, name), number=number)
+        monkeypatch.setattr(FakeDriver, name, refusing)
+    (layer, fake), rng = layers("gpt-oss", change), random.Random(0)
+    for tokens in (FEW, FEW + 1, FEW + 2):
+        given = call(layer, FORWARD, rng, tokens, set(layer.outputs(FORWARD)), set())
+        assert not as_bound(layer, fake, FORWARD, given)
+    assert as_bound(layer, fake, FORWARD, given | {"x": replace(given["x"], address=given["x"].address + 16)})
+
+
+def test_tensor_maps_lie_where_the_driver_takes_them(layers):
+    (layer, fake), rng = layers("gpt-oss"), random.Random(1)
+    for which in (FORWARD, INFERENCE, BACKWARD):
+        for outputs in (set(layer.outputs(which)), {next(iter(layer.outputs(which)))}):
+            for tokens in (FEW, SMALL + 1):
+                as_bound(layer, fake, which, call(layer, which, rng, tokens, outputs, set()))
+    arenas = [moving.fitted._arena for passes in layer._idle.values() for moving in passes.idle]
+    begins = [ctypes.addressof(ctypes.c_char.from_buffer(arena.memory)) for arena in arenas]
+    assert len(begins) >= 8 and not any(begin % 64 for begin in begins)
 
 
 def test_compiled_expressions_have_the_values_of_evaluated_ones():
