@@ -214,26 +214,35 @@ def why_not(manifest: Mapping[str, Any]) -> str:
         module = sys.modules.get(name)
         if module is None or names_digest(module, attributes, computes) != expected:
             return f"module {name} has other names"
+    digests = dict[int, _Digest]()
     for place, expected in manifest["values"].items():
-        if why := _why_not_value(place, expected, manifest["memos"].get(place)):
+        if why := _why_not_value(place, expected, manifest["memos"].get(place), digests):
             return why
     return ""
 
 
-def _why_not_value(place: str, expected: str, memos: Any) -> str:
+_Digest = tuple[Any, str, list[Any]]
+"""A value, its digest, and the memoised functions in it."""
+
+
+def _why_not_value(place: str, expected: str, memos: Any, digests: dict[int, _Digest]) -> str:
     module, _, name = place.rpartition(":")
     if module not in sys.modules:
         return f"module {module} is not imported"
-    value, walk = read((module, name)), Walk()
+    value = read((module, name))
     if value is NOTHING:
         return "" if expected == ABSENT else f"value {place} is gone"
     try:
-        walk(value)
-        if walk.hexdigest() != expected:
+        if id(value) not in digests:  # a value may be a global of many modules
+            walk = Walk()
+            walk(value)
+            digests[id(value)] = value, walk.hexdigest(), walk.memos
+        _, found, functions = digests[id(value)]
+        if found != expected:
             return f"value {place} changed"
-        if walk.memos:
+        if functions:
             before, after = memos
-            for function, first, last in zip(walk.memos, before, after, strict=True):
+            for function, first, last in zip(functions, before, after, strict=True):
                 now = remembered(function)
                 # What the trace itself added may be missing: it would be computed from what was recorded.
                 if any(now.get(key) != result for key, result in first.items() if key in last) or any(
