@@ -406,7 +406,8 @@ class _Launches:
 
     def _field(self, at: int, value: Value) -> None:
         """A field of a tensor map."""
-        self._written.append((f"memory, {at}", "I", str(value)))
+        if isinstance(value, str):  # else as it was bound: a class may be of one number of tokens
+            self._written.append((f"memory, {at}", "I", value))
 
     def _bound(self, record: LaunchRecord, step: LayerStep) -> dict[str, Value]:
         """Dims and strides of a launch, whose tensors are contiguous; checks as `binding.bind`."""

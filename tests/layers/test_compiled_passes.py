@@ -27,7 +27,7 @@ from tests.runtime.fake import CUresult, FakeDriver
 from tests.runtime.samples import Torchlike
 
 SMALL, CALLS = 99, 60
-COUNTS = (FEW, FEW + 1, SMALL, SMALL + 1)
+COUNTS = (FEW, FEW + 1, SMALL, SMALL + 1, SMALL + 2)
 STREAMS = (0, 77, 78)
 
 
@@ -65,7 +65,7 @@ def rich(record, change=None):
 
 @pytest.fixture(scope="module")
 def layers(tmp_path_factory):
-    """Makes a layer whose kernels change after `SMALL` tokens, with its fake driver."""
+    """Makes a layer whose kernels change after `SMALL` tokens, one of them a token later, with its fake driver."""
     simple = samples.records
 
     def layer_of(name, change=None):
@@ -82,7 +82,7 @@ def layers(tmp_path_factory):
             part = listed.record.name.partition("@")[0].rpartition(".")[2]
             by_part.setdefault(part, []).append(listed.record.name)
         layer = library.layer(f"{table.file}/{table.name}")
-        return with_ladders(library, layer, lambda part, tokens: by_part[part][tokens > SMALL]), fake
+        return with_ladders(library, layer, lambda part, tokens: by_part[part][tokens > SMALL + (part == "fc2")]), fake
 
     return layer_of
 
