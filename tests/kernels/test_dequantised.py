@@ -43,13 +43,16 @@ def module_on(machine, scales, consumer):
 CASES = {
     "few": {"tile": (16, 128)},
     "few, low": {"tile": (32, 64), "glu_layout": "concat"},
+    "more": {"tile": (64, 128), "mainloop": "swap-ab"},
     "many": {"tile": (128, 128), "mainloop": "cooperative", "glu_layout": "concat"},
 }
+LEFT = {"many": [128, 97, 96, 65, 64, 1]}  # rows that a tile has, where it matters
+HEIGHTS = {128: 128, 97: 128, 96: 96, 65: 96, 64: 64, 1: 64}  # how many of them are multiplied
 
 
 @pytest.mark.parametrize("consumer", [0, 1])
-@pytest.mark.parametrize("case", CASES)
-def test_a_tile_is_the_sum_of_its_blocks_times_their_scales(case, consumer):
+@pytest.mark.parametrize(("case", "left"), [(case, left) for case in CASES for left in LEFT.get(case, [16])])
+def test_a_tile_is_the_sum_of_its_blocks_times_their_scales(case, left, consumer):
     plan = gemm_plan(quant="in=fp8-weights", **CASES[case])
     (tile_m, tile_n), concat = plan.tile, plan.glu_layout == "concat"
     rng = np.random.default_rng(0)
@@ -74,27 +77,34 @@ def test_a_tile_is_the_sum_of_its_blocks_times_their_scales(case, consumer):
     loop.scales = object.__new__(of_scales.WScale)
     loop.await_stage = machine.await_stage
     got = []
-    loop.exchange = loop.hand_over = lambda sums, *_: got.append(sums.copy())
+    loop.exchange = loop.hand_over = lambda sums, *rest: got.extend([sums.copy(), rest[-1]])
     work = SimpleNamespace(
         extents=SimpleNamespace(k=K, n=N, half_n=N // 2), warp_of_cta=consumer * 4 + WARP, warpgroup=consumer,
         operands=SimpleNamespace(w_scale=SimpleNamespace(toint=lambda: 0)),
     )  # fmt: skip
-    sums = np.zeros((loop.blocks * tile_m // 2, 128))
-    products = tuple(Registers(machine, tile_m // 2) for _ in range(loop.blocks))
-    sets = tuple(Registers(machine, 8) for _ in range(module.SETS))
+
+    def registers(rows, x):
+        products = tuple(Registers(machine, rows // 2) for _ in range(loop.blocks))
+        sets = tuple(Registers(machine, 8) for _ in range(module.SETS))
+        read, scales = np.zeros((loop.ahead * 4, 128), np.uint32), np.zeros((loop.blocks, 128))
+        return module.Fragments(products, sets, read, scales, np.zeros((loop.blocks * rows // 2, 128)), x)
+
+    loop.registers = registers
     where = type("X", (), {"__getitem__": lambda self, at: at})()
     pointer = SimpleNamespace(toint=lambda: 0)
     stages = SimpleNamespace(w=pointer, full=0, empty=0, exchange=None)
-    read = np.zeros((loop.blocks * 16, 128), np.uint32)
-    fragments = module.Fragments(products, sets, read, np.zeros((loop.blocks, 128)), sums, where)
     run = loop.of_tile(Run(0, -(-K // 128)), Tile(0, tile_m, n_tile, group, 0), work)
-    loop.run_tile(None, fragments, stages, run, tile_m, consumer, LANE)
+    rows_left = left - (consumer * 64 if case == "many" else 0)
+    loop.run_tile(None, where, stages, run, rows_left, consumer, LANE)
 
+    height = HEIGHTS[left] if case == "many" else tile_m
+    assert case != "many" or got[1] == height
+    assert (machine.held, machine.flown) == ((3, 3) if tile_m <= 32 else (2, 4))  # high tiles read no stage ahead
     assert passed == [3]
     assert len(machine.released) == len(machine.there) == 3
     values = table("e4m3")[codes[columns]].astype(float)
     for block in range(loop.blocks):
-        for index in range(tile_m // 2):
+        for index in range(height // 2):
             chunk, (r, c) = index // 4, divmod(index % 4, 2)
             row = (0 if plan.pingpong else consumer * 64) + block * 64 + WARP * 16 + LANE // 4 + r * 8
             token = chunk * 8 + LANE % 4 * 2 + c

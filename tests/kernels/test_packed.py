@@ -52,8 +52,8 @@ def fetched_from(plan, n_tile, group):
 
 
 @pytest.mark.parametrize("consumer", [0, 1])
-@pytest.mark.parametrize("case", CASES)
-def test_a_tile_is_the_product_with_values_times_scales(case, consumer):
+@pytest.mark.parametrize(("case", "height"), [("few", 16), ("more", 64), ("many", 128), ("many", 96), ("many", 64)])
+def test_a_tile_is_the_product_with_values_times_scales(case, height, consumer):
     plan = gemm_plan(quant="in=mxfp4-weights", **CASES[case])
     (tile_m, tile_n), n_tile, group = plan.tile, 1, 1
     rng = np.random.default_rng(0)
@@ -89,21 +89,27 @@ def test_a_tile_is_the_product_with_values_times_scales(case, consumer):
     loop.blocks, loop.turns = 1, SimpleNamespace(pass_on=lambda consumer: None)
     got = []
     loop.exchange = loop.hand_over = lambda product, *_: got.append(product.numbers.copy())
-    product, sets = Registers(machine, tile_m // 2), tuple(Registers(machine, 8) for _ in range(parent.SETS))
+
+    def registers(rows, x):
+        sets = tuple(Registers(machine, 8) for _ in range(parent.SETS))
+        read, exponents = np.zeros((loop.ahead * 8, 128), np.uint32), np.zeros((4, 128), np.uint32)
+        return parent.Fragments((Registers(machine, rows // 2),), sets, read, exponents, None, x)
+
+    loop.registers = registers
     where = type("X", (), {"__getitem__": lambda self, at: at})()
     stages = SimpleNamespace(
         w=SimpleNamespace(toint=lambda: 0), scales=SimpleNamespace(toint=lambda: machine.first), full=0, empty=0,
         exchange=None,
     )  # fmt: skip
-    read, exponents = np.zeros((32, 128), np.uint32), np.zeros((4, 128), np.uint32)
-    fragments = parent.Fragments((product,), sets, read, exponents, None, where)
     count = -(-K // 128)
     run = loop.of_tile(Run(0, count), Tile(0, tile_m, n_tile, group, 0), SimpleNamespace(extents=SimpleNamespace(k=K)))
-    loop.run_tile(None, fragments, stages, run, tile_m, consumer, LANE)
+    rows_left = height - (consumer * 64 if case == "many" else 0)
+    loop.run_tile(None, where, stages, run, rows_left, consumer, LANE)
 
+    assert (machine.held, machine.flown) == (3, 3)  # tiles of any height read a stage ahead
     assert len(machine.released) == len(machine.there) == count
     want = mxfp4.decode(w[group, columns], scales[group, columns]) @ x.T
-    for index in range(tile_m // 2):
+    for index in range(height // 2):
         chunk, (r, c) = index // 4, divmod(index % 4, 2)
         row, token = consumer * 64 + WARP * 16 + LANE // 4 + r * 8, chunk * 8 + LANE % 4 * 2 + c
         assert np.array_equal(got[0][index], want[row, token])

@@ -23,6 +23,7 @@ class Machine:
     def __init__(self, plan, w, x):
         self.plan, self.w, self.x = plan, w, x
         self.flying, self.open, self.there, self.released = [], [], [], []
+        self.held = self.flown = 0  # the most stages that were there at once; the most groups of wgmma in flight
         self.memory = np.zeros(plan.stages * plan.tile[1] * plan.w_row_bytes, np.uint8)
         self.steps = plan.tile_k // 16  # of a stage, one wgmma each
 
@@ -46,6 +47,7 @@ class Machine:
         assert number - len(self.released) < self.plan.stages  # else it could not have come
         self.load(stage, number)
         self.there.append(stage)
+        self.held = max(self.held, len(self.there) - len(self.released))
 
     def release(self, plan, barrier, lane):
         number = len(self.released)
@@ -69,6 +71,7 @@ class Machine:
         given = self.x[:, first : first + 16]
         x[:, : given.shape[1]] = given
         flat = product.numbers
+        assert len(flat) == mma.rows // 2
         if not mma.fields["accumulate"]:
             flat[:] = 0
         for index in range(len(flat)):
@@ -79,6 +82,7 @@ class Machine:
 
     def commit(self):
         self.flying.append(self.open)
+        self.flown = max(self.flown, len(self.flying))
         self.open = []
 
     def wait(self, most):
@@ -200,8 +204,10 @@ RUN = {
 
 
 class Mma:
-    def __init__(self):
-        self.fields = {}
+    """wgmma with so many rows of x."""
+
+    def __init__(self, rows):
+        self.fields, self.rows = {}, rows
 
     def set(self, field, value):
         self.fields[field] = value

@@ -6,13 +6,16 @@ values of a stage, 128 of K, makes bf16 of them, which is exact, and multiplies
     P_b[n, m] = sum over the 128 of K of block b,  w . x^T        wgmma m64nTILE_Mk16, from an empty accumulator
     sum[n, m] = fma(P_b[n, m], w_s[n / 128, b], sum[n, m])        float32, block after block
 
-A product does not depend on the height of its tile, so a row of x has the same bits among few rows and among many.
+A product does not depend on the height of its tile, so a row of x has the same bits among few rows and among many; and
+of a high tile hardly more rows are multiplied than exist.
 Both consumer warpgroups share a tile, each half of its columns, so that one makes factors while the other waits; they
 take turns in finishing tiles of few rows. (A tile of 64 columns has a warpgroup for itself.)
 
-While a stage is converted, what a lane reads of the next one is on its way: of each set of factors, as soon as the
-registers that it comes to have been converted. Registers of factors are used in turn, so that a wgmma may still read
-one set while the next is made; what a block has added up to is taken over behind the first factors of the next block.
+What a lane reads is on its way while sets of factors before it are made: of each set, as soon as the registers that it
+comes to have been converted. Tiles of few rows read a stage ahead, and so do all of MXFP4; of higher ones of FP8 stages
+are read as they come, and filled again the sooner, and one wgmma more is on its way. Registers of factors are used in
+turn, so that a wgmma may still read one set while the next is made; what a block has added up to is taken over behind
+the first factors of the next block.
 """
 
 from typing import NamedTuple
@@ -37,6 +40,8 @@ SETS = 4  # of registers that hold factors
 DEPTH = 16  # of K, that one wgmma multiplies
 PARTS = 4  # sets of a stage's 128 of K, two wgmma each
 WORDS = 4  # of FP8 values, that a lane has of a set
+LOW = 32  # rows of a tile of FP8 values whose stages are read one ahead
+HEIGHTS = 64, 96  # rows of x that are multiplied of a higher tile
 
 
 class Fragments(NamedTuple):
@@ -73,30 +78,50 @@ class DequantisedLoop(SwappedLoop):
         self.concat = plan.halved and plan.glu_layout == "concat"
         self.scales = Operands(halves).role(SCALES)
 
+    @property
+    def sets(self) -> int:
+        """Sets of factors of a stage."""
+        return PARTS * self.blocks
+
+    @property
+    def early(self) -> bool:
+        """Whether a stage is read while the one before is converted."""
+        return self.plan.tile[0] <= LOW
+
+    @property
+    def ahead(self) -> int:
+        """Sets that are read before they are converted."""
+        return self.sets if self.early else 1
+
     def fragments(self, smem_x, smem_w):
-        """The epilogue's accumulators; `Fragments`."""
-        mma = self.tiled_mma()
+        """The epilogue's accumulators; wgmma descriptors of x, for every stage."""
         tile_m, tile_n = self.plan.tile
         most = cute.make_rmem_tensor((self.plan.warpgroup_rows * tile_n // self.plan.arch.warpgroup,), Float32)
-        shape = mma.partition_shape_C((64, tile_m))
-        products = tuple(mma.make_fragment_C(shape) for _ in range(self.blocks))
-        sets = tuple(mma.make_fragment_A(mma.partition_shape_A((64, 2 * DEPTH))) for _ in range(SETS))
-        x = mma.make_fragment_B(mma.get_slice(0).partition_B(self.x_tensor(smem_x)))
-        return most, Fragments(products, sets, *self.registers(), x)
+        mma = self.tiled_mma(tile_m)
+        return most, mma.make_fragment_B(mma.get_slice(0).partition_B(self.x_tensor(smem_x)))
 
-    def registers(self) -> tuple:
+    def registers(self, rows: int, x) -> Fragments:
+        """Those of a tile, of which so many rows of x are multiplied: made for it alone, or ptxas would keep what they
+        have from tile to tile.
+        """
+        mma = self.tiled_mma(rows)
+        products = tuple(mma.make_fragment_C(mma.partition_shape_C((64, rows))) for _ in range(self.blocks))
+        sets = tuple(mma.make_fragment_A(mma.partition_shape_A((64, 2 * DEPTH))) for _ in range(SETS))
+        return Fragments(products, sets, *self.read_registers(rows), x)
+
+    def read_registers(self, rows: int) -> tuple:
         """Those for what has been read, scales and sums."""
         return (
-            cute.make_rmem_tensor((self.blocks * PARTS * WORDS,), Uint32),
+            cute.make_rmem_tensor((self.ahead * WORDS,), Uint32),
             cute.make_rmem_tensor((self.blocks,), Float32),
-            cute.make_rmem_tensor((self.blocks * self.plan.tile[0] // 2,), Float32),
+            cute.make_rmem_tensor((self.blocks * rows // 2,), Float32),
         )
 
-    def tiled_mma(self):
-        """wgmma of one warpgroup, w from registers."""
+    def tiled_mma(self, rows: int):
+        """wgmma of one warpgroup, w from registers, and so many rows of x."""
         major = OperandMajorMode.K
         source = warpgroup.OperandSource.RMEM
-        shape = (64, self.plan.tile[0])
+        shape = (64, rows)
         return make_trivial_tiled_mma(self.x_dtype, self.x_dtype, major, major, Float32, (1, 1, 1), shape, source)
 
     def of_tile(self, run: Run, tile: Tile, work: Work):
@@ -119,32 +144,66 @@ class DequantisedLoop(SwappedLoop):
         return tile.n_tile * half + column - side * half + side * work.extents.half_n
 
     @cute.jit
-    def run_tile(self, most, fragments, stages: Stages, run, rows_left: Int32, consumer: Int32, lane: Int32):
+    def run_tile(self, most, x, stages: Stages, run, rows_left: Int32, consumer: Int32, lane: Int32):
         """As the parent's."""
+        rows = rows_left
+        if cutlass.const_expr(not self.plan.swapped):
+            rows = rows + consumer * self.plan.warpgroup_rows
+        self.multiply(self.heights, most, x, stages, run, rows, consumer, lane)
+
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """How many rows of x may be multiplied: of a high tile, hardly more than exist."""
+        tile_m = self.plan.tile[0]
+        return (*(height for height in HEIGHTS if height < tile_m), tile_m)
+
+    @cute.jit
+    def multiply(self, heights: cutlass.Constexpr, most, x, stages, run, rows: Int32, consumer, lane):
+        """Accumulate a tile that has so many rows, in the first of `heights` that has room for them."""
+        height, *higher = heights
+        if cutlass.const_expr(not higher):
+            self.multiply_tile(most, x, stages, run, height, consumer, lane)
+        else:
+            if rows <= height:
+                self.multiply_tile(most, x, stages, run, height, consumer, lane)
+            else:
+                self.multiply(tuple(higher), most, x, stages, run, rows, consumer, lane)
+
+    @cute.jit
+    def multiply_tile(self, most, x, stages, run, rows: cutlass.Constexpr, consumer: Int32, lane: Int32):
+        """Accumulate a tile, of which so many rows of x are multiplied."""
+        fragments = self.registers(rows, x)
         depth = self.plan.stages
         stage = ptx.modulo(run.position, depth)
         phase = ptx.divide(run.position, depth) & 1
         places = self.places(stages, self.row(consumer, lane), lane)
         self.await_stage(stages.full + stage, phase)
         self.begin(fragments, places, run, stage)
-        after, turned = self.after(stage, phase, run.count > 1)
-        self.await_stage(stages.full + after, turned)
-        self.add_stage(fragments, places, run, (stage, after), Int32(0), None, lane)
+        after, turned = stage, phase
+        if cutlass.const_expr(self.early):
+            after, turned = self.after(stage, phase, run.count > 1)
+            self.await_stage(stages.full + after, turned)
+        self.add_stage(fragments, places, run, (stage, after), rows, Int32(0), None, lane)
         released = stage
         for number in cutlass.range(1, run.count, unroll=1):
-            stage, phase = after, turned
-            after, turned = self.after(stage, phase, number + 1 < run.count)
-            self.await_stage(stages.full + after, turned)
-            self.add_stage(fragments, places, run, (stage, after), number, stages.empty + released, lane)
+            if cutlass.const_expr(self.early):
+                stage, phase = after, turned
+                after, turned = self.after(stage, phase, number + 1 < run.count)
+                self.await_stage(stages.full + after, turned)
+            else:
+                stage, phase = self.after(stage, phase, True)
+                self.await_stage(stages.full + stage, phase)
+                self.enter(fragments, places, stage)
+            self.add_stage(fragments, places, run, (stage, after), rows, number, stages.empty + released, lane)
             released = stage
         self.turns.pass_on(consumer)
         warpgroup.wait_group(0)
         release(self.plan, stages.empty + released, lane)
-        sums = self.total(fragments)
+        result = self.total(fragments)
         if cutlass.const_expr(self.plan.alternates):
-            self.hand_over(sums, most, stages.exchange, run.number, consumer, lane)
+            self.hand_over(result, most, stages.exchange, run.number, consumer, lane)
         else:
-            self.exchange(sums, most, stages.exchange, consumer, lane)
+            self.exchange(result, most, stages.exchange, consumer, lane, rows)
 
     @cute.jit
     def after(self, stage: Int32, phase: Int32, more: Boolean):
@@ -162,20 +221,23 @@ class DequantisedLoop(SwappedLoop):
         row = warp * WARP_ROWS + (lane >> 2)
         return row if self.plan.pingpong else row + consumer * self.share
 
-    def add_stage(self, fragments, places, run, which: tuple, number: Int32, before, lane) -> None:
-        """Convert a stage's factors and start its wgmma, and read the stage after it; which: both. number: of the
-        tile's stages. before: the barrier that releases the stage before; None of the first.
+    def add_stage(self, fragments, places, run, which: tuple, rows: int, number: Int32, before, lane) -> None:
+        """Convert a stage's factors and start its wgmma, and read ahead. which: it, and the stage after it. rows: of x.
+        number: of the tile's stages. before: the barrier that releases the stage before; None of the first.
         """
-        start, add = self.tiled_mma(), self.tiled_mma()
+        stage, after = which
+        start, add = self.tiled_mma(rows), self.tiled_mma(rows)
         start.set(warpgroup.Field.ACCUMULATE, False)
         add.set(warpgroup.Field.ACCUMULATE, True)
-        stage, after = which
-        for index in range(PARTS * self.blocks):
+        for index in range(self.sets):
             block, part = divmod(index, PARTS)
             factors = fragments.sets[index % SETS]
-            warpgroup.wait_group(SETS - 2)  # what reads this set has ended
+            warpgroup.wait_group(SETS - (2 if self.early else 1))  # what reads this set has ended
             self.convert(fragments, places, run, index, cute.recast_tensor(factors, Uint32))
-            self.read(fragments, places, after, index)
+            if self.early:
+                self.read(fragments, places, after, index)
+            elif index + 1 < self.sets:
+                self.read(fragments, places, stage, index + 1)
             self.meanwhile(fragments, places, run, index, after, number, before, lane)
             warpgroup.fence()
             for step in range(2):
@@ -219,12 +281,16 @@ class DequantisedLoop(SwappedLoop):
         return stages.w.toint() + row * self.plan.w_row_bytes + (lane & 3) * 2, ((lane >> 2) & 7) * DEPTH
 
     def begin(self, fragments, places, run, stage: Int32) -> None:
-        """Read a tile's first stage."""
-        for index in range(PARTS * self.blocks):
-            self.read(fragments, places, stage, index)
+        """Read what a tile begins with."""
+        self.enter(fragments, places, stage)
         self.load_scales(fragments, run, Int32(0))
         for number in range(cute.size(fragments.sums)):
             fragments.sums[number] = Float32(0.0)
+
+    def enter(self, fragments, places, stage: Int32) -> None:
+        """Read a stage's first sets."""
+        for index in range(self.ahead):
+            self.read(fragments, places, stage, index)
 
     def read(self, fragments, places, stage: Int32, index: int) -> None:
         """Read what a set of factors is made of."""
@@ -235,13 +301,13 @@ class DequantisedLoop(SwappedLoop):
             unit = address + ((part * 2 + step) * DEPTH ^ swizzle)
             for r in range(2):
                 place = (block * self.plan.arch.mma_rows + r * 8) * row_bytes
-                fragments.raw[index * WORDS + step * 2 + r] = loaded(unit, place)
+                fragments.raw[index % self.ahead * WORDS + step * 2 + r] = loaded(unit, place)
 
     def convert(self, fragments, places, run, index: int, words) -> None:
         """Make a set of factors of what has been read."""
         for step in range(2):
             for r in range(2):
-                low, high = converted(fragments.raw[index * WORDS + step * 2 + r])
+                low, high = converted(fragments.raw[index % self.ahead * WORDS + step * 2 + r])
                 words[step * 4 + r], words[step * 4 + 2 + r] = low, high
 
     def meanwhile(self, fragments, places, run, index: int, after: Int32, number: Int32, before, lane) -> None:

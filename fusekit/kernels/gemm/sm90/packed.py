@@ -52,8 +52,9 @@ class PackedLoop(DequantisedLoop):
     """Load role and accumulation; `most` of the parents are the products in the epilogue's order."""
 
     anew = False
+    early = True
 
-    def registers(self) -> tuple:
+    def read_registers(self, rows: int) -> tuple:
         """As the parent's; low and high bytes of the scales of a lane's two rows, and no sums."""
         return cute.make_rmem_tensor((PARTS * WORDS,), Uint32), cute.make_rmem_tensor((4,), Uint32), None
 

@@ -53,11 +53,12 @@ class SwappedLoop(MainLoop):
         """As the parent's; every tile has rows."""
         products, factors = fragments
         self.accumulate(products, factors, stages, run, consumer, lane)
-        self.exchange(products, most, stages.exchange, consumer, lane)
+        self.exchange(products, most, stages.exchange, consumer, lane, self.plan.tile[0])
 
     @cute.jit
-    def exchange(self, products, most, memory, consumer: Int32, lane: Int32):
-        """Turn a tile's products; all threads that work on it. Warps beyond the tile's rows get those of others.
+    def exchange(self, products, most, memory, consumer: Int32, lane: Int32, height: cutlass.Constexpr):
+        """Turn a tile's products, of the first `height` rows; all threads that work on it. Warps beyond the tile's rows
+        get those of others, and those beyond `height` anything.
 
         Of a tile that two warpgroups share, each has half of the columns before and half of the rows after: a half of
         the rows goes through memory at a time.
@@ -75,7 +76,7 @@ class SwappedLoop(MainLoop):
         to = base + (row * pitch + column) * 4
         line = (warp & (rows // WARP_ROWS - 1)) * WARP_ROWS + (lane >> 2)
         source = base + (line * pitch + (lane & 3) * 2) * 4
-        how = to, source, barrier, threads, tile_n // own // 64
+        how = to, source, barrier, threads, tile_n // own // 64, height
         if cutlass.const_expr(own == 1):
             self.turn(products, most, how, own, 0)
         else:
@@ -86,11 +87,11 @@ class SwappedLoop(MainLoop):
 
     def turn(self, products, most, how: tuple, parts: int, taken: int) -> None:
         """Put so many parts of the rows in shared memory, one after the other, and take the one that is to be taken."""
-        to, source, barrier, threads, blocks = how
+        to, source, barrier, threads, blocks, height = how
         rows = self.plan.tile[0] // parts
         for part in range(parts):
             cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)  # what was there has been read
-            self.put(products, to, blocks, part * rows, rows)
+            self.put(products, to, blocks, part * rows, min(rows, max(height - part * rows, 0)))
             cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
             if part == taken:
                 self.take(most, source)
