@@ -8,7 +8,8 @@ a weight gradient a group's rows),
 - `rows` are those of the tile's blocks, as high as a matrix instruction, that hold any; one that holds none is free.
 - `epilogue` is 0 with a ping-pong main loop, which hides it behind the next tile. A cooperative one hides nothing: its
   epilogue takes as long as 90 elements of the reduction, as 90 more if it also stores the pre-activation, and as 300
-  more if it runs backward through an activation; as 500 with FP8 operands, whose products take half the time.
+  more if it runs backward through an activation; as 500 with FP8 operands, whose products take half the time, unlike
+  those of FP8 or MXFP4 weights with bf16 tokens.
 - What is fetched costs time and, at the power limit, clock: 5 products for each element that goes through shared
   memory, and 5 for each that comes from L2, from where a cluster has the operand that its CTAs share but once.
 
@@ -29,9 +30,11 @@ where a dense product, of up to twice as many rows, has instead
 
 and a tile takes ELEMENT_NS and its operands at TILE_GBS, for it waits for each step of its main loop.
 
-A tile of MXFP4 weights makes bf16 of them, whatever its height, in the time of MX_ROWS rows; its kernel takes
+A tile of MXFP4 weights makes bf16 of them, whatever its height, in the time of MADE_ROWS rows; its kernel takes
 
     sqrt(products^2 + read^2)
+
+and so does one of FP8 weights that has more rows than any swapped tile, where groups do.
 
 `read` is the weights of the groups that have rows, from memory; `taken in` what each SM has of the operands of its
 other tiles, at SM_GBS and with TILE_ENDS. Rows that choose their groups at random leave E (1 - 1/E)^M of E groups
@@ -73,7 +76,7 @@ DEPTH = 4096  # the reduction of a problem that does not give it
 PADDING = 0.25  # what a padded column costs, of one that is not
 STATIC = 1.05
 MX_BYTES = 1 / 2 + 1 / MX_SIDE  # of a value of MXFP4, with its share of a scale
-MX_ROWS = 90.0  # of a tile of bf16 that take as long as to make its factors of MXFP4
+MADE_ROWS = 90.0  # of a tile of bf16 that take as long as to make its factors of MXFP4 or FP8
 SM_GBS = 60.0  # GB/s that one multiprocessor takes in while all do
 ELEMENT_NS, TILE_GBS = 2.4, 250.0  # of a tile that has its SM for itself, for each element of the reduction; GB/s
 TILE_ENDS = 8.0  # rows of operands that come in the time between two tiles
@@ -154,21 +157,23 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None, gpu: Gpu | 
     padded *= padded_across * busy
     work = -(-padded // sms) if spec.get("split") else waves(PADDING * padded + (1 - PADDING) * full, sms)
     quant = str(spec.get("quant"))
-    packed = f"in={MX_W}" in quant
-    if packed:
-        rows = max(float(tile_m), MX_ROWS)
+    packed, alone = f"in={MX_W}" in quant, _weights_alone(quant)
+    low = max(arch.tile_rows[SWAPPED])
+    few = not operation.reduces_rows and few_rows(problem[down], groups, bool(operation.ragged), low)
+    converts = packed or (alone and tile_m > low and not few)
+    if converts:
+        rows = max(rows, MADE_ROWS)
     tile = rows * tile_n * dearer + fetched
     if operation.reduces_rows:
         return tile * work * (static if padded > sms else 1.0)
     products = tile * work * (static if padded > sms else 1.0)
     of_w = MX_BYTES if packed else 1 if "in=" in quant else 2  # bytes of an element
-    of_x = 2 if packed or f"in={FP8_W}" in quant else of_w
+    of_x = 2 if alone else of_w
     byte = gpu.sm_rate * 500  # products in the time of one at 1 GB/s
     read = busy * problem[across] * of_w * byte / gpu.gbs
-    if packed:
+    if converts:
         return math.hypot(products, read)
     swapped = spec.get("mainloop") == SWAPPED
-    few = few_rows(problem[down], groups, bool(operation.ragged), max(arch.tile_rows[SWAPPED]))
     if not swapped and not few:
         return products
     if few and not operation.ragged:
@@ -198,9 +203,15 @@ def _epilogue(spec: Mapping[str, Any]) -> float:
     if spec.get("mainloop") != "cooperative":
         return 0.0
     cost = FP8_EPILOGUE
-    if spec.get("quant", "none") == "none":
+    quant = str(spec.get("quant", "none"))
+    if quant == "none" or _weights_alone(quant):
         cost = EPILOGUE + (SAVED if spec.get("save_preactivation") else 0.0)
     return cost + (BACKWARD if is_backward(spec.get("activation", {}).get("kind")) else 0.0)
+
+
+def _weights_alone(quant: str) -> bool:
+    """Whether weights are FP8 or MXFP4, and tokens bf16."""
+    return any(f"in={weights}" in quant for weights in (FP8_W, MX_W))
 
 
 def _groups(spec: Mapping[str, Any], problem: Mapping[str, int], operation: Operation) -> int:

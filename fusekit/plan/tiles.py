@@ -63,7 +63,7 @@ def refusals(plan: GemmPlan, mainloop: str) -> tuple[Refusal, ...]:
 
 def _tile_m(plan: GemmPlan, mainloop: str) -> Iterator[Refusal]:
     tile_m, rows = plan.tile[0], plan.arch.tile_rows
-    if plan.quant.mx_weights and mainloop == SWAPPED:
+    if plan.quant.weights_alone and mainloop == SWAPPED:
         rows = {**rows, SWAPPED: (*rows[SWAPPED], plan.arch.mma_rows)}
     if tile_m not in rows[mainloop]:
         allowed = " or ".join(str(m) for m in rows[mainloop])

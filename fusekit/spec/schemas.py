@@ -76,7 +76,7 @@ def _make_gemm(stem: str, values: Mapping[str, Any], choice: Mapping[str, Any]) 
     shared = quant.promoted or quant.transpose
     shared = shared or (quant.weights_alone and tile[0] not in arch.tile_rows[SWAPPED])
     mainloop = choice["mainloop"] or ("cooperative" if shared else default_mainloop(tile, arch))
-    if quant.mx_weights and tile[0] == arch.mma_rows and not choice["mainloop"]:
+    if quant.weights_alone and tile[0] == arch.mma_rows and not choice["mainloop"]:
         mainloop = SWAPPED
     return KernelSpec(
         file=stem,

@@ -8,7 +8,7 @@ fusekit.choice:
   preferred, where the model calls them hardly dearer than the best, or as the other tile not much dearer.
 - no tile, but clusters: for each of them the best tile and that other one.
 - a tile, but no cluster: for each tile the better of `CLUSTERS`; `ALONE` for a tile that cannot have either, as none of
-  MXFP4 weights can, whose `LOW` is for few rows as well.
+  MXFP4 weights can. `LOW` of FP8 and MXFP4 weights is for few rows as well.
 - no schedule: dynamic.
 
 Without a problem they are those of `TYPICAL`. Values that a table gives are kept: each of its lists has a variant for
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusekit.choice import rank
 from fusekit.choice.model import few_rows
-from fusekit.plan.quant import MX_W
+from fusekit.plan.quant import FP8_W, MX_W
 from fusekit.plan.tiles import SWAPPED
 from fusekit.spec.fields import SWEEP_FIELDS, Broken
 from fusekit.spec.model import KernelSpec, Problem
@@ -77,15 +77,16 @@ def expand(schema: "Schema", stem: str, values: Mapping[str, Any], index: Index)
     expansion = Expansion(unused=set(range(1, len(excluded) + 1)))
     fatal = False
     quant = values.get("quant")
-    packed = isinstance(quant, Mapping) and quant.get("in") == MX_W
+    inputs = quant.get("in") if isinstance(quant, Mapping) else None
+    alone = TILES if inputs == MX_W else (*FEW, LOW) if inputs == FP8_W else FEW
     for choice in _product(given):
         built: list[Spec] = []
         broken: list[Broken] = []
         for rest in _product(free):
-            if rest.keys() >= {"tile", "cluster"} and (rest["cluster"] == ALONE) != (packed or rest["tile"] in FEW):
+            if rest.keys() >= {"tile", "cluster"} and (rest["cluster"] == ALONE) != (rest["tile"] in alone):
                 continue
             spec = schema.make(stem, values, choice | rest)
-            if "cluster" in free and (spec.cluster == ALONE) != (packed or spec.mainloop == SWAPPED):
+            if "cluster" in free and (spec.cluster == ALONE) != (inputs == MX_W or spec.mainloop == SWAPPED):
                 continue
             matching = _matching(spec, index)
             expansion.unused -= matching

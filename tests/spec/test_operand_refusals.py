@@ -58,9 +58,9 @@ FP8_W = 'quant = { in = "fp8-weights" }\n'
     [
         (
             "tile = [128, 192]",
-            "tile = [128, 192]: tiles of FP8 weights are [128, 128], or 16 or 32 high; say one of these",
+            "tile = [128, 192]: tiles of FP8 weights are [128, 128], or 16 or 32 or 64 high; say one of these",
         ),
-        ('tile = [128, 128]\nmainloop = "pingpong"', "tiles of FP8 weights are [128, 128], or 16 or 32 high"),
+        ('tile = [128, 128]\nmainloop = "pingpong"', "tiles of FP8 weights are [128, 128], or 16 or 32 or 64 high"),
         ('tile = [16, 64]\nb_major = "n"', 'FP8 weights are contiguous along K: w is [E, N, K]; say b_major = "k"'),
         ('tile = [16, 64]\ndtype = "fp16"', 'bf16 is made of FP8 weights, as x is; say dtype = "bf16"'),
         (
@@ -90,7 +90,8 @@ def test_keys_that_are_about_fp8_rows_go_with_no_fp8_weights(key, value):
 
 
 @pytest.mark.parametrize(
-    ("tile", "mainloop"), [((16, 64), "swap-ab"), ((32, 128), "swap-ab"), ((128, 128), "cooperative")]
+    ("tile", "mainloop"),
+    [((16, 64), "swap-ab"), ((32, 128), "swap-ab"), ((64, 128), "swap-ab"), ((128, 128), "cooperative")],
 )
 def test_the_main_loop_of_fp8_weights_follows_from_the_tile(tile, mainloop):
     text = f'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-gemm"\narch = "sm_90a"\ntile = {list(tile)}\n'
@@ -129,8 +130,9 @@ def test_tiles_of_mxfp4_weights_have_a_main_loop_and_no_neighbour(tile, mainloop
     assert {(spec.mainloop, spec.cluster) for spec in parse_text(text + MX_W, "k")} == {(mainloop, (1, 1))}
 
 
-def test_mxfp4_weights_have_tiles_for_few_rows_and_for_many():
-    text = 'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-gemm"\narch = "sm_90a"\n' + MX_W
+@pytest.mark.parametrize("weights", [FP8_W, MX_W])
+def test_weights_alone_have_tiles_for_few_rows_and_for_many(weights):
+    text = 'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-gemm"\narch = "sm_90a"\n' + weights
     for rows, height in ((64, 16), (1024, 64), (65536, 128)):
         specs = parse_text(text + f"problem = {{ E = 32, M = {rows}, N = 2880, K = 2880 }}\n", "k")
         assert specs[0].tile == (height, 128)

@@ -90,7 +90,7 @@ class WScale(Operand):
 def few_rows(plan: GemmPlan) -> tuple[int, ...]:
     """Heights of tiles of few rows: where both warpgroups share one, its rows are one block of the epilogue at most."""
     heights = plan.arch.tile_rows[SWAPPED]
-    return (*heights, plan.arch.mma_rows) if plan.quant.mx_weights else heights
+    return (*heights, plan.arch.mma_rows)
 
 
 OPERANDS = (WScale(),)
