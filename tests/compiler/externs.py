@@ -21,11 +21,13 @@ FLAGGED = 'arguments.y = { role = "output", shape = ["N"] }\n'
 
 
 def spec_of(function, rest, arch="sm_90a"):
+    """function: of foreignkernels, or another module's with its name before it."""
+    source = function if ":" in function else f"foreignkernels:{function}"
     text = f"""schema = 1
         [[kernel]]
         name = "k"
         op = "extern"
-        source = "foreignkernels:{function}"
+        source = "{source}"
         arch = "{arch}"
         {rest}"""
     (spec,) = parse_text(text, "own")

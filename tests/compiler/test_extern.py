@@ -300,7 +300,7 @@ def test_memory_that_cute_experimental_adds_is_scratch(tmp_path):
     from fusekit.compiler.trace import trace
     from fusekit.compiler.worker import plan
 
-    planned = plan(spec_of("gathered", GATHERED))
+    planned = plan(spec_of("experimentalkernels:gathered", GATHERED))
     traced = trace(planned, tmp_path)
     planned, record = hostcode.read(traced.module, planned, traced.cubin)
     first, second = record.launches
