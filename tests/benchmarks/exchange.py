@@ -16,7 +16,6 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from fusekit.bench.replay import Replay
@@ -25,7 +24,7 @@ from fusekit.exchange import Layout, Ranks
 from fusekit.library import Library, open_library
 from fusekit.plan.quantise import SIDE
 from fusekit.runtime import DeviceArray
-from fusekit.runtime.side_stream import SideStreamLaunch, run
+from fusekit.runtime.side_stream import SideStreamLaunch, chain
 
 FILE = "bench-exchange"
 COUNT, ROUNDS = 40, 9  # launches of a graph, graphs
@@ -122,7 +121,7 @@ def measure(ranks: Sequence[Rank], launches: Sequence[Sequence[Launch]]) -> floa
     devices, api, check = library.devices, library.devices.driver.api, library.devices.driver.check
     for rank, launch in zip(ranks, launches, strict=True):  # what a first launch makes ready, no capture can
         with devices.active(devices.get(rank.ranks.device)):
-            run(list(launch), rank.stream)
+            chain(list(launch))(rank.stream)
     for rank in ranks:
         with devices.active(devices.get(rank.ranks.device)):
             check(api.cuStreamSynchronize(rank.stream), "cuStreamSynchronize")
@@ -130,7 +129,7 @@ def measure(ranks: Sequence[Rank], launches: Sequence[Sequence[Launch]]) -> floa
         replays = []
         for rank, launch in zip(ranks, launches, strict=True):
             with devices.active(devices.get(rank.ranks.device)):
-                replays.append(Replay(devices, [partial(run, list(launch))], COUNT, rank.stream, ready=True))
+                replays.append(Replay(devices, [chain(list(launch))], COUNT, rank.stream, ready=True))
             graphs.callback(replays[-1].close)
         times = [_round(ranks, replays) for _ in range(ROUNDS + 1)]
     for rank in ranks:

@@ -94,7 +94,7 @@ def hand_written() -> list[Exported]:
 def of_events() -> LaunchRecord:
     """Two launches: the first records two events, the second one of them."""
     base = record()
-    handles = tuple(ScalarArgument(name, "i64", None, 1, 2**63 - 1) for name in ("ready", "begun"))
+    handles = tuple(ScalarArgument(name, "i64", None, 1, 2**53) for name in ("ready", "begun"))
     both = LaunchEvent("launch_completion", "begun", 1), LaunchEvent("programmatic", "ready", 0, 1)
     step = LaunchStep(
         (PointerParameter("out", "y"),), ("E", 1, 1), (32, 1, 1), events=(LaunchEvent("programmatic", "begun"),)

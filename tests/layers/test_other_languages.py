@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fusekit.abi.tensormap import decode
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE
 from tests.layers.test_compiled_passes import SMALL, call, launched, layers  # noqa: F401  (a fixture)
 from tests.plan.test_layer_program import FEW
@@ -33,8 +34,10 @@ def shown(record, launch):
     of_stream = {each.offset for each in step.parameters if getattr(each, "argument", "") in ("workspace", "scratch")}
     values = []
     for each, value in zip(sorted(step.parameters, key=lambda each: each.offset), parameters, strict=True):
-        if isinstance(value, dict):
-            values.append({"address": str(value["address"]), "dims": value["dims"], "strides": value["strides"]})
+        if isinstance(value, tuple):
+            fields = decode(value[0])
+            dims, strides = list(fields.dims), list(fields.strides)
+            values.append({"address": str(fields.address), "dims": dims, "strides": strides})
         else:
             values.append({"bytes": (bytes(8) if each.offset in of_stream else value).hex()})
     cluster = list(attributes["CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION"])
