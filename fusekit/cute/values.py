@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-import contextlib
+import dataclasses
 import enum
 import functools
 import hashlib
@@ -53,6 +53,14 @@ _WORD = 8  # bytes of a pointer
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 
 
+_SEQUENCES = frozenset({list, tuple, collections.deque})
+_TABLES = frozenset({dict, collections.OrderedDict, collections.defaultdict, types.MappingProxyType})
+
+
+def _name(item: tuple[Any, Any]) -> str:
+    return str(item[0])
+
+
 class Walk:
     """A digest of values. Objects that occur twice are told apart from equal ones.
 
@@ -81,31 +89,35 @@ class Walk:
         if kind in _SIMPLE:
             self._parts.append((kind.__name__, value))
             return
-        if id(value) in self._memo:
-            self.put("again", self._memo[id(value)])
+        if (before := self._memo.get(id(value))) is not None:
+            self._parts.append(("again", before))
             return
         self.nodes += 1
         if self.nodes > _MOST_NODES:
             raise UnnamedError("a value holds too many objects")
         self._memo[id(value)] = len(self._memo)
         self._keep.append(value)
-        if isinstance(value, enum.Enum):
+        if kind is FunctionType:
+            self._function(value)
+        elif kind in _SEQUENCES:
+            self._sequence(kind.__name__, value)
+        elif kind is dataclasses.Field:  # there are many
+            self._parts.append(("object",))
+            self._class(kind)
+            self._state(kind, value)
+        elif isinstance(value, enum.Enum):
             self.put("enum", value.name)
             self._class(kind)
             if not is_library_module(kind.__module__):
                 self._members("attributes", vars(value))
-        elif kind in (list, tuple, collections.deque):
-            self._sequence(kind.__name__, value)
         elif kind in (set, frozenset):
             self.put(kind.__name__, sorted(self._apart(item) for item in list(value)))
-        elif kind in (dict, collections.OrderedDict, collections.defaultdict, types.MappingProxyType):
+        elif kind in _TABLES:
             self._table(kind.__name__, value)
             if kind is collections.defaultdict:
                 self(value.default_factory)
         elif isinstance(value, type):
             self._class(value, new=True)
-        elif kind is FunctionType:
-            self._function(value)
         elif isinstance(value, ModuleType):
             self.put("module", value.__name__)
             self.modules[value.__name__] = value
@@ -130,23 +142,38 @@ class Walk:
 
     def _sequence(self, label: str, values: Iterable[Any]) -> None:
         values = list(values)
-        self.put(label, len(values))
+        parts = self._parts
+        parts.append((label, len(values)))
         for value in values:
-            self(value)
+            kind = type(value)
+            if kind in _SIMPLE:
+                parts.append((kind.__name__, value))
+            else:
+                self(value)
 
     def _table(self, label: str, table: Mapping[Any, Any]) -> None:
         # The order counts: code may iterate.
         items = list(table.items())
-        self.put(label, len(items))
+        parts = self._parts
+        parts.append((label, len(items)))
         for key, value in items:
-            self(key)
+            kind = type(key)
+            if kind in _SIMPLE:
+                parts.append((kind.__name__, key))
+            else:
+                self(key)
             self(value)
 
     def _members(self, label: str, table: Mapping[str, Any]) -> None:
-        items = sorted(((key, value) for key, value in list(table.items())), key=lambda item: str(item[0]))
-        self.put(label, len(items))
+        parts = self._parts
+        items = sorted(table.items(), key=_name)
+        parts.append((label, len(items)))
         for key, value in items:
-            self.put(str(key))
+            parts.append((str(key),))
+            kind = type(value)
+            if kind in _SIMPLE:
+                parts.append((kind.__name__, value))
+                continue
             try:
                 self(value)
             except UnnamedError as error:
@@ -206,9 +233,10 @@ class Walk:
         self(value.__kwdefaults__)
         if "__wrapped__" in marks:
             self(marks["__wrapped__"])
-        rest = {name: mark for name, mark in marks.items() if not _DSL_MARKS.fullmatch(name)}
-        if rest and not is_library(code.co_filename):
-            self._members("marks", rest)
+        if marks and not is_library(code.co_filename):
+            rest = {name: mark for name, mark in marks.items() if not _DSL_MARKS.fullmatch(name)}
+            if rest:
+                self._members("marks", rest)
         if "_cute_dsl_name_options" in marks:
             self.put(repr(marks["_cute_dsl_name_options"]))
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=False):
@@ -335,11 +363,19 @@ class Walk:
         if _hides(kind):
             raise UnnamedError(f"{kind.__module__}.{kind.__qualname__} has state that only C code sees")
         self._members("attributes", getattr(value, "__dict__", {}))
+        parts = self._parts
         for slot in _slots(kind):
-            with contextlib.suppress(AttributeError):
-                member = getattr(value, slot)
-                self.put(slot)
-                self(member)
+            member = getattr(value, slot, NOTHING)
+            if member is not NOTHING:
+                parts.append((slot,))
+                part = type(member)
+                if part in _SIMPLE:
+                    parts.append((part.__name__, member))
+                    continue
+                try:
+                    self(member)
+                except AttributeError as error:  # of what it holds
+                    raise UnnamedError(f"{slot}: {error}") from None
 
 
 class _Nothing:

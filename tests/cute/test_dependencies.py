@@ -14,6 +14,8 @@ pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not insta
 from cutlass import cute
 
 from fusekit.cute import cache
+from fusekit.cute.digest import UnnamedError
+from fusekit.cute.values import digest
 from fusekit.errors import NotBuiltError
 from tests.cute import reader
 from tests.cute import reader_values as values
@@ -265,3 +267,20 @@ def test_a_trace_that_cannot_be_recorded_is_recorded_twice_at_most(monkeypatch, 
     file.write_text("def reads(): return 1")
     assert rig.counted(reader.compile_reader, level=1) == (1, 0)
     assert len(recorded) == 3
+
+
+def test_what_a_slot_holds_is_never_passed_over():
+    class Tensor:
+        def __init__(self, size):
+            self.size = size
+
+    class Holder:
+        __slots__ = ("held",)
+
+        def __init__(self, held):
+            self.held = held
+
+    Tensor.__module__, Tensor.__qualname__ = "torch", "Tensor"  # which it is not: it has no device
+    for held in (Tensor(1), Tensor(2)):
+        with pytest.raises(UnnamedError, match=r"held: .*device"):
+            digest(Holder(held))
