@@ -272,7 +272,7 @@ def test_a_program_without_a_python_runs_as_it_is(root, run):
 # -- units ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_not_finished_is_not_stored(root):
+def test_what_was_not_finished_is_not_stored(root, tmp_path):
     carriage = begin(root, "triton", "deepgemm", "inductor")
     triton, deepgemm, inductor = (Path(carriage.variables[each]) for each in cached.VARIABLES.values())
     cached.write(triton / "KILLED" / "kernel.ttir", b"stage")
@@ -282,7 +282,8 @@ def test_what_was_not_finished_is_not_stored(root):
     cached.write(inductor / "ab" / "cab.so", cached.ELF + b"1234567")  # a byte of its table of sections is missing
     cached.write(inductor / "ab" / "cab.cpp", b"int main")
     cached.write(inductor / "ab" / ".12.34.tmp", b"")
-    (inductor / "ab" / "link.py").symlink_to("/etc/passwd")
+    cached.write(tmp_path / "elsewhere" / "secret.py", b"not of the cache")
+    (inductor / "ab" / "link.py").symlink_to(tmp_path / "elsewhere" / "secret.py")
     assert carriage.store() == (
         "; triton 1 compiled, 0 carried; deepgemm 0 compiled, 0 carried; inductor 0 compiled, 0 carried"
     )
