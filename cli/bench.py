@@ -13,7 +13,7 @@ import click
 
 from fusekit.errors import DriverError, UsageError, install
 from fusekit_cli import complete, output
-from fusekit_cli.lookup import note_runs, stored
+from fusekit_cli.lookup import kernels, note_runs, stored
 from fusekit_cli.options import Session, common, signing, stored_names
 from fusekit_cli.progress import progress
 
@@ -127,7 +127,7 @@ def command(
     _check_files(html, csv)
     library = open_library(session.config)
     compared = () if alone or decode or (sweep and not peers) else peers or DEFAULT_PEERS
-    records = [listed.record for target in targets for listed in stored(library.store, target, None)]
+    records = [listed.record for target in targets for listed in kernels(stored(library.store, target, None))]
     target = library.devices.get(library.devices.current() if device is None else device)
     arch = library.find(records[0].name, device=target.ordinal).arch
     try:

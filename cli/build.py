@@ -12,6 +12,7 @@ import click
 
 from fusekit.errors import UsageError, some
 from fusekit_cli import complete, output
+from fusekit_cli.lookup import targets as looked_up
 from fusekit_cli.options import Session, common, namespaced, signing
 from fusekit_cli.progress import progress
 from fusekit_cli.rm import unread
@@ -93,7 +94,8 @@ def command(
             return _check(session, check, targets, jobs, pool, namespace, allow_extern)
     store = session.open_store()
     archs = None if arch is None else [name.strip() for name in arch.split(",")]
-    catalog = look_up(targets, namespace, archs, session.project)
+    with looked_up(session, targets):
+        catalog = look_up(targets, namespace, archs, session.project)
     allowed = allow_extern or session.config.allow_extern or (dry_run and bool(targets))  # a dry run runs nothing
     trusted = trust(specs_of(catalog), allowed, named=bool(targets))
     identity = Identity(lineinfo=lineinfo)

@@ -10,7 +10,7 @@ import click
 from fusekit.errors import UsageError
 from fusekit.store import Store
 from fusekit_cli import complete, output
-from fusekit_cli.lookup import chosen
+from fusekit_cli.lookup import chosen, kernels
 from fusekit_cli.options import Session, common, one_arch, stored_names
 
 _NAMES = ("file", "kernel", "summary", "layer")  # of a spec: they compute nothing
@@ -57,6 +57,7 @@ def _kernel(store: Store, name: str, arch: str | None) -> tuple[dict[str, Any], 
     from fusekit_cli.show import describe, occupancy_of
 
     listed, *others = chosen(store, name, arch)
+    kernels([listed])
     if others:
         raise UsageError(f"diff is of two kernels; '{name}' matches {1 + len(others)}; name one: {listed.record.name}")
     entry = store.find_entry(listed.record.key)

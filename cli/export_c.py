@@ -12,6 +12,7 @@ import click
 from fusekit.errors import FusekitError, NotBuiltError, StoreError
 from fusekit_cli import output
 from fusekit_cli.lookup import check_alike, chosen, is_layer, is_whole_layer, stored
+from fusekit_cli.lookup import kernels as kernels_of
 from fusekit_cli.options import Session
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def chosen_exports(
     for name in names:
         listings = stored(store, name, arch)
         layer = is_whole_layer(store, name, [listed.record for listed in listings])
-        listings = listings if layer else chosen(store, name, arch)
+        listings = listings if layer else kernels_of(chosen(store, name, arch))
         check_alike(listings)
         records = [listed.record for listed in listings]
         if not layer and is_layer(name, records):

@@ -11,6 +11,7 @@ import click
 from fusekit.errors import FusekitError, IntegrityError, UsageError
 from fusekit_cli import complete, output
 from fusekit_cli.build import comparison_document, comparison_text, failures
+from fusekit_cli.lookup import targets as looked_up
 from fusekit_cli.options import Session, common, namespaced, signing
 from fusekit_cli.progress import progress
 
@@ -65,7 +66,9 @@ def command(
     from fusekit.store.lockfile import Lock, lock_file, read_lock
     from fusekit.store.names import layer_record
 
-    store, identity, specs = session.open_store(), Identity(), select(targets, namespace=namespace)
+    store, identity = session.open_store(), Identity()
+    with looked_up(session, targets):
+        specs = select(targets, namespace=namespace)
     if not targets:
         specs = trust(specs, session.config.allow_extern, named=False).specs
     where = _folder(write)

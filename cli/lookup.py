@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from fusekit.errors import IntegrityError, is_glob
+from fusekit.errors import FusekitError, IntegrityError, UsageError, is_glob
 from fusekit.store import NameListing, NameRecord, Store
+from fusekit.store.entries import ADOPTED, CARRIED, HOST_OBJECT, of_program
 from fusekit.store.names import layer_record
 from fusekit_cli.options import Session
 
@@ -25,14 +27,69 @@ def chosen(store: Store, pattern: str, arch: str | None) -> list[NameListing]:
 
 def to_load(store: Store, records: Sequence[NameRecord], pattern: str) -> list[NameRecord]:
     """`records`, or for a kernel (`file/kernel`) the one that `load` takes, for each architecture, with the tuning
-    tables of `store`.
+    tables of `store`. What `fusekit exec` stored has no variants: then all.
     """
-    if len(records) < 2 or is_glob(pattern) or "/" not in pattern:
+    if len(records) < 2 or is_glob(pattern) or "/" not in pattern or all(of_program(each.spec) for each in records):
         return list(records)
     from fusekit.choice import tuning
     from fusekit.choice.variants import choose
 
     return [choose(variants, tuning=tuning.load(store, arch)) for (_, arch), variants in _kernels(records).items()]
+
+
+def kernels(listings: Sequence[NameListing]) -> list[NameListing]:
+    """Those that are kernels. UsageError if there are only others, which `fusekit exec` stored."""
+    found = [listed for listed in listings if of_program(listed.record.spec) is None]
+    if listings and not found:
+        raise UsageError(no_kernel(listings[0].record))
+    return found
+
+
+def no_kernel(record: NameRecord) -> str:
+    """What `record` is of, which `fusekit exec` stored, and how a kernel is made of it."""
+    name, kind = record.name, of_program(record.spec)
+    if kind == HOST_OBJECT:
+        return (
+            f"{name} is no kernel with a launch record, but what `fusekit exec` compiled for a program; make a kernel "
+            f"of it: fusekit adopt {name}"
+        )
+    package = record.spec[CARRIED]["package"]
+    return (
+        f"{name} has no kernels with launch records: it is of the cache of {package}, which a program finds with"
+        f" fusekit exec --with {package} -- PROGRAM"
+    )
+
+
+def without_spec(store: Store, pattern: str, arch: str | None) -> list[NameRecord]:
+    """What `fusekit exec` or `fusekit adopt` put into the store and `pattern` matches: no spec builds it."""
+    found = []
+    if ".toml" not in pattern:
+        for listed in store.listing(pattern, arch).names:
+            entry = None if of_program(listed.record.spec) else store.find_entry(listed.record.key)
+            if entry is None or ADOPTED in entry.fields:
+                found.append(listed.record)
+    return found
+
+
+@contextlib.contextmanager
+def targets(session: Session, patterns: Iterable[str]) -> Iterator[None]:
+    """Inside, `patterns` are looked up as targets of a build. The error says of what else the store has that no spec
+    builds it.
+    """
+    try:
+        yield
+    except UsageError as error:
+        for pattern in patterns:
+            found: list[NameRecord] = []
+            with contextlib.suppress(FusekitError):
+                found = without_spec(session.open_store(), pattern, None)
+            if found:
+                more = f" and {len(found) - 1} more" if found[1:] else ""
+                raise UsageError(
+                    f"'{pattern}' has no spec, so no command builds, lists or locks it: `fusekit exec` or `fusekit "
+                    f"adopt` made {found[0].name}{more}; fusekit explain {found[0].name} says of what"
+                ) from error
+        raise
 
 
 def is_layer(name: str, records: Sequence[NameRecord]) -> bool:

@@ -14,6 +14,7 @@ import click
 
 from fusekit.errors import FusekitError, NotBuiltError
 from fusekit_cli import complete, output, sources
+from fusekit_cli.lookup import kernels
 from fusekit_cli.options import Session, common, one_arch, stored_names
 from fusekit_cli.progress import progress
 
@@ -90,7 +91,8 @@ def _records(
                 raise store.not_built(pattern, arch)
             roots = ", ".join(str(root.path) for root in store.roots)
             raise NotBuiltError(f"there is no kernel in {roots}; `fusekit build` fills the store", name=pattern)
-        records |= {(each.record.name, each.record.arch): (each.record, str(each.root)) for each in listing.names}
+        found = kernels(listing.names) if patterns else listing.names
+        records |= {(each.record.name, each.record.arch): (each.record, str(each.root)) for each in found}
     return [records[name] for name in sorted(records)]
 
 

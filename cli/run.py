@@ -103,9 +103,9 @@ def _setting(text: str) -> tuple[str, float]:
 def _names(library: Library, name: str, arch: str | None) -> list[str]:
     if "/" in name and not is_glob(name):
         return [name]
-    from fusekit_cli.lookup import stored
+    from fusekit_cli.lookup import kernels, stored
 
-    return list(dict.fromkeys(listed.record.name for listed in stored(library.store, name, arch)))
+    return list(dict.fromkeys(listed.record.name for listed in kernels(stored(library.store, name, arch))))
 
 
 def _is_layer(library: Library, name: str, arch: str | None) -> bool:

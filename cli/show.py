@@ -14,7 +14,7 @@ from fusekit.store import Entry, NameListing, NameRecord, Store, names
 from fusekit.store.listing import SUMMARY, Build
 from fusekit.store.names import layer_of
 from fusekit_cli import complete, output, sources
-from fusekit_cli.lookup import chosen, is_layer, stored, to_load
+from fusekit_cli.lookup import chosen, is_layer, kernels, stored, to_load
 from fusekit_cli.options import Session, common, stored_names
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ def _sass(session: Session, name: str, arch: str | None, source: str | None) -> 
     entry = store.find_entry(listed.record.key)
     if entry is None:
         raise store.not_built(name, arch)
+    kernels([listed])
     code = sass(store.read_cubin(entry))
     output.answer(
         session, {"name": listed.record.name, "arch": listed.record.arch, "sass": code}, lambda: click.echo(code)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fusekit_cli import complete, output
+from fusekit_cli.lookup import targets
 from fusekit_cli.options import Session, common
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ def command(session: Session, patterns: tuple[str, ...]) -> None:
     from fusekit.spec.schemas import layer_name
 
     groups: dict[str, list[Spec]] = {}
-    for spec in find(patterns):
+    with targets(session, patterns):
+        specs = find(patterns)
+    for spec in specs:
         groups.setdefault(layer_name(spec) or spec.name, []).append(spec)
     locked = _locked()
     rows = [_row(name, specs, locked) for name, specs in groups.items()]

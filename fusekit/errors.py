@@ -109,6 +109,8 @@ def how_to_build(name: str, arch: str | None = None, stored: Iterable[str] = ())
     # Only the spec knows whether the variant exists: all variants of its kernel are built.
     wanted, variant = (name, "") if is_glob(name) else name.partition("@")[::2]
     stem, _, kernel = wanted.partition("@")[0].partition("/")
+    if remedy := _of_program(stem, kernel, variant):
+        return "", remedy
     texts = [text for file, text in _packaged_texts().items() if fnmatchcase(file, stem)]
     words = {f'"{kernel}"', f'"{kernel.partition(".")[0]}"'}  # its name, or that of its layer
     with_kernel = [text for text in texts if is_glob(kernel) or not kernel or any(word in text for word in words)]
@@ -134,7 +136,24 @@ def how_to_build(name: str, arch: str | None = None, stored: Iterable[str] = ())
 
 
 _ALIKE = 0.7  # fc1 and fc2 are less alike
+_HOST_DIGITS = re.compile("[0-9a-f]{16}")  # of a key, in the name of what `fusekit exec` stored
 _NAMES = re.compile(r'^name = "([^"]+)"', re.MULTILINE)  # of kernels, in the text of a packaged spec file
+
+
+def _of_program(stem: str, kernel: str, variant: str) -> str:
+    """The remedy for a name that `fusekit exec` or `fusekit adopt` gives; empty for another."""
+    if stem == "carried":
+        package = kernel if kernel and not is_glob(kernel) else "PACKAGE"
+        return f"a program that compiles it puts it there: fusekit exec --with {package} -- CMD"
+    if stem == "adopted":
+        file, _, function = kernel.partition(".")
+        if not function or is_glob(kernel):
+            return "a program that compiles it puts it there: fusekit exec --records -- CMD"
+        of = f"{file}/{function}{f'@{variant}' if variant else ''}"
+        return f"adopt it: fusekit adopt {of}; or run the program that compiles it: fusekit exec --records -- CMD"
+    if _HOST_DIGITS.fullmatch(variant):
+        return "a program that compiles it puts it there: fusekit exec -- CMD"
+    return ""
 
 
 def _build_command(target: str, arch: str | None) -> str:

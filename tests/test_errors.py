@@ -85,6 +85,22 @@ def test_what_is_no_whole_number_is_refused(value):
         errors.ArgumentError.integer("tokens", value, "a whole number")
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("adopted/quack.RMSNorm@0123", "adopt it: fusekit adopt quack/RMSNorm@0123; or run the program that compiles"),
+        ("adopted/quack.*", "puts it there: fusekit exec --records -- CMD"),
+        ("carried/triton@0-1", "puts it there: fusekit exec --with triton -- CMD"),
+        ("carried", "puts it there: fusekit exec --with PACKAGE -- CMD"),
+        ("quack/RMSNorm@0123456789abcdef", "puts it there: fusekit exec -- CMD"),
+    ],
+)
+def test_what_is_of_programs_is_not_built(name, remedy):
+    error = errors.NotBuiltError.of(name)
+    assert remedy in str(error)
+    assert "fusekit build" not in str(error) and error.command == ""
+
+
 def test_not_built_has_the_line_that_builds():
     error = errors.NotBuiltError.of("quickstart/moe-fc1", arch="sm_90a")
     assert error.name == "quickstart/moe-fc1"

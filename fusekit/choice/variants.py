@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fusekit.choice.model import rank
 from fusekit.errors import ArgumentError, IntegrityError, UsageError, whole
 from fusekit.plan.operations import OPERATIONS, Operation, operation
+from fusekit.store.entries import of_program
 
 if TYPE_CHECKING:
     from fusekit.choice.gpus import Gpu
@@ -62,6 +63,11 @@ def _check(variants: Sequence[NameRecord]) -> None:
 
 
 def _operation(record: NameRecord) -> Operation:
+    if of_program(record.spec):
+        raise UsageError(
+            f"{record.name} is none of several variants: `fusekit exec` stored it, and others under such names; give"
+            " the full name; `fusekit ls` shows them"
+        )
     op = record.spec.get("op")
     if not isinstance(op, str):
         raise IntegrityError(
@@ -168,7 +174,8 @@ def explained(
     row = _operation(first)
     if not row.variants:
         names = ", ".join(record.name for record in variants[:4])
-        why = "a sweep of a foreign kernel's params" if not row.package else f"op {row.name}: {row.lacks('variants')}"
+        why = "each has other params of a foreign function"
+        why = f"op {row.name}: {row.lacks('variants')}" if row.package else why
         raise UsageError(f"{names} are kernels of their own: {why}; give the full name")
     check_alike(variants)
     return fastest(variants, problem, tuning, device, gpu)

@@ -27,7 +27,7 @@ class Difference:
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """key: None where it cannot be made. status: `hit`, `miss`, `damaged` (a build replaces it), `untrusted` (so does
-    one that signs with a trusted key), or `unknown` without a compiler. reason: in words. differs: where the store
+    one that signs with a trusted key), or `unknown`, as without a compiler. reason: in words. differs: where the store
     knows the name under another key.
     """
 

@@ -6,6 +6,7 @@ entry has the IR, and what the run-time arguments were traced with.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from fusekit.plan.arch import FOREIGN
 from fusekit.plan.operations import operation
 from fusekit.spec.extern import EXTERN, ROLES, ExternSpec
 from fusekit.store import Entry, NameRecord, Store, key_of
-from fusekit.store.entries import CUBIN_FORMAT, HOST_OBJECT, KIND
+from fusekit.store.entries import ADOPTED, CUBIN_FORMAT, HOST_DIGITS, HOST_OBJECT, KIND
 from fusekit.store.keys import common_fields, sha256, with_spec
 from fusekit.store.names import split
 
@@ -151,7 +152,23 @@ def _fields(entry: Entry, spec: ExternSpec) -> dict[str, str]:
     assert row is not None
     sources = Sources().closure(row.modules)
     common = common_fields(arch=spec.arch, toolchain=installed, options=compile_options(spec.arch), sources=sources)
-    return with_spec(common, {"adopted": entry.key, "arguments": spec.arguments})
+    return with_spec(common, {ADOPTED.removeprefix("spec."): entry.key, "arguments": spec.arguments})
+
+
+def entry_of(store: Store, kernel: Entry) -> NameRecord | None:
+    """The name of the entry that `kernel` was made of; None if the store has it no more."""
+    key = json.loads(kernel.fields[ADOPTED])
+    names = [listed.record for listed in store.names(f"*@{key[:HOST_DIGITS]}", kernel.arch)]
+    return next((each for each in names if each.key == key and HOST_OBJECT in each.spec), None)
+
+
+def fields_now(store: Store, record: NameRecord, of: NameRecord) -> dict[str, str]:
+    """The key fields of the adopted kernel `record`, if it were made of `of` now. Raises BuildError."""
+    entry = store.find_entry(of.key)
+    if entry is None:
+        raise BuildError(f"{of.name}: its entry is gone; run the program again: fusekit exec -- PROGRAM")
+    roles = {name: table["role"] for name, table in record.spec["arguments"].items() if table.get("role") in _GIVEN}
+    return _fields(entry, _spec(entry, *split(record.name)[:2], of, roles))
 
 
 def _words(versions: Mapping[str, str]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusekit.config import CuteConfig
 from fusekit.cute.dsl import Artifact
+from fusekit.cute.processor import cpu
 from fusekit.errors import IntegrityError
 from fusekit.share.bounds import Bounds
 from fusekit.store import Entry, Store
@@ -39,6 +40,19 @@ def open_remote(cute: CuteConfig) -> Remote:
     from fusekit.share.remote import Remote
 
     return Remote(cute.remote, attempts=_ATTEMPTS, bounds=_BOUNDS)
+
+
+def machine_fields() -> dict[str, str]:
+    """The key fields that all calls of this process share. Raises ToolchainError without the DSL."""
+    from fusekit.compiler.toolchain import check_loaded, distributions
+
+    versions = distributions()
+    check_loaded(versions)
+    fields = {f"{TOOLCHAIN}{name}": version for name, version in versions.items()}
+    fields["python"] = ".".join(platform.python_version_tuple()[:2])
+    # The host object is compiled for this processor.
+    fields["host"] = f"{platform.system()} {platform.machine()} {sha256(cpu().encode())}"
+    return fields
 
 
 def packed(

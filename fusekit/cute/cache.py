@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import random
 import sys
 import threading
@@ -18,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from fusekit.config import CuteConfig
 from fusekit.cute import arguments, report
-from fusekit.cute.blobs import open_remote, open_store, packed, unpacked
+from fusekit.cute.blobs import machine_fields, open_remote, open_store, packed, unpacked
 from fusekit.cute.dependencies import Trace, times_refused, why_not
 from fusekit.cute.digest import UnnamedError
 from fusekit.cute.dsl import VERSIONS, Artifact, Call, version
 from fusekit.cute.effects import Effects, apply
 from fusekit.cute.memos import Proofs
 from fusekit.cute.names import record_of
-from fusekit.cute.processor import cpu
 from fusekit.cute.replaced import Replaced
 from fusekit.cute.tracing import Untried
 from fusekit.errors import FusekitError, IntegrityError, NotBuiltError, StoreError
@@ -269,16 +267,7 @@ class Cache:
 
     @cached_property
     def _machine(self) -> dict[str, str]:
-        """The fields that all calls of this process share."""
-        from fusekit.compiler.toolchain import check_loaded, distributions
-
-        versions = distributions()
-        check_loaded(versions)
-        fields = {f"toolchain.{name}": version for name, version in versions.items()}
-        fields["python"] = ".".join(platform.python_version_tuple()[:2])
-        # The host object is compiled for this processor.
-        fields["host"] = f"{platform.system()} {platform.machine()} {sha256(cpu().encode())}"
-        return fields
+        return machine_fields()
 
     # -- the store ----------------------------------------------------------------------------------------------------
 

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fusekit.store import Entry, NameRecord
-from fusekit.store.entries import HOST_OBJECT
+from fusekit.store.entries import HOST_DIGITS, HOST_OBJECT
 
-_DIGITS = 16
 _LENGTH = 80
 
 
@@ -19,7 +18,7 @@ def record_of(entry: Entry, function: Callable[..., Any] | None) -> NameRecord:
     """
     module = str(getattr(function, "__module__", None) or "unknown")
     label = str(getattr(function, "__qualname__", None) or "function").replace("<locals>.", "")
-    name = f"{_part(module.partition('.')[0])}/{_part(label.removesuffix('.__call__'))}@{entry.key[:_DIGITS]}"
+    name = f"{_part(module.partition('.')[0])}/{_part(label.removesuffix('.__call__'))}@{entry.key[:HOST_DIGITS]}"
     return NameRecord(name, entry.arch, entry.key, {HOST_OBJECT: {"module": module, "function": label}}, {})
 
 

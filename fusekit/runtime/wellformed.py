@@ -12,7 +12,7 @@ from fusekit.abi.layer_record import LayerRecord
 from fusekit.errors import IntegrityError
 from fusekit.store import Entry, NameRecord
 from fusekit.store.documents import parse
-from fusekit.store.entries import CARRIED, HOST_OBJECT, KIND, LAYER, OF_PROGRAMS
+from fusekit.store.entries import CARRIED, HOST_DIGITS, HOST_OBJECT, KIND, LAYER, OF_PROGRAMS
 from fusekit.store.verify import Inspect
 
 
@@ -21,7 +21,7 @@ def launch_record(entry: Entry) -> LaunchRecord:
     if entry.fields.get(KIND) == HOST_OBJECT:
         raise IntegrityError(
             f"entry {entry.key} is a host object, which has no launch record; it is loaded by a program that compiles "
-            "it: fusekit exec -- PROGRAM",
+            f"it: fusekit exec -- PROGRAM; to launch it by a name: fusekit adopt '*@{entry.key[:HOST_DIGITS]}'",
             key=entry.key,
         )
     if entry.fields.get(KIND) == CARRIED:

@@ -20,10 +20,14 @@ SCHEMA = 1
 KIND, HOST_OBJECT, DEPENDENCIES = "kind", "host-object", "dependencies"
 """The key field, and its values, of an entry whose blob is not a cubin: what `fusekit exec` keeps of a program's own
 compilation, and of what its trace read. `launch` has that under the same name."""
+HOST_DIGITS = 16
+"""Of its key, in the name of a host object."""
 CARRIED = "carried"
 """The value of that field of what `fusekit exec --with` keeps of another cache. `launch` has under it what that is."""
 OF_PROGRAMS = frozenset({HOST_OBJECT, DEPENDENCIES, CARRIED})
 """The values of entries that are of no kernel: they have no launch record."""
+ADOPTED = "spec.adopted"
+"""The key field of a kernel that was made of such an entry: its key, as JSON. The kernel is launched without that."""
 LAYER = "layer"
 """The value of that field of a layer's entry, whose blob is its record (fusekit.abi.layer_record). `launch` has the
 keys of its kernels."""
@@ -46,6 +50,11 @@ _MEMBERS = {
     "toolchain": dict,
     "seconds": float,
 }
+
+
+def of_program(spec: Mapping[str, Any]) -> str | None:
+    """HOST_OBJECT or CARRIED, if the `spec` of a name record is of such an entry; None of a kernel."""
+    return next((kind for kind in (HOST_OBJECT, CARRIED) if kind in spec), None)
 
 
 @dataclass(frozen=True, slots=True)

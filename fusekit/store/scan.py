@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fusekit.store.documents import LIMIT
+from fusekit.store.entries import ADOPTED
 from fusekit.store.files import quietly, read_file
 from fusekit.store.folders import Folders
 from fusekit.store.keys import sha256
@@ -36,6 +37,7 @@ from fusekit.store.layout import (
     walk,
 )
 
+_ADOPTED = re.compile(rb'"%s":"\\"([0-9a-f]{64})\\""' % ADOPTED.encode())
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
 
 State = tuple[int, int, int]
@@ -61,9 +63,10 @@ class File:
 
 @dataclass(slots=True)
 class Item:
-    """An entry. digests: every digest in its bytes. mark: the file of its mark, if it has one. names: files of the name
-    records that point to it, of candidates too. documents: digests of the entry and of those records. with_it: entries
-    that compute the same under one name, in another cubin format: a use of one is a use of all.
+    """An entry. digests: every digest in its bytes but the key of what it was adopted from. mark: the file of its mark,
+    if it has one. names: files of the name records that point to it, of candidates too. documents: digests of the entry
+    and of those records. with_it: entries that compute the same under one name, in another cubin format: a use of one
+    is a use of all.
     """
 
     key: str
@@ -150,7 +153,9 @@ def scan(folders: Folders) -> Scan:
     for file, at in files(ENTRIES):
         key = file.path.stem
         data = document(file, at, ENTRIES)
-        result.entries[key] = Item(key, file, _digests(data), marks.get(key), documents={sha256(data)})
+        of = _ADOPTED.search(data)
+        digests = _digests(data) - {of[1].decode() if of else ""}
+        result.entries[key] = Item(key, file, digests, marks.get(key), documents={sha256(data)})
     for part in (NAMES, CANDIDATES):
         for file, at in files(part):
             data = document(file, at, part)

@@ -18,7 +18,9 @@ from examples.cute import fusion, gemm, rows, total
 from fusekit.abi import LaunchRecord
 from fusekit.compiler import dsl as compiler_dsl
 from fusekit.compiler.build import build
-from fusekit.config import Config
+from fusekit.config import Config, CuteConfig
+from fusekit.cute import adopt as adopt_module
+from fusekit.cute import blobs, explain
 from fusekit.cute.adopt import adopt, adopt_all, name_of
 from fusekit.errors import BuildError, UsageError
 from fusekit.library import Library
@@ -175,6 +177,92 @@ def test_an_entry_of_another_toolchain_or_without_arguments_is_refused(compiled,
     kernel = adopt(compiled.store, compiled.entry("twice"), "a/b@base")
     with pytest.raises(UsageError, match="nothing that fusekit exec compiled"):
         adopt(compiled.store, compiled.store.find_name(kernel.name, kernel.arch), "a/c@base")
+
+
+def explained(store, record):
+    return explain.explained(CuteConfig(Config(store=store.root)), record)
+
+
+def test_why_a_program_takes_an_entry(compiled, monkeypatch):
+    record = compiled.entry("twice")
+    found = explained(compiled.store, record)
+    assert (found.name, found.key, found.status, found.differs) == (record.name, record.key, "hit", ())
+    assert "`fusekit exec` compiled for tests.cute.kernels:twice; a program whose trace " in found.reason
+    assert found.reason.endswith(f"fusekit adopt {record.name}")
+    monkeypatch.setattr(blobs, "cpu", lambda: "another")
+    found = explained(compiled.store, record)
+    assert (found.status, [row.field for row in found.differs]) == ("miss", ["host"])
+    assert "programs compile anew here; what differs: host" in found.reason
+
+
+def test_why_an_adopted_kernel_would_be_made_again(compiled, tmp_path, monkeypatch):
+    store = Store(tmp_path / "store")
+    entry, blob = compiled.store.load(compiled.entry("scale").key)
+    store.publish(entry, blob)
+    store.publish_name(compiled.entry("scale"))
+    of = compiled.entry("scale").name
+    for name, given, rest in (
+        (name_of(of), {}, ""),
+        ("mine/scale@base", {"x": "input", "y": "output"}, " --as mine/scale@base --role x=input --role y=output"),
+    ):
+        kernel = adopt(store, store.find_name(of, "sm_90a"), name, given)
+        record = store.find_name(name, "sm_90a")
+        found = explained(store, record)
+        assert (found.status, found.key, found.differs) == ("hit", kernel.key, ())
+        assert found.reason == (
+            f"`fusekit adopt` made it of {of}, which `fusekit exec` compiled for tests.cute.kernels:scale; this would"
+            f" give the same kernel: fusekit adopt {of}{rest}"
+        )
+    with monkeypatch.context() as patch:
+        patch.setattr(adopt_module, "compile_options", lambda arch: "--other")
+        found = explained(store, record)
+        assert (found.status, [row.field for row in found.differs]) == ("miss", ["options"])
+        patch.setattr(adopt_module, "distributions", lambda: {"nvidia-cutlass-dsl": "4.9"})
+        found = explained(store, record)
+        assert found.status == "miss" and "nvidia-cutlass-dsl 4.9 is installed here" in found.reason
+    store.discard([(of, "sm_90a")])
+    found = explained(store, record)
+    assert (found.status, found.differs) == ("unknown", ())
+    assert "whose entry is gone: it is launched as it is; to make it again, run the program" in found.reason
+
+
+def test_commands_about_what_is_no_kernel(compiled, tmp_path, capsys):
+    """Each works, or says what it is and what to do."""
+    store = Store(tmp_path / "store")
+    for kind in (False, True):
+        entry, blob = compiled.store.load(compiled.entry("scale", kind).key)
+        store.publish(entry, blob)
+        store.publish_name(compiled.entry("scale", kind))
+    one = compiled.entry("scale").name
+
+    def says(*command, code=0):
+        assert main([*command, "--store", str(store.root)]) == code, command
+        return " ".join(capsys.readouterr())
+
+    for name in (one, "tests/scale", "tests", "*"):
+        assert says("show", name).count("module    tests.cute.kernels") == 1 + (name != one)
+    for command in (("explain",), ("adopt",), ("ls",)):
+        assert one.replace("/", "." if command == ("adopt",) else "/") in says(*command, one)
+    adopted = name_of(one)
+    assert f"explain {adopted} says of what" in says("build", adopted, code=2)
+    for command in (("build", "--dry-run"), ("lock",), ("specs",)):
+        assert f"'{one}' has no spec, so no command builds, lists or locks it" in says(*command, one, code=2)
+    assert "'tests/other' names no packaged kernel" in says("build", "tests/other", code=2)
+    html, out = str(tmp_path / "page.html"), str(tmp_path / "c")
+    other = compiled.entry("scale", True).name
+    remedy = f"make a kernel of it: fusekit adopt {min(one, other)}"
+    for command in (("bench", "tests"), ("export", "--lang", "c", out, "tests"), ("report", html, "tests")):
+        assert remedy in says(*command, code=2)
+    for command in (("show", "--sass", one), ("diff", one, adopted)):
+        assert f"make a kernel of it: fusekit adopt {one}" in says(*command, code=2)
+    assert f"to launch it by a name: fusekit adopt '*@{one[-16:]}'" in says("run", one, code=1)
+    assert "is none of several variants: `fusekit exec` stored it" in says("run", "tests/scale", code=2)
+    assert "1 kernel, " in says("report", html, "*")
+    says("export", "--lang", "c", out, "*")
+    says("rm", "tests")
+    assert f"adopt it: fusekit adopt {one.replace('scale', 'wide')}; or run" in says(
+        "run", adopted.replace("scale", "wide"), code=3
+    )
 
 
 def test_a_record_that_is_not_the_machine_codes_is_refused(compiled, monkeypatch):

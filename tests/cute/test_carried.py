@@ -16,6 +16,7 @@ import pytest
 from fusekit.config import Config, CuteConfig
 from fusekit.cute import carried, packages, processor
 from fusekit.cute.carried import Carriage
+from fusekit.cute.explain import explained
 from fusekit.runtime.wellformed import WELLFORMED
 from fusekit.share.bundle import export_bundle
 from fusekit.share.bundle_import import import_bundle
@@ -176,6 +177,19 @@ def test_another_machine_has_sets_of_its_own(root, monkeypatch, what, value):
     # Triton compiles nothing for the processor.
     assert ran(root, "triton", "k")[0] == ([] if what == "cpu" else ["k"])
     assert ran(root, "inductor", "k")[0] == ["k"]
+
+
+def test_why_a_set_is_laid_out(root, monkeypatch):
+    ran(root, "inductor", "k")
+    (listed,) = Store(root).names()
+    found = explained(CuteConfig(Config(store=root)), listed.record)
+    assert (found.status, found.differs) == ("hit", ()), found
+    assert found.reason.endswith("by: fusekit exec --with inductor -- CMD")
+    monkeypatch.setattr(packages, "gpus", lambda: processor.Gpus("cpu", ("NVIDIA H200",)))
+    found = explained(CuteConfig(Config(store=root)), listed.record)
+    assert (found.status, [(row.field, row.stored, row.now) for row in found.differs]) == (
+        "miss", [("gpus", "", "NVIDIA H200")],
+    )  # fmt: skip
 
 
 def test_gpus_are_those_of_nvml(monkeypatch):

@@ -1,13 +1,16 @@
 """Collection: what goes, and what stays."""
 
+import dataclasses
 import errno
+import json
 import os
 import time
 
 import pytest
 
 from fusekit.errors import StoreError
-from fusekit.store import Store, process
+from fusekit.store import Store, key_of, process
+from fusekit.store.entries import ADOPTED
 from fusekit.store.keys import sha256
 from fusekit.store.marks import LEASE_SECONDS, mark_path
 from tests.store.collecting import DAY, age, everything, fill, held, unreadable_files, use
@@ -471,3 +474,18 @@ def test_removal_says_that_it_leaves_the_cubin_of_an_unreadable_entry(tmp_path, 
     done = store.discard([("f/k0@v", "sm_90a")])
     assert (done.entries, done.cubins, done.unread) == (1, 1, [str(path)])
     assert store.roots[0].blob(entries[0].cubin_sha256) is not None
+
+
+def test_an_adopted_kernel_does_not_keep_what_it_was_made_of(tmp_path):
+    store = Store(tmp_path)
+    of, blob = build_entry(1)
+    fields = {**build_entry(2)[0].fields, ADOPTED: json.dumps(of.key)}
+    kernel = dataclasses.replace(build_entry(2)[0], key=key_of(fields), fields=fields)
+    for entry, data, name in ((of, blob, "f/of@v"), (kernel, build_entry(2)[1], "adopted/k@v")):
+        store.publish(entry, data)
+        store.publish_name(build_record(entry, name))
+    time.sleep(0.1)
+    report = store.discard([("f/of@v", "sm_90a")])
+    assert (report.names, report.entries, report.shared) == ([("f/of@v", "sm_90a")], 1, {})
+    assert store.find_entry(of.key) is None
+    assert store.load(kernel.key)[0] == kernel
