@@ -32,9 +32,10 @@ and a tile takes ELEMENT_NS and its operands at TILE_GBS, for it waits for each 
 
 A tile of MXFP4 weights makes bf16 of them, whatever its height, in the time of MADE_ROWS rows; its kernel takes
 
-    sqrt(products^2 + read^2)
+    sqrt(read^2 + max(products, all taken in)^2)
 
-and so does one of FP8 weights that has more rows than any swapped tile, where groups do.
+and so does one of FP8 weights that has more rows than any swapped tile, where groups do. A tile takes in all of its
+rows of x, however few of them exist, and so does each CTA of a cluster: that binds a high tile of few rows.
 
 `read` is the weights of the groups that have rows, from memory; `taken in` what each SM has of the operands of its
 other tiles, at SM_GBS and with TILE_ENDS. Rows that choose their groups at random leave E (1 - 1/E)^M of E groups
@@ -171,8 +172,9 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None, gpu: Gpu | 
     of_x = 2 if alone else of_w
     byte = gpu.sm_rate * 500  # products in the time of one at 1 GB/s
     read = busy * problem[across] * of_w * byte / gpu.gbs
+    taken_in = (of_x * tile_m + of_w * (tile_n + TILE_ENDS)) * byte / SM_GBS  # a tile's
     if converts:
-        return math.hypot(products, read)
+        return math.hypot(read, max(products, taken_in * padded / sms))
     swapped = spec.get("mainloop") == SWAPPED
     if not swapped and not few:
         return products
@@ -182,7 +184,6 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None, gpu: Gpu | 
         at_once = fetched * padded / (SM_GBS * sms)
         bound = byte * math.hypot(of_w * problem[across] / gpu.gbs, max(in_turn, at_once))
         return bound if swapped else max(products, bound)
-    taken_in = (of_x * tile_m + of_w * (tile_n + TILE_ENDS)) * byte / SM_GBS
     bound = math.hypot(read, taken_in * max(0.0, padded / sms - 1)) + taken_in
     return bound if swapped else max(products, bound)
 

@@ -76,6 +76,11 @@ def test_a_cost_by_hand() -> None:
         tile = rows * 128 + 5 * (tile_m + 128 + tile_m + (128 if tile_m == 64 else 64))
         high = coded | {"tile": [tile_m, 128], "cluster": [1, 1] if tile_m == 64 else [2, 1]}
         assert cost(high, few | {"M": 65}) == pytest.approx((tile**2 + (products * read / 2) ** 2) ** 0.5)
+    # Of 512 such tiles, operands take longest to come: 128 x 2 bytes of x for an element, 128 + 8 of w, at 60 GB/s.
+    tile, read = (128 * 128 + 5 * (128 + 128 + 128 + 64)) * (512 / 132 + 0.5), 65536 / 4800
+    taken_in = (256 + 136) / 60 * 512 / 132
+    assert products * taken_in > tile
+    assert cost(coded, few | {"M": 65, "N": 65536}) == pytest.approx(products * (taken_in**2 + read**2) ** 0.5)
     # 1000 columns: of the 8 tiles 7.8125 are full, and the rest is zeros.
     assert cost(dense, problem | {"N": 1000}) == pytest.approx(18624 * (32 * (7.8125 + 0.1875 / 4) / 132 + 0.5))
     # Without a problem, or with half of one: full tiles without end.
@@ -196,7 +201,16 @@ def test_the_model_takes_the_device_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "weights", "lower"),
-    [(512, "fp8", True), (1024, "fp8", False), (256, "mxfp4", True), (512, "mxfp4", False), (2048, "mxfp4", False)],
+    [
+        (512, "fp8", True),
+        (768, "fp8", True),
+        (1024, "fp8", False),
+        (2048, "fp8", False),
+        (256, "mxfp4", True),
+        (384, "mxfp4", True),
+        (512, "mxfp4", False),
+        (2048, "mxfp4", False),
+    ],
 )
 @pytest.mark.parametrize("gemm", ["fc1", "fc2"])
 def test_high_tiles_of_weights_are_chosen_where_they_were_faster(gemm, tokens, weights, lower) -> None:
