@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -26,11 +27,12 @@ _PLANS = ("quack", "flash_attn", "flashinfer")
 @click.option("--arch", default="sm_90a", show_default=True, help="The architecture to compile for.")
 @click.option("--sms", default=132, show_default=True, type=click.IntRange(1), help="Multiprocessors of the device.")
 @click.option("--records", is_flag=True, help="Afterwards adopt what was compiled: see `fusekit adopt`.")
+@click.option("--with", "packages", default="", hidden=True)  # of `exec`: refused with the reason
 @click.option("--jobs", default=0, type=click.IntRange(0), help="Processes. Default: one for each processor.")
 @common
 def command(
     session: Session, program: tuple[str, ...], models: tuple[str, ...], plans: tuple[str, ...], tokens: str,
-    ranks: int, tactics: str, arch: str, sms: int, records: bool, jobs: int,
+    ranks: int, tactics: str, arch: str, sms: int, records: bool, packages: str, jobs: int,
 ) -> int:  # fmt: skip
     """Run CMD under `fusekit exec`, or compile what packages need for each CONFIG, for a device that is not there.
 
@@ -42,6 +44,12 @@ def command(
 
     from fusekit.cute.plans import Model, Work, environment
 
+    if packages:
+        raise UsageError(
+            f"--with {packages}: warm runs CMD without a GPU, and caches of other packages are kept for the models of"
+            " the GPUs that a program has; run it once on such a machine: "
+            f"{shlex.join(('fusekit', 'exec', '--with', packages, '--', *(program or ('CMD',))))}"
+        )
     if bool(program) == bool(models):
         raise UsageError("warm takes a program or models; give one: fusekit warm --model config.json, or -- CMD")
     if models:

@@ -57,6 +57,10 @@ def test_a_config_without_sizes_is_refused():
         ((), "warm takes a program or models; give one"),
         (("--model", "nowhere.json"), "nowhere.json: .*No such file"),
         (("--tokens", "0", "--model", "{model}"), "--tokens 0; it is a list of positive numbers"),
+        (
+            ("--with", "triton", "--", "python", "x y"),
+            "it once on such a machine: fusekit exec --with triton -- python 'x y'",
+        ),
     ],
 )
 def test_what_warm_cannot_do_is_an_error(arguments, message, tmp_path, capsys):
