@@ -198,9 +198,9 @@ def _carried(session: Session, cute: CuteConfig, packages: Sequence[str], progra
     try:
         yield carried
     finally:
-        note()
         if _ended() is None:
             carried.remove()
+        note()
 
 
 def _run(program: tuple[str, ...], environment: Mapping[str, str], renew: Callable[[], None]) -> int:

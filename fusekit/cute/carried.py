@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from fusekit.config import CuteConfig
 from fusekit.cute.blobs import open_remote, open_store
 from fusekit.cute.packages import GROUP, PACKAGES, Package, fields_of, is_whole, versions_of
+from fusekit.cute.runs import RunFolder, sweep
 from fusekit.errors import FusekitError, IntegrityError, NotBuiltError, StoreError
 from fusekit.store import Entry, NameRecord, key_of
 from fusekit.store.entries import CARRIED
@@ -68,20 +68,26 @@ class Carriage:
     ) -> None:
         self.variables: dict[str, str] = {}
         self.troubles: list[str] = []
-        self._cute, self._loads, self._folder = cute, list[_Load](), Path()
+        self._cute, self._loads = cute, list[_Load]()
+        self._run: RunFolder | None = None
         try:
             wanted = [package for name in packages if self._is_free(package := PACKAGES[name], environ)]
             if not wanted:
                 return
             versions = versions_of(command, environ, wanted)
-            self._folder = Path(tempfile.mkdtemp(prefix="fusekit-with-")).resolve()
-            if os.statvfs(self._folder).f_flag & os.ST_NOEXEC:
-                raise StoreError(f"{self._folder.parent} allows no code to be run from it; name another folder: TMPDIR")
+            sweep()
+            self._run = RunFolder()
+            folder = self._run.path
+            if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+                raise StoreError(f"{folder.parent} allows no code to be run from it; name another folder: TMPDIR")
             self._store = open_store(cute)
             for package in wanted:
-                self._begin(_Load(package, self._folder / package.name, fields_of(package, versions)))
+                self._begin(_Load(package, folder / package.name, fields_of(package, versions)))
         except Exception as error:
             self.troubles.append(f"nothing is carried: {_text(error)}")
+        except BaseException:  # Ctrl-C
+            self.remove()
+            raise
 
     def _is_free(self, package: Package, environ: Mapping[str, str]) -> bool:
         own = next((variable for variable in package.variables if environ.get(variable)), None)
@@ -148,6 +154,8 @@ class Carriage:
     def store(self) -> str:
         """Store what is new. Returns what was carried and compiled, for the report."""
         parts = []
+        if self._run is not None:
+            self._run.settle()
         for load in self._loads:
             package = load.package
             try:
@@ -177,8 +185,8 @@ class Carriage:
 
     def remove(self) -> None:
         """Remove the folder of the run, which no process uses any more."""
-        if self._folder.name:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._run is not None and (why := self._run.remove()):
+            self.troubles.append(f"{self._run.path} stays, as {why}; a later run with --with removes it")
 
 
 def _files(folder: Path) -> Iterator[str]:

@@ -3,18 +3,20 @@
 import ctypes
 import errno
 import json
+import mmap
 import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from fusekit.config import Config, CuteConfig
-from fusekit.cute import carried, packages, processor
+from fusekit.cute import carried, packages, processor, runs
 from fusekit.cute.carried import Carriage
 from fusekit.cute.explain import explained
 from fusekit.runtime.wellformed import WELLFORMED
@@ -23,7 +25,7 @@ from fusekit.share.bundle_import import import_bundle
 from fusekit.share.push_pull import pull, push
 from fusekit.share.remote import Remote
 from fusekit.share.selection import select, sign_selection
-from fusekit.store import Store
+from fusekit.store import Store, process
 from fusekit.store.entries import CARRIED
 from fusekit.store.signature import generate
 from tests.cute import cached
@@ -428,7 +430,8 @@ def test_a_disk_that_is_full_leaves_the_program_its_own_folder(root, run, tempor
     carriage.remove()
     limited = ("sh", "-c", 'ulimit -f 256; exec "$@"', "sh", *EXECUTE[:-1], "--with", "triton,inductor", "--")
     script = (
-        "import os; print('TRITON_CACHE_DIR' in os.environ, os.listdir(os.environ['TORCHINDUCTOR_CACHE_DIR'] + '/..'))"
+        "import os; names = os.listdir(os.environ['TORCHINDUCTOR_CACHE_DIR'] + '/..');"
+        "print('TRITON_CACHE_DIR' in os.environ, [name for name in names if name[0] != '.'])"
     )
     done = run(sys.executable, "-c", script, execute=limited)
     assert (done.out, done.code) == ("False ['inductor']\n", 0), done.err
@@ -490,6 +493,140 @@ def test_processes_that_are_left_keep_their_folder(root, temporary, tmp_path):
         assert process.returncode == 0 and folder.is_dir()
         (tmp_path / "stop").touch()
         assert process.stdout.read() == f"{folder.parent.name}\n"
+
+
+# -- what ends late, and what is left ----------------------------------------------------------------------------------
+
+DAEMON = """
+import os, sys, time
+from pathlib import Path
+from tests.cute import cached
+folder = Path(os.environ["TRITON_CACHE_DIR"])
+(folder / "late").mkdir()
+if os.fork() or os.setsid() and os.fork():
+    os._exit(0)
+for descriptor in range(3):
+    os.dup2(os.open("/dev/null", os.O_RDWR), descriptor)
+for index in range(50):
+    (folder / "late" / f"{index}.tmp").write_text("")
+    time.sleep(0.02)
+cached.triton(folder, "whole")
+"""
+ORPHANING = (
+    sys.executable, "-c", "import sys; from fusekit_cli import exec as command; command._PR_SET_CHILD_SUBREAPER = 0;"
+    "from fusekit_cli.main import main; sys.exit(main(['exec', '--with', 'triton', '--', *sys.argv[1:]]))",
+)  # fmt: skip
+"""`exec` where the system does not tell it of processes whose parent has ended."""
+
+
+@pytest.mark.parametrize("execute", [(*EXECUTE[:-1], "--with", "triton", "--"), ORPHANING], ids=["told", "not told"])
+def test_what_ends_after_the_program_is_waited_for(root, run, temporary, execute):
+    done = run(sys.executable, "-c", DAEMON, execute=execute)
+    assert (done.code, COUNTS.search(done.err)[1]) == (0, "; triton 1 compiled, 0 carried"), done.err
+    assert units(root) == ["whole"]
+    assert list(temporary.iterdir()) == []
+
+
+def test_what_is_written_while_the_folder_is_removed_goes_as_well(root, temporary, monkeypatch):
+    carriage = begin(root, "triton")
+    folder, rmdir, late = Path(carriage.variables["TRITON_CACHE_DIR"]), os.rmdir, [*range(5)]
+
+    def beaten(path, **options):
+        if late and folder.exists():
+            (folder / str(late.pop())).touch()
+        return rmdir(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", beaten)
+    carriage.remove()
+    assert (late, list(temporary.iterdir()), carriage.troubles) == ([], [], [])
+
+
+def test_a_process_that_stays_keeps_its_folder(root, temporary, monkeypatch):
+    monkeypatch.setattr(runs, "_PATIENCE", 0.1)
+    carriage = begin(root, "triton")
+    with subprocess.Popen(("sleep", "100"), env=os.environ | carriage.variables) as process:
+        carriage.store()
+        carriage.remove()
+        (trouble,) = carriage.troubles
+        assert f"stays, as process {process.pid} uses it; a later run with --with removes it" in trouble
+        process.kill()
+    assert len(list(temporary.iterdir())) == 1
+    os.close(carriage._run.lock)  # as the end of `exec` does
+    assert ran(root, "triton", "k")[2] == []
+    assert list(temporary.iterdir()) == []
+
+
+def test_what_a_killed_run_left_is_removed_when_its_program_has_ended(root, temporary, tmp_path):
+    script = "echo $TRITON_CACHE_DIR; while [ ! -e stop ]; do sleep 0.05; done; ls $TRITON_CACHE_DIR/.. > out; exit 0"
+    env = os.environ | {"FUSEKIT_STORE": str(root), "PYTHONPATH": str(ROOT)}
+    command = (*EXECUTE[:-1], "--with", "triton", "--", "sh", "-c", script)
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        left = Path(process.stdout.readline().strip()).parent
+        process.kill()
+        process.wait(60)
+        ran(root, "triton", "k")
+        assert list(temporary.glob("fusekit-with-*")) == [left]
+        (tmp_path / "stop").touch()
+        process.stdout.read()  # ends with the program
+    assert (tmp_path / "out").read_text() == "triton\n"
+    for _ in range(100):  # a shell may close its output before it has ended
+        ran(root, "triton", "k")
+        if not left.exists():
+            break
+        time.sleep(0.05)
+    assert list(temporary.glob("fusekit-with-*")) == []
+
+
+def test_nothing_else_is_removed(root, temporary, tmp_path, monkeypatch):
+    def abandoned(name, mode=0o700, host=None):
+        folder = temporary / name
+        folder.mkdir()
+        (folder / "file").touch()
+        if host is not None:
+            (folder / ".fusekit-run").write_text(host)
+        folder.chmod(mode)
+        return folder
+
+    here = process.host()
+    kept = [
+        abandoned("fusekit-with-unmarked"), abandoned("fusekit-with-others", 0o777, here),
+        abandoned("fusekit-with-elsewhere", host="0123456789ab"), abandoned("fusekit-with-nowhere", host="0" * 12),
+        abandoned("other", host=here),
+    ]  # fmt: skip
+    outside = tmp_path / "outside"
+    shutil.copytree(abandoned("template", host=here), outside)
+    (temporary / "fusekit-with-link").symlink_to(outside)
+    marked = abandoned("fusekit-with-marker")
+    (marked / ".fusekit-run").symlink_to(outside / ".fusekit-run")
+    busy = abandoned("fusekit-with-busy", host=here)
+    gone = abandoned("fusekit-with-gone", host=here)
+    (gone / "link").symlink_to(outside)
+    (gone / "protected").mkdir()
+    (gone / "protected" / "file").touch()
+    (gone / "protected").chmod(0o500)
+    before = sorted(temporary.iterdir())
+    with (busy / "file").open("r+b") as file:
+        file.write(b"code")
+        file.flush()
+        with mmap.mmap(file.fileno(), 0):
+            monkeypatch.setattr(os, "getpid", lambda: 0)  # of another process
+            ran(root, "triton", "k")
+            monkeypatch.undo()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    assert sorted(temporary.iterdir()) == [path for path in before if path != gone]
+    assert sorted(path.name for path in outside.iterdir()) == [".fusekit-run", "file"]
+    ran(root, "triton", "k")
+    assert not busy.exists() and all(path.exists() for path in (*kept, marked))
+
+
+def test_ctrl_c_while_a_set_is_laid_out_leaves_nothing(root, temporary, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(carried.Carriage, "_begin", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        begin(root, "triton")
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize(("dsl", "miss", "line"), [(True, "", False), (True, "warn", True), (False, "warn", False)])
