@@ -12,7 +12,7 @@ import io
 import re
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -228,13 +228,31 @@ class Call:
             code = _bytecode(module)
         else:
             code = module.operation.get_asm(enable_debug_info=False, print_generic_op_form=True).encode()
-            code = code.replace(name.encode(), _ADDRESS.sub("0x", name).encode())
+            code = code.replace(name.encode(), self._stable_name.encode())
         return {
             **self.settings(),
             "ir": hashlib.sha256(code).hexdigest(),
             "kernels": str(bool(dsl.num_kernels)),
             "replaced": digest_of(replaced.functions(dsl)),
         }
+
+    @cached_property
+    def _stable_name(self) -> str:
+        """The host function's name up to the first value in it that differs between processes: the DSL writes arguments
+        into it, streams by their addresses and tensors of frameworks by their elements.
+        """
+        name, found = _ADDRESS.sub("0x", self["function_name"]), list[int]()
+        for arg in (*self["full_args"], *(self["full_kwargs"] or {}).values()):
+            for part in arg if isinstance(arg, (list, tuple)) else (arg,):
+                if hasattr(type(part), "__dlpack__") and not type(part).__module__.startswith("cutlass"):
+                    found += (at for at in (_place(name, text) for text in self._mangled(part)) if at >= 0)
+        return f"{name[: min(found)]}\0" if found else name
+
+    def _mangled(self, arg: Any) -> Iterator[str]:
+        """How the DSL may write `arg`, whose parameter has no annotation or a class, into a name."""
+        for annotation in (inspect.Parameter.empty, object):
+            parameter = inspect.Parameter("arg", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
+            yield self.dsl.mangle_name("", (arg,), inspect.Signature([parameter])).partition("__")[2]
 
     def settings(self) -> dict[str, str]:
         """What decides the result beside the function and its arguments."""
@@ -247,7 +265,7 @@ class Call:
         environment = {key: value for key, value in self._environment.items() if key not in _NOT_IN_KEYS}
         fields = {
             "arch": self.arch,
-            "function": _ADDRESS.sub("0x", self["function_name"]),  # a stream is in the name by its address
+            "function": self._stable_name,
             "pipeline": _without_paths(
                 dsl.preprocess_pipeline(dsl._get_pipeline(self["pipeline"]), self.arch), options
             ),
@@ -324,6 +342,15 @@ class Call:
         function.total_added_arguments = facts["added_args"]
         function.fusekit_ir = ir
         return function
+
+
+def _place(name: str, text: str) -> int:
+    """Where `text` begins in `name`, which may end within it; -1 if it does not."""
+    at = name.find(f"_{text}") if text else -1
+    if at < 0:
+        ends = range(min(len(text), len(name) - 1), 0, -1)
+        at = next((len(name) - count - 1 for count in ends if name.endswith(f"_{text[:count]}")), -1)
+    return at
 
 
 def version() -> str:

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
@@ -19,7 +20,7 @@ from cutlass.base_dsl.compiler import Compiler, EnableTVMFFI
 from cutlass.cutlass_dsl import CuTeDSL
 
 from fusekit.compiler import toolchain
-from fusekit.cute import cache
+from fusekit.cute import blobs
 from tests.cute import kernels
 from tests.cute.rig import HIT, MISS
 from tests.cute.subject import filled
@@ -234,9 +235,9 @@ def test_two_functions_that_replace_the_same_are_two_keys(empty, monkeypatch):
 @pytest.mark.parametrize(
     ("owner", "name", "value"),
     [
-        (cache, "cpu", lambda: "another processor"),
-        (cache.platform, "machine", lambda: "riscv64"),
-        (cache.platform, "python_version_tuple", lambda: ("3", "99", "0")),
+        (blobs, "cpu", lambda: "another processor"),
+        (blobs.platform, "machine", lambda: "riscv64"),
+        (blobs.platform, "python_version_tuple", lambda: ("3", "99", "0")),
         (toolchain, "distributions", lambda: {f"nvidia-cutlass-dsl{part}": "4.8.1+local.0" for part in PARTS}),
     ],
     ids=["processor", "machine", "Python", "toolchain"],
@@ -276,6 +277,26 @@ def test_an_unknown_version_of_the_dsl_compiles(rig, monkeypatch, capsys):
 def test_a_stream_by_its_address_is_in_no_key(empty):
     assert empty.counted(lambda: kernels.compile_scale(0x7F001000)) == MISS
     assert empty.counted(lambda: kernels.compile_scale(0x7F002000)) == HIT
+
+
+@cute.jit
+def raw(x, number: cutlass.Constexpr):
+    kernels.scaled(x, x, cutlass.Float32(1), cutlass.Int64(1)).launch(grid=(number, 1, 1), block=(32, 1, 1))
+
+
+def test_the_elements_of_a_tensor_are_in_no_key(empty, capsys):
+    """A framework's tensor is in the name of a function, which has room for some of its elements."""
+
+    def compile_raw(first, count, number=2):
+        return cute.compile(raw, np.arange(first, first + count, dtype=np.float32), number)
+
+    assert empty.counted(lambda: compile_raw(1, 3)) == MISS
+    for first, count in ((777, 3), (1, 64), (777, 64)):  # sizes are dynamic
+        assert empty.counted(lambda first=first, count=count: compile_raw(first, count), verify=1.0) == HIT
+    assert empty.counted(lambda: compile_raw(1, 3, 4)) == MISS
+    assert "is not what the DSL compiles" not in capsys.readouterr().err
+    counts, function = empty.run(lambda: compile_raw(5, 64))
+    assert counts == HIT and function.function_name.startswith("cutlass_raw_1_2_3_")
 
 
 def test_the_specs_of_tvm_ffi_are_in_the_key(empty, monkeypatch):
