@@ -1,6 +1,7 @@
 """A layer's program, run formula by formula, against the definition; its memory; what a call leaves out."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -122,8 +123,11 @@ def defined(o, tensors):
     return layer, tensors
 
 
+@cache
 def forward(name, which=FORWARD):
-    """Both sides of a forward pass: program, its buffers, the definition's results, and what its backward needs."""
+    """Both sides of a forward pass: program, its buffers, the definition's results, and what its backward needs. Tests
+    share them, and change none.
+    """
     o = options(**CASES[name])
     plan, rng = program(o), np.random.default_rng(len(name))
     tensors, x = tensors_of(plan, rng), rng.standard_normal((o.tokens, o.hidden))

@@ -10,8 +10,8 @@ from fusekit.abi.expr import RecordError
 from fusekit.abi.layer_record import LayerRecord
 from fusekit.errors import FusekitError
 from fusekit.plan.layer import program
-from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE
-from fusekit.plan.layer.record import MOST, layer_record, prove, words
+from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, Program
+from fusekit.plan.layer.record import MOST, layer_record, prove, unproved, words
 
 from .layer_memory import packaged
 from .test_layer_program import CASES, FEW, SERVED, options
@@ -46,6 +46,17 @@ def test_the_record_of_any_layer_launches_what_its_program_does(name):
 @pytest.mark.parametrize("name", [name for name in LAYERS if "overlap" in name or "choices" in name])
 def test_the_record_of_a_layer_over_ranks_launches_what_its_program_does(name):
     layer_record(over(2, name), "sm_90a", choose)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kept_memory_is_bounded_by_a_line(name, soak, monkeypatch):
+    monkeypatch.setattr(Program, "layouts", lambda *_: iter(()))  # which take long, and have no part in this
+    record = unproved(options(**CASES[name], dtype="f32"), "sm_90a", choose)
+    slope, rest = record.kept_line(record.environment(1))
+    for tokens in [*(range(40) if soak else (0, 1, 2, 31)), 127, 128, 129, 1000, 24576]:
+        size = record.kept(record.environment(tokens))[1]
+        assert size <= slope * tokens + rest
+        assert slope * tokens + rest - size <= 2 * rest
 
 
 def test_a_part_has_the_kernel_that_was_chosen_for_as_many_tokens():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fusekit.abi.expr import Expr, evaluate
+from fusekit.abi.layer_enough import Enough
 from fusekit.abi.layer_pass import ARGUMENT, KEPT, SCRATCH, LayerBuffer, LayerPass, LayerStep
 from fusekit.abi.layer_record import Ladder, LayerLaunch, LayerRecord
 from fusekit.errors import FusekitError
@@ -218,8 +219,9 @@ def prove(record: LayerRecord, plan: Program, options: Options) -> None:
             _same(size, there.scratch(which, asked, dims, lent, in_place=in_place)[1], f"{what}: scratch memory")
             if lent != asked:
                 continue
-            for outputs in (None, asked):  # what a caller allocates
-                if size > read.most_scratch(which, tokens, outputs, in_place=in_place, limits=limits):
+            for outputs in (None, frozenset(asked)):  # what a caller allocates; not less than for these tokens alone
+                enough = Enough(read, which, outputs, in_place, limits)
+                if size > enough.at(tokens) and size > enough.up_to(tokens):
                     raise FusekitError(f"{what}: {size} bytes of scratch memory are more than is enough; report this")
 
 
