@@ -170,12 +170,13 @@ def test_a_module_of_a_group_has_its_windows(monkeypatch):
 
 
 PROCESS = """
-import sys, time, datetime
+import os, sys, time, datetime
 import torch.distributed as dist
 from fusekit.errors import PeerTimeoutError
 from fusekit.interop.torch_ranks import gather
 
-rank, count, file, missing = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+file, missing = sys.argv[1:]
+rank, count = int(os.fork() == 0), 2  # what is imported is imported once
 store = dist.FileStore(file, count)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=datetime.timedelta(seconds=60))
 if missing == "never" and rank == 1:
@@ -189,7 +190,7 @@ try:
         time.sleep(6)
         sys.exit()
     assert exchange(b"again")[0] == b"again"
-    print("all there")
+    os.write(1, b"all there\\n")
 except PeerTimeoutError as error:
     print(f"{time.monotonic() - begin:.1f} s: {error}")
 """
@@ -198,16 +199,13 @@ except PeerTimeoutError as error:
 @pytest.mark.parametrize("missing", sample(["", "never", "later"], "never"))
 def test_processes_find_each_other_or_say_so_in_time(tmp_path, missing):
     begin = time.monotonic()
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(rank), "2", str(tmp_path / "store"), missing], cwd=ROOT,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    (out, problems), _ = [each.communicate(timeout=100) for each in started]
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS, str(tmp_path / "store"), missing], cwd=ROOT, capture_output=True, text=True,
+        timeout=100, check=False,
+    )  # fmt: skip
+    out, problems = done.stdout, done.stderr
     if not missing:
-        assert out == "all there\n", problems
+        assert out == "all there\n" * 2, problems
         return
     assert "rank 0 waited 3 s for the other 1 ranks to make windows with it" in out, problems
     assert float(out.partition(" s:")[0]) < 5
@@ -215,6 +213,7 @@ def test_processes_find_each_other_or_say_so_in_time(tmp_path, missing):
 
 
 STATE = """
+import os
 import sys
 import torch
 import torch.distributed as dist
@@ -228,8 +227,9 @@ from fusekit.interop.torch_ranks import sharded_state_dict
 from tests.interop.rank_layers import Meeting, RankedStandIn, StandIn
 from tests.plan.test_layer_ranks import alone, over
 
-rank, folder = int(sys.argv[1]), sys.argv[3]
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+folder, child = sys.argv[1], os.fork()  # what is imported is imported once
+rank = int(child == 0)
+dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
 o = over(2, "gpt-oss", dtype="f32")
 
 
@@ -281,20 +281,17 @@ for name, each in whole.state_dict().items():
 fully_shard(other, mesh=init_device_mesh("cpu", (2,)), ignored_params=set(dict(expert_parameters(other)).values()))
 for name, each in other.named_parameters():
     assert isinstance(each, DTensor) != (name in experts), name
-print("right")
+os.write(1, b"right\\n")
 dist.barrier()
 dist.destroy_process_group()
+if rank == 0:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
 def test_the_state_of_all_ranks_is_that_of_one_gpu(tmp_path):
     """And data parallelism leaves the parameters of a rank's experts alone."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", STATE, str(rank), str(tmp_path / "store"), str(tmp_path)], cwd=ROOT,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    result = [each.communicate(timeout=200) for each in started]
-    assert [out for out, _ in result] == ["right\n"] * 2, "\n".join(problems for _, problems in result)
+    done = subprocess.run(
+        [sys.executable, "-c", STATE, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (done.stdout, done.returncode) == ("right\nright\n", 0), done.stderr
