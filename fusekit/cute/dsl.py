@@ -228,7 +228,7 @@ class Call:
             code = _bytecode(module)
         else:
             code = module.operation.get_asm(enable_debug_info=False, print_generic_op_form=True).encode()
-            code = code.replace(name.encode(), self._stable_name.encode())
+        code = code.replace(name.encode(), self._stable_name.encode())
         return {
             **self.settings(),
             "ir": hashlib.sha256(code).hexdigest(),
@@ -242,7 +242,7 @@ class Call:
         into it, streams by their addresses and tensors of frameworks by their elements.
         """
         name, found = _ADDRESS.sub("0x", self["function_name"]), list[int]()
-        for arg in (*self["full_args"], *(self["full_kwargs"] or {}).values()):
+        for arg in (*(self["full_args"] or ()), *(self["full_kwargs"] or {}).values()):
             for part in arg if isinstance(arg, (list, tuple)) else (arg,):
                 if hasattr(type(part), "__dlpack__") and not type(part).__module__.startswith("cutlass"):
                     found += (at for at in (_place(name, text) for text in self._mangled(part)) if at >= 0)

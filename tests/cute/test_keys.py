@@ -287,12 +287,14 @@ def raw(x, number: cutlass.Constexpr):
 def test_the_elements_of_a_tensor_are_in_no_key(empty, capsys):
     """A framework's tensor is in the name of a function, which has room for some of its elements."""
 
-    def compile_raw(first, count, number=2):
-        return cute.compile(raw, np.arange(first, first + count, dtype=np.float32), number)
+    def compile_raw(first, count, number=2, **options):
+        return cute.compile(raw, np.arange(first, first + count, dtype=np.float32), number, **options)
 
     assert empty.counted(lambda: compile_raw(1, 3)) == MISS
     for first, count in ((777, 3), (1, 64), (777, 64)):  # sizes are dynamic
         assert empty.counted(lambda first=first, count=count: compile_raw(first, count), verify=1.0) == HIT
+    for first, expected in ((1111, MISS), (2222, HIT)):
+        assert empty.counted(lambda first=first: compile_raw(first, 64, options="--generate-line-info")) == expected
     assert empty.counted(lambda: compile_raw(1, 3, 4)) == MISS
     assert "is not what the DSL compiles" not in capsys.readouterr().err
     counts, function = empty.run(lambda: compile_raw(5, 64))
