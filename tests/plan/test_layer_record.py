@@ -12,6 +12,7 @@ from fusekit.errors import FusekitError
 from fusekit.plan.layer import program
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, Program
 from fusekit.plan.layer.record import MOST, layer_record, prove, unproved, words
+from tests.soak import sample
 
 from .layer_memory import packaged
 from .test_layer_program import CASES, FEW, SERVED, options
@@ -38,7 +39,11 @@ def test_the_record_of_a_packaged_layer_launches_what_its_program_does(name):
     assert time.process_time() - begin < 1
 
 
-@pytest.mark.parametrize("name", ["deepseek", "llama4-choices", "mlp-as-stored", "fp8-choices"])
+@pytest.mark.parametrize(
+    "name",
+    sample(CASES, "deepseek", "llama4-choices", "mlp-as-stored", "fp8-choices", "fp8-mlp-squares",
+           "fp8-recompute-as-stored"),
+)  # fmt: skip
 def test_the_record_of_any_layer_launches_what_its_program_does(name):
     layer_record(options(**CASES[name]), "sm_90a", choose)
 
