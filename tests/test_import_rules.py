@@ -317,7 +317,7 @@ PRIVATE_DSL = {
     *(PACKAGE / "cute" / name for name in ("dsl.py", "images.py", "replaced.py", "tracing.py", "values.py")),
 }  # fmt: skip
 DSL_FILES = [path for path in LIBRARY_FILES if room_of(path) in ("compiler", "cute", "kernels", "plan", "providers")]
-PRIVATE_PYTHON = {"_getframe", "_exit", "_asdict", "_write_atomic"}
+PRIVATE_PYTHON = {"_getframe", "_exit", "_asdict", "_write_atomic", "_get_dump"}
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:

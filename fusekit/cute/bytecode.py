@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dis
 import functools
+import hashlib
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 from fusekit.cute.digest import UnnamedError
 from fusekit.cute.libraries import UNSTEADY
@@ -29,7 +30,7 @@ _EVALUATES = frozenset(
 )
 
 # Where functions and classes are from that do the like, whatever code calls them.
-_HOMES = frozenset({
+HOMES = frozenset({
     "builtins", "operator", "_operator", "inspect", "importlib", "importlib.util", "importlib._bootstrap",
     "_frozen_importlib", "pkgutil", "runpy", "marshal", "types",
 })  # fmt: skip
@@ -37,6 +38,10 @@ _HOMES = frozenset({
 _GLOBAL_OPERATIONS = frozenset({
     "LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS",
 })  # fmt: skip
+
+MOST_KEPT = 20_000
+_Value = TypeVar("_Value")
+_Result = TypeVar("_Result")
 
 _WORDS = re.compile(r"[^\W\d]\w*")
 
@@ -48,13 +53,15 @@ _DELETE_OPERATIONS = frozenset({"DELETE_GLOBAL", "DELETE_NAME", "DELETE_ATTR"})
 RECORDED = frozenset({"getattr", "hasattr"})
 """Builtins that are replaced while a trace is recorded, so that what they read by their own names is seen."""
 
+_BY_NAME = COMPUTES | RECORDED | _IMPORTS | _EVALUATES
+
 
 def reads_by_name(function: Any) -> str:
     """The name of a function or class of Python if it gives or runs what the code that calls it does not name."""
     name = str(getattr(function, "__name__", ""))
-    if str(getattr(function, "__module__", None) or "builtins") not in _HOMES:
+    if str(getattr(function, "__module__", None) or "builtins") not in HOMES:
         return ""
-    return name if name in COMPUTES | RECORDED | _IMPORTS | _EVALUATES else ""
+    return name if name in _BY_NAME else ""
 
 
 def nested(code: CodeType) -> Iterator[CodeType]:
@@ -74,13 +81,48 @@ def _names_of(code: CodeType, operations: frozenset[str]) -> frozenset[str]:
     )
 
 
-@functools.lru_cache(maxsize=20_000)
+def kept(function: Callable[[_Value], _Result]) -> Callable[[_Value], _Result]:
+    """`function`, which remembers what it gave for each object: code and annotations are slow to hash."""
+    known: dict[int, tuple[_Value, _Result]] = {}  # with the object, whose address stays its own for that
+
+    @functools.wraps(function)
+    def call(value: _Value) -> _Result:
+        if (found := known.get(id(value))) is not None:
+            return found[1]
+        result = function(value)
+        if len(known) >= MOST_KEPT:
+            known.clear()
+        known[id(value)] = value, result
+        return result
+
+    return call
+
+
+@kept
+def code_digest(code: CodeType) -> tuple[str, frozenset[CodeType]]:
+    """(the digest of `code` and of the functions in it, all of these)."""
+    parts: list[Any] = [
+        code.co_name, code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars,
+        code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags, code.co_exceptiontable,
+    ]  # fmt: skip
+    codes = frozenset({code})
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            text, more = code_digest(constant)
+            codes |= more
+            parts.append(text)
+        else:
+            parts.append(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
+    return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest(), codes
+
+
+@functools.lru_cache(maxsize=MOST_KEPT)
 def global_names(code: CodeType) -> frozenset[str]:
     """The globals and builtins that `code` and the functions in it name."""
     return _names_of(code, _GLOBAL_OPERATIONS)
 
 
-@functools.lru_cache(maxsize=20_000)
+@functools.lru_cache(maxsize=MOST_KEPT)
 def attribute_names(code: CodeType) -> frozenset[str]:
     """The names that may be attributes of a module in `code`: all names, strings for `getattr`, words of formats."""
     names = set(code.co_names)
@@ -95,25 +137,25 @@ def attribute_names(code: CodeType) -> frozenset[str]:
     return frozenset(names)
 
 
-@functools.lru_cache(maxsize=20_000)
+@functools.lru_cache(maxsize=MOST_KEPT)
 def computes_names(code: CodeType) -> bool:
     """Whether `code` reads attributes by names that are not in it, but for `getattr` and `hasattr`."""
     return any(bool(COMPUTES.intersection(each.co_names)) for each in nested(code))
 
 
-@functools.lru_cache(maxsize=20_000)
+@functools.lru_cache(maxsize=MOST_KEPT)
 def stored_names(code: CodeType) -> frozenset[str]:
     """The globals and attributes that `code` and the functions in it assign to."""
     return _names_of(code, _STORE_OPERATIONS) | ({"setattr"} & _names_alone(code))
 
 
-@functools.lru_cache(maxsize=20_000)
+@functools.lru_cache(maxsize=MOST_KEPT)
 def deleted_names(code: CodeType) -> frozenset[str]:
     """The globals and attributes that `code` and the functions in it delete."""
     return _names_of(code, _DELETE_OPERATIONS) | ({"delattr"} & _names_alone(code))
 
 
-@functools.lru_cache(maxsize=20_000)
+@functools.lru_cache(maxsize=MOST_KEPT)
 def why_unsteady(code: CodeType) -> str:
     names = _names_alone(code)
     if bad := UNSTEADY & names:
@@ -154,7 +196,7 @@ def imports(code: CodeType, space: dict[str, Any]) -> Iterator[str]:
                 yield f"{base}.{name}"
 
 
-@functools.lru_cache(maxsize=20_000)
+@functools.lru_cache(maxsize=MOST_KEPT)
 def _import_names(code: CodeType) -> tuple[tuple[str, int], ...]:
     imports = []
     for each in nested(code):

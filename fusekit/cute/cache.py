@@ -26,6 +26,7 @@ from fusekit.cute.memos import Proofs
 from fusekit.cute.names import record_of
 from fusekit.cute.replaced import Replaced
 from fusekit.cute.tracing import Untried
+from fusekit.cute.values import Walk
 from fusekit.errors import FusekitError, IntegrityError, NotBuiltError, StoreError
 from fusekit.store import Entry, Store, key_of
 from fusekit.store.entries import DEPENDENCIES, HOST_OBJECT, KIND
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 _SCHEMA = "3"
 """Version of the fields below and of the blob, raised when their meaning changes."""
-_RULES = "2"
+_RULES = "3"
 """Of what is recorded with a trace, and what is refused: raised when they change."""
 _PREFIX_DIGITS = 16
 _PATIENCE = 120.0
@@ -145,12 +146,12 @@ class Cache:
                     KIND: DEPENDENCIES,
                 }
                 key = key_of(fields)
-                if self._ready(call, key, begin):
+                if self._ready(call, key, walk, begin):
                     yield True
                     return
                 if state.refused < _REFUSALS:
                     release = None if state.checked else self._lock(key)
-                    if release is not None and self._ready(call, key, begin):
+                    if release is not None and self._ready(call, key, walk, begin):
                         yield True
                         return
                     shared = {name: value for name, value in shared.items() if name not in _OF_ONE_CALL}
@@ -188,14 +189,14 @@ class Cache:
             if release is not None:
                 release()
 
-    def _ready(self, call: Untried, key: str, begin: float) -> bool:
+    def _ready(self, call: Untried, key: str, walk: Walk, begin: float) -> bool:
         """Whether a trace that the store knows would give the same now, and its result is there."""
         reason = ""
         for manifest in self._manifests(key):
             if "refused" in manifest:
                 self._thread.refused, reason = times_refused(manifest), manifest["refused"]
                 continue
-            reason = why_not(manifest)
+            reason = why_not(manifest, walk)
             if reason:
                 continue
             kernel = self._store.load(manifest["key"])

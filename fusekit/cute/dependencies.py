@@ -3,8 +3,8 @@
 A trace is a function of its arguments and of what the code that runs reads. Recorded are: each code object that ran
 outside the libraries, the values of the globals that it names and the attributes of modules that it names, its files,
 the variables of the environment and the files that were read. Values count whole: objects with their attributes,
-functions with code, defaults and closures, classes with all members. Code that ran and is in none of these values, and
-whatever else is in doubt, raises UnnamedError: then there is no level 1.
+functions with code, defaults and closures, classes with all members, and which of all these are one object. Code that
+ran and is in none of these values, and whatever else is in doubt, raises UnnamedError: then there is no level 1.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fusekit.cute.bytecode import deleted_names, stored_names
 from fusekit.cute.digest import UnnamedError
 from fusekit.cute.files import ABSENT, file_digest, secret, source_digest, variable_digest
 from fusekit.cute.libraries import home, is_library
-from fusekit.cute.memos import NO_NAME, Proof, Proofs, remembered
-from fusekit.cute.reads import Reads, Root, cannot_change, libraries_digest, names_digest, read
+from fusekit.cute.memos import NO_NAME, Proof, Proofs, common, remembered, ties
+from fusekit.cute.reads import Reads, Root, cannot_change, libraries_digest, names_digest, read, shared
 from fusekit.cute.recorder import Record, Recorder
 from fusekit.cute.values import NOTHING, Walk
 
@@ -72,8 +72,8 @@ class Trace:
         if proofs := list(dict.fromkeys(proof for each in found for proof in each.values())):
             with contextlib.suppress(UnnamedError):  # what one of them read is not as it was
                 joined = record.joined(proof.record for proof in proofs)
-                return self._written(joined, self._reads(joined, arguments), proofs)
-        return self._written(record, reads, ())
+                return self._written(joined, self._reads(joined, arguments), arguments, proofs)
+        return self._written(record, reads, arguments, ())
 
     def _reads(self, record: Record, arguments: Walk) -> Reads:
         reads = Reads(strict=True)
@@ -86,16 +86,15 @@ class Trace:
         reads.check(record.spaces)
         return reads
 
-    def _written(self, record: Record, reads: Reads, proofs: Sequence[Proof]) -> dict[str, Any]:
+    def _written(self, record: Record, reads: Reads, arguments: Walk, proofs: Sequence[Proof]) -> dict[str, Any]:
         """The manifest of this trace and of those in `proofs`, whose results it found. Raises UnnamedError."""
         before = dict(self._before.values)
         for proof in proofs:
             if why := why_not(proof.manifest):
                 raise UnnamedError(why)
             for place, value in proof.manifest["values"].items():
-                module, _, name = place.rpartition(":")
-                if before.get((module, name)) is None:
-                    before[module, name] = value
+                if before.get(_root(place)) is None:
+                    before[_root(place)] = value
         stored = {name for code in record.spaces for name in stored_names(code)}
         deleted = {name for code in record.spaces for name in deleted_names(code)}
         for root, value in record.attributes.items():
@@ -111,13 +110,23 @@ class Trace:
                 raise UnnamedError(f"{root[0]}:{root[1]} was not foreseen")
             if before[root] != value:
                 raise UnnamedError(f"the trace changes {root[0]}:{root[1]}")
+        self._check_objects(reads, arguments)
         memos = {root: self._memos(root, reads, proofs) for root in reads.memos}
+        objects = Walk()
+        _walk(objects, [read(root) for _, root in sorted((_place(root), root) for root in reads.values)])
+        found = {
+            id(function): (_place(root), at)
+            for root, functions in reads.memos.items()
+            for at, (function, _) in enumerate(functions)
+        }
         modules, files = self._files(record, reads)
         computes = bool(reads.computes)
         manifest = {
             "attributes": sorted(reads.attributes),
             "computes": computes,
-            "values": {f"{module}:{name}": value for (module, name), value in reads.values.items()},
+            "values": {_place(root): value for root, value in reads.values.items()},
+            "objects": objects.hexdigest(),
+            "common": common(arguments, objects),
             "names": {name: names_digest(module, reads.attributes, computes) for name, module in reads.modules.items()},
             "libraries": {
                 name: libraries_digest(module, reads.attributes, whole=computes)
@@ -128,7 +137,9 @@ class Trace:
             "environment": {
                 name: secret(value) for name, value in record.environment.items() if not name.startswith("CUTE_DSL_")
             },
-            "memos": {f"{root[0]}:{root[1]}": pair for root, pair in memos.items()},
+            "memos": {_place(root): pairs for root, pairs in memos.items()},
+            "order": [found[id(function)] for function in objects.memos],
+            "ties": [ties(function, (objects, arguments)) for function in objects.memos],
             "seconds": self.seconds,
         }
         for root, now in reads.memos.items():
@@ -137,9 +148,19 @@ class Trace:
                 self._proofs.add(function, new, Proof(self._fields, record, manifest))
         return manifest
 
-    def _memos(self, root: Root, reads: Reads, proofs: Sequence[Proof]) -> tuple[list[Any], list[Any]]:
-        """What the functions in a value remembered before, without what `proofs` have computed, and after."""
-        name, before, after = f"{root[0]}:{root[1]}", self._before.memos.get(root, []), reads.memos[root]
+    def _check_objects(self, reads: Reads, arguments: Walk) -> None:
+        before = self._before.objects
+        both = [root for root in reads.objects if root in before and self._before.values[root] is not None]
+        was, now = (
+            shared([walk.places, *(objects[root] for root in both)])
+            for walk, objects in ((self._arguments, before), (arguments, reads.objects))
+        )
+        if was != now:
+            raise UnnamedError("the trace changes which of the objects that it reads are one")
+
+    def _memos(self, root: Root, reads: Reads, proofs: Sequence[Proof]) -> list[tuple[Any, Any]]:
+        """What each function in a value remembered before, without what `proofs` have computed, and after."""
+        name, before, after = _place(root), self._before.memos.get(root, []), reads.memos[root]
         if [id(each) for each, _ in before] != [id(each) for each, _ in after]:
             raise UnnamedError(f"what {name} remembers was not foreseen")
         needed = []
@@ -150,8 +171,9 @@ class Trace:
             if len(last.keys() - first.keys()) > self._recorder.runs.get(id(code), 0):
                 raise UnnamedError(f"what {name} remembers was computed elsewhere")
             proved = self._proofs.find(function, first, self._fields) if proofs else {}
-            needed.append({key: result for key, result in first.items() if proved.get(key) not in proofs})
-        return needed, [last for _, last in after]
+            kept = {key: result for key, result in first.items() if proved.get(key) not in proofs}
+            needed.append((kept, last))
+        return needed
 
     def refused(self, why: str, times: int) -> dict[str, Any]:
         """What is kept of a trace that has no manifest, until one of its files changes."""
@@ -192,8 +214,11 @@ def times_refused(manifest: Mapping[str, Any]) -> int:
     return int(manifest["times"]) if now else 0
 
 
-def why_not(manifest: Mapping[str, Any]) -> str:
-    """Why a trace that is as `manifest` says would not give the same now; "" if it would."""
+def why_not(manifest: Mapping[str, Any], arguments: Walk | None = None) -> str:
+    """Why a trace that is as `manifest` says would not give the same now; "" if it would.
+
+    arguments: of the call. Without them it is not asked which objects are both in them and in what the trace read.
+    """
     for name, expected in manifest["modules"].items():
         if name not in sys.modules:
             return f"module {name} is not imported"
@@ -214,41 +239,65 @@ def why_not(manifest: Mapping[str, Any]) -> str:
         module = sys.modules.get(name)
         if module is None or names_digest(module, attributes, computes) != expected:
             return f"module {name} has other names"
-    digests = dict[int, _Digest]()
-    for place, expected in manifest["values"].items():
-        if why := _why_not_value(place, expected, manifest["memos"].get(place), digests):
-            return why
-    return ""
+    objects = Walk()
+    with contextlib.suppress(KeyError, UnnamedError, RecursionError):
+        _walk(objects, [read(_root(place)) for place in sorted(manifest["values"])])
+        memos = [manifest["memos"][place][at] for place, at in manifest["order"]]
+        if objects.hexdigest() == manifest["objects"] and not _forgotten(objects.memos, memos):
+            if arguments is not None and common(arguments, objects) != manifest["common"]:
+                return "the arguments hold other objects of those that it reads"
+            walks = (objects,) if arguments is None else (objects, arguments)
+            for function, expected in zip(objects.memos, manifest["ties"], strict=True):
+                if any(expected.get(key, tied)[: len(walks)] != tied for key, tied in ties(function, walks).items()):
+                    return f"what {function.__qualname__} remembers holds other objects"
+            return ""
+    return _why_not_values(manifest)
 
 
-_Digest = tuple[Any, str, list[Any]]
-"""A value, its digest, and the memoised functions in it."""
+def _walk(objects: Walk, values: Iterable[Any]) -> None:
+    """One walk over all that a trace reads: which of it are one object is in the digest."""
+    for value in values:
+        if value is NOTHING:
+            objects.put(ABSENT)
+        else:
+            objects(value)
 
 
-def _why_not_value(place: str, expected: str, memos: Any, digests: dict[int, _Digest]) -> str:
+def _place(root: Root) -> str:
+    return f"{root[0]}:{root[1]}"
+
+
+def _root(place: str) -> Root:
     module, _, name = place.rpartition(":")
-    if module not in sys.modules:
-        return f"module {module} is not imported"
-    value = read((module, name))
-    if value is NOTHING:
-        return "" if expected == ABSENT else f"value {place} is gone"
-    try:
-        if id(value) not in digests:  # a value may be a global of many modules
-            walk = Walk()
-            walk(value)
-            digests[id(value)] = value, walk.hexdigest(), walk.memos
-        _, found, functions = digests[id(value)]
-        if found != expected:
-            return f"value {place} changed"
-        if functions:
-            before, after = memos
-            for function, first, last in zip(functions, before, after, strict=True):
-                now = remembered(function)
-                # What the trace itself added may be missing: it would be computed from what was recorded.
-                if any(now.get(key) != result for key, result in first.items() if key in last) or any(
-                    now[key] != result or result == NO_NAME for key, result in last.items() if key in now
-                ):
-                    return f"what {place} remembers changed"
-    except (UnnamedError, RecursionError) as error:
-        return f"value {place}: {error}"
-    return ""
+    return module, name
+
+
+def _why_not_values(manifest: Mapping[str, Any]) -> str:
+    """The first value that is not as it was."""
+    for place, expected in manifest["values"].items():
+        module, name = _root(place)
+        if module not in sys.modules:
+            return f"module {module} is not imported"
+        value, walk = read((module, name)), Walk()
+        try:
+            if value is not NOTHING:
+                walk(value)
+            if (ABSENT if value is NOTHING else walk.hexdigest()) != expected:
+                return f"value {place} {'is gone' if value is NOTHING else 'changed'}"
+            if _forgotten(walk.memos, manifest["memos"].get(place, ())):
+                return f"what {place} remembers changed"
+        except (UnnamedError, RecursionError) as error:
+            return f"value {place}: {error}"
+    return "other objects that it reads are one"
+
+
+def _forgotten(functions: Sequence[Any], memos: Sequence[Any]) -> bool:
+    """Whether memoised functions do not remember what they did: for each, before the trace and after it."""
+    for function, (first, last) in zip(functions, memos, strict=True):
+        now = remembered(function)
+        # What the trace itself added may be missing: it would be computed from what was recorded.
+        if any(now.get(key) != result for key, result in first.items() if key in last) or any(
+            now[key] != result or result == NO_NAME for key, result in last.items() if key in now
+        ):
+            return True
+    return False

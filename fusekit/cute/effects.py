@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fusekit.cute.digest import UnnamedError
+from fusekit.cute.kinds import is_plain_object
 from fusekit.cute.leftout import LeftOut
 from fusekit.cute.libraries import DSL, is_library_module
-from fusekit.cute.values import digest, is_plain_object
+from fusekit.cute.values import digest
 
 _PLAIN = (bool, int, float, str, type(None))
 _ALONE = 2

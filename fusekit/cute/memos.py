@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import hashlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fusekit.cute.digest import UnnamedError
-from fusekit.cute.values import digest
+from fusekit.cute.values import DIGITS, Walk, digest
 
 if TYPE_CHECKING:
     from fusekit.cute.recorder import Record
@@ -19,6 +21,36 @@ NO_NAME = "?"
 
 def remembered(function: Any) -> dict[str, str]:
     """What a memoised function remembers: digest of the arguments -> digest of the result (`NO_NAME`: it has none)."""
+    return {key: _named(result) for key, result in _results(function).items()}
+
+
+def ties(function: Any, known: Iterable[Walk]) -> dict[str, list[str]]:
+    """Digest of the arguments -> which objects of its result are in each of `known`, for what a memoised function
+    remembers.
+    """
+    found = {}
+    for key, result in _results(function).items():
+        walk = Walk()
+        with contextlib.suppress(UnnamedError):
+            walk(result)
+            found[key] = [common(walk, each) for each in known]
+    return found
+
+
+def common(first: Walk, second: Walk) -> str:
+    """A digest of which objects are in both."""
+    both = sorted((first.places[each], second.places[each]) for each in first.places.keys() & second.places.keys())
+    return hashlib.sha256(repr(both).encode()).hexdigest()[:DIGITS]
+
+
+def _named(result: Any) -> str:
+    try:
+        return digest(result)
+    except UnnamedError:
+        return NO_NAME
+
+
+def _results(function: Any) -> dict[str, Any]:
     if not function.cache_info().currsize:
         return {}
     parts = gc.get_referents(function)
@@ -32,11 +64,7 @@ def remembered(function: Any) -> dict[str, str]:
             if at is None:
                 raise UnnamedError(f"what {function.__qualname__} remembers cannot be read")
             result = parts[at + 1]
-        named = digest(list(key) if isinstance(key, list) else key)
-        try:
-            results[named] = digest(result)
-        except UnnamedError:
-            results[named] = NO_NAME
+        results[digest(list(key) if isinstance(key, list) else key)] = result
     return results
 
 

@@ -6,7 +6,7 @@ import builtins
 import contextlib
 import hashlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -25,7 +25,7 @@ from fusekit.cute.libraries import is_library, is_library_module
 from fusekit.cute.memos import remembered
 from fusekit.cute.values import DIGITS, NAMED, NOTHING, SIMPLE, Walk, digest
 
-_PLAIN = (bool, int, float, str, bytes, tuple)
+_PLAIN = (bool, int, float, str, bytes)
 
 Root = tuple[str, str]
 """The name of a module, and of a global in it."""
@@ -33,7 +33,7 @@ Root = tuple[str, str]
 
 class Reads:
     """What codes read: `values` of globals and attributes of modules, `modules`, `libraries`; `memos`: the memoised
-    functions in each value, with what they remember.
+    functions in each value, with what they remember. objects: what each value holds, as in `Walk.places`.
 
     add: takes codes. settle: follows what they read until nothing is new. Without `strict` a value without a name is
     None, and the code of all functions that are reached counts as run.
@@ -44,6 +44,7 @@ class Reads:
         self.attributes = {"__getattr__"}  # of a module, which is called for names that it lacks
         self.values: dict[Root, str | None] = {}
         self.memos: dict[Root, list[tuple[Any, dict[str, str]]]] = {}
+        self.objects: dict[Root, dict[int, int]] = {}
         self.modules: dict[str, ModuleType] = {}
         self.libraries: dict[str, ModuleType] = {}
         self.codes: set[CodeType] = set()
@@ -140,6 +141,8 @@ class Reads:
                 raise UnnamedError(f"{root[0]}:{root[1]}{why}: {error}") from None
             self.values[root] = None
         self._nodes += walk.nodes
+        self.objects[root] = walk.places
+        self._keep.append(walk)
         # By its own name it is seen in the code, or recorded, unless a module has kept it.
         module, name = root
         if name not in RECORDED or name not in vars(sys.modules[module]):
@@ -190,7 +193,11 @@ def libraries_digest(module: ModuleType, attributes: set[str], *, whole: bool) -
         value = space[name]
         if name.startswith("__") or value is sys.modules:  # code that names this one is not served
             continue
-        if type(value) in _PLAIN or (name in attributes and type(value) in (list, dict, set)):
+        if type(value) in _PLAIN:
+            walk.put(name, value)
+        elif isinstance(value, tuple) and type(value) is not tuple and is_library_module(type(value).__module__):
+            walk.put(name, repr(value))  # as `sys.flags`
+        elif type(value) is tuple or (name in attributes and type(value) in (list, dict, set)):
             with contextlib.suppress(UnnamedError):
                 walk.put(name, digest(value))
         elif isinstance(value, FunctionType) and not is_library(value.__code__.co_filename):
@@ -204,3 +211,16 @@ def names_digest(module: ModuleType, attributes: set[str], computes: bool) -> st
     if computes:
         names |= {name for name in vars(module) if not name.startswith("__")}
     return hashlib.sha256("\0".join(sorted(names)).encode()).hexdigest()[:DIGITS]
+
+
+def shared(values: Sequence[Mapping[int, int]]) -> str:
+    """A digest of which objects are in more than one of `values`, each as in `Walk.places`: code may compare them."""
+    once, twice = set[int](), set[int]()
+    for places in values:
+        twice |= places.keys() & once
+        once |= places.keys()
+    found = {each: list[tuple[int, int]]() for each in twice}
+    for at, places in enumerate(values):
+        for each in places.keys() & twice:
+            found[each].append((at, places[each]))
+    return hashlib.sha256(repr(sorted(found.values())).encode()).hexdigest()[:DIGITS]

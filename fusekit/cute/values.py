@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import abc
 import collections
 import dataclasses
 import enum
 import functools
 import hashlib
+import marshal
 import os
 import re
 import sys
 import types
-import weakref
 from collections.abc import Iterable, Mapping
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from fusekit.cute.bytecode import global_names, nested, reads_by_name
+from fusekit.cute.bytecode import HOMES, MOST_KEPT, code_digest, global_names, kept, nested, reads_by_name
 from fusekit.cute.digest import UnnamedError
+from fusekit.cute.kinds import BASES, check_steady, hides, level, marks, registered, slots_of, stateless
 from fusekit.cute.leftout import LeftOut
 from fusekit.cute.libraries import DSL, UNSTEADY, is_library, is_library_module
 
@@ -29,7 +31,8 @@ _LARGEST_ARRAY = 1 << 20  # bytes
 
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented))
 
-_SIMPLE = frozenset(SIMPLE)
+_SIMPLE = frozenset(SIMPLE) - {type(NotImplemented)}
+_HOMES = HOMES | {None}
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 
 NAMED = (
@@ -48,28 +51,31 @@ _DSL_MARKS = re.compile(
     r"|set_name_prefix|_name_options_cache"
 )
 
-_BASES: tuple[Any, ...] = (int, float, str, bytes, tuple, list, dict, set, frozenset)
-_WORD = 8  # bytes of a pointer
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
-
+_FORMAT = 2  # of marshal: the last one in which equal values have equal bytes
 
 _SEQUENCES = frozenset({list, tuple, collections.deque})
 _TABLES = frozenset({dict, collections.OrderedDict, collections.defaultdict, types.MappingProxyType})
 
 
-def _name(item: tuple[Any, Any]) -> str:
-    return str(item[0])
+def _sorted(names: Iterable[Any]) -> list[Any]:
+    try:
+        return sorted(names)
+    except TypeError:
+        return sorted(names, key=str)
 
 
 class Walk:
     """A digest of values. Objects that occur twice are told apart from equal ones.
 
-    nodes: objects in the values. codes: the code of all functions in them. functions: (code, globals) of these.
-    modules: those in the values. memos: memoised functions. by_name: names of functions in them that read by names.
+    places: id of each object -> the number of those before it. nodes: objects in the values. codes: the code of all
+    functions in them. functions: (code, globals) of these. modules: those in the values. memos: memoised functions.
+    by_name: names of functions in them that read by names.
     """
 
     def __init__(self) -> None:
-        self._parts, self._memo, self._keep = list[Any](), dict[int, int](), list[Any]()
+        # Plain values are themselves, names too, where they are counted; all else is in tuples.
+        self._parts, self.places, self._keep = list[Any](), dict[int, int](), list[Any]()
         self.nodes = 0
         self.codes: set[CodeType] = set()
         self.functions: list[tuple[CodeType, dict[str, Any]]] = []
@@ -78,7 +84,10 @@ class Walk:
         self.by_name: set[str] = set()
 
     def hexdigest(self) -> str:
-        return hashlib.sha256(repr(self._parts).encode("utf-8", "surrogatepass")).hexdigest()[:DIGITS]
+        try:
+            return hashlib.sha256(marshal.dumps(self._parts, _FORMAT)).hexdigest()[:DIGITS]
+        except ValueError:
+            raise UnnamedError("something in a value has a name of a type of its own") from None
 
     def put(self, *parts: Any) -> None:
         """Add plain values."""
@@ -87,15 +96,15 @@ class Walk:
     def __call__(self, value: Any) -> None:
         kind = type(value)
         if kind in _SIMPLE:
-            self._parts.append((kind.__name__, value))
+            self._parts.append(value)
             return
-        if (before := self._memo.get(id(value))) is not None:
+        if (before := self.places.get(id(value))) is not None:
             self._parts.append(("again", before))
             return
         self.nodes += 1
         if self.nodes > _MOST_NODES:
             raise UnnamedError("a value holds too many objects")
-        self._memo[id(value)] = len(self._memo)
+        self.places[id(value)] = len(self.places)
         self._keep.append(value)
         if kind is FunctionType:
             self._function(value)
@@ -111,7 +120,7 @@ class Walk:
             if not is_library_module(kind.__module__):
                 self._members("attributes", vars(value))
         elif kind in (set, frozenset):
-            self.put(kind.__name__, sorted(self._apart(item) for item in list(value)))
+            self._set(kind.__name__, value)
         elif kind in _TABLES:
             self._table(kind.__name__, value)
             if kind is collections.defaultdict:
@@ -128,26 +137,20 @@ class Walk:
         else:
             self._other(kind, value)
 
-    def _apart(self, value: Any) -> str:
-        if type(value) in _SIMPLE:
-            return f"{type(value).__name__} {value!r}"
-        walk = Walk()
-        walk(value)
-        self.codes |= walk.codes
-        self.functions += walk.functions
-        self.modules |= walk.modules
-        self.memos += walk.memos
-        self.by_name |= walk.by_name
-        return walk.hexdigest()
+    def _set(self, label: str, values: Iterable[Any]) -> None:
+        values = list(values)
+        plain = [value for value in values if type(value) in _SIMPLE]
+        self.put(label, sorted(f"{type(value).__name__} {value!r}" for value in plain))
+        # Their order is no part of it.
+        self._sequence("others", sorted((value for value in values if type(value) not in _SIMPLE), key=digest))
 
     def _sequence(self, label: str, values: Iterable[Any]) -> None:
         values = list(values)
         parts = self._parts
         parts.append((label, len(values)))
         for value in values:
-            kind = type(value)
-            if kind in _SIMPLE:
-                parts.append((kind.__name__, value))
+            if type(value) in _SIMPLE:
+                parts.append(value)
             else:
                 self(value)
 
@@ -157,22 +160,21 @@ class Walk:
         parts = self._parts
         parts.append((label, len(items)))
         for key, value in items:
-            kind = type(key)
-            if kind in _SIMPLE:
-                parts.append((kind.__name__, key))
+            if type(key) in _SIMPLE:
+                parts.append(key)
             else:
                 self(key)
             self(value)
 
-    def _members(self, label: str, table: Mapping[str, Any]) -> None:
+    def _members(self, label: str, table: Mapping[str, Any], names: list[str] | None = None) -> None:
         parts = self._parts
-        items = sorted(table.items(), key=_name)
-        parts.append((label, len(items)))
-        for key, value in items:
-            parts.append((str(key),))
-            kind = type(value)
-            if kind in _SIMPLE:
-                parts.append((kind.__name__, value))
+        names = _sorted(table) if names is None else names
+        parts.append((label, len(names)))
+        for key in names:
+            value = table[key]
+            parts.append(key if type(key) is str else ("key", repr(key)))
+            if type(value) in _SIMPLE:
+                parts.append(value)
                 continue
             try:
                 self(value)
@@ -180,67 +182,78 @@ class Walk:
                 raise UnnamedError(f"{key}: {error}") from None
 
     def _class(self, value: type, *, new: bool = False) -> None:
-        self.put("class", value.__module__, value.__qualname__)
-        self._at_hand(value)
-        if is_library_module(value.__module__) or (not new and id(value) in self._memo):
+        self.put("class", value.__module__, value.__qualname__, None if new else self.places.get(id(value)))
+        if value.__module__ in HOMES:
+            self._at_hand(value)
+        if isinstance(value, abc.ABCMeta) and (new or id(value) not in self.places):
+            self.put("registered", registered(value))
+        if is_library_module(value.__module__) or (not new and id(value) in self.places):
             return
         if not new:
-            self._memo[id(value)] = len(self._memo)
+            self.places[id(value)] = len(self.places)
             self._keep.append(value)
         self._sequence("bases", value.__bases__)
         self(type(value))
-        members = {
-            name: member
-            for name, member in list(vars(value).items())
-            if name not in _SKIPPED_MEMBERS and not isinstance(member, _DESCRIPTORS)
-        }
-        self._members("members", members)
-        self._annotations(value)
+        space = vars(value)
+        names = [
+            name
+            for name in _sorted(space)
+            if name not in _SKIPPED_MEMBERS and not isinstance(space[name], _DESCRIPTORS)
+        ]
+        self.put(value.__name__, _documentation(space.get("__doc__")))
+        self._members("members", space, names)
+        self._annotations(space.get("__annotations__"))
 
-    def _annotations(self, owner: Any) -> None:
+    def _annotations(self, annotations: Any) -> None:
         """Dataclasses and the DSL read them."""
-        annotations = vars(owner).get("__annotations__") if isinstance(owner, type) else owner.__annotations__
-        self._members("annotations", {name: _annotation(each) for name, each in (annotations or {}).items()})
+        table = {name: _annotation(each) for name, each in annotations.items()} if annotations else {}
+        self._members("annotations", table)
 
     def _at_hand(self, function: Any) -> None:
         if name := reads_by_name(function):
             self.by_name.add(name)
 
     def _code(self, code: CodeType) -> None:
-        text, codes = _code_digest(code)
+        text, codes = code_digest(code)
         self.codes |= codes
         self.put("code", text)
 
     def _function(self, value: FunctionType) -> None:
-        self.put("function", value.__module__, value.__qualname__)
-        _check_steady(value)
-        self._at_hand(value)
+        parts, module, own = self._parts, value.__module__, value.__code__
+        parts.append(("function", module, value.__qualname__, value.__name__))
+        if value.__name__ in UNSTEADY:
+            check_steady(value)
+        if module in _HOMES:
+            self._at_hand(value)
         marks = vars(value)
-        code = marks.get("_original_code", value.__code__)
-        if not is_library(code.co_filename):
+        code = marks.get("_original_code", own)
+        of_a_library = is_library(code.co_filename)
+        if not of_a_library:
             self._code(code)
             space = value.__globals__
             self.functions.append((code, space))
-            if value.__code__ is not code:  # as the DSL has rewritten it
-                self.codes |= set(nested(value.__code__))
-                self.functions.append((value.__code__, space))
+            if own is not code:  # as the DSL has rewritten it
+                self.codes |= set(nested(own))
+                self.functions.append((own, space))
             if vars(sys.modules.get(str(space.get("__name__"))) or NOTHING) is not space:
                 # No module, so no place to find it again: what is read of it is part of the function.
-                names = sorted(global_names(code) & space.keys())
-                self._members("space", {name: space[name] for name in names})
-            self._annotations(value)
+                self._members("space", space, sorted(global_names(code) & space.keys()))
+            self._annotations(value.__annotations__)
+            if value.__doc__ is not None and value.__doc__ not in code.co_consts[:1]:
+                self.put("doc", _documentation(value.__doc__))
         self(value.__defaults__)
         self(value.__kwdefaults__)
-        if "__wrapped__" in marks:
-            self(marks["__wrapped__"])
-        if marks and not is_library(code.co_filename):
-            rest = {name: mark for name, mark in marks.items() if not _DSL_MARKS.fullmatch(name)}
-            if rest:
-                self._members("marks", rest)
-        if "_cute_dsl_name_options" in marks:
-            self.put(repr(marks["_cute_dsl_name_options"]))
+        if marks:
+            if "__wrapped__" in marks:
+                self(marks["__wrapped__"])
+            if not of_a_library:
+                rest = {name: mark for name, mark in marks.items() if not _is_dsl_mark(name)}
+                if rest:
+                    self._members("marks", rest)
+            if "_cute_dsl_name_options" in marks:
+                self.put(repr(marks["_cute_dsl_name_options"]))
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=False):
-            self.put("cell", name)
+            parts.append(("cell", name))
             try:
                 content = cell.cell_contents
             except ValueError:
@@ -259,13 +272,18 @@ class Walk:
         elif kind in (staticmethod, classmethod):
             self.put(name)
             self(value.__func__)
+            self._members("marks", marks(value))
+        elif value is NotImplemented:
+            self.put("NotImplemented")
         elif kind is property:
             self._sequence("property", (value.fget, value.fset, value.fdel))
         elif kind is functools.partial or kind is functools.partialmethod:
             self._sequence(name, (value.func, value.args, value.keywords))
+            self._members("marks", marks(value))
         elif kind is functools._lru_cache_wrapper:
             self.put("memoised")
             self(value.__wrapped__)
+            self._members("marks", marks(value))
             self.memos.append(value)
         elif kind is functools.cached_property:
             self._sequence(name, (value.func, value.attrname))
@@ -274,7 +292,7 @@ class Walk:
         elif kind in (range, slice):
             self.put(name, repr(value))
         elif isinstance(value, NAMED):
-            _check_steady(value)
+            check_steady(value)
             self._at_hand(value)
             self.put("builtin", getattr(value, "__module__", None), getattr(value, "__qualname__", value.__name__))
             bound = getattr(value, "__self__", None)
@@ -291,7 +309,7 @@ class Walk:
         elif module in ("typing", "types") or name in ("GenericAlias", "UnionType"):
             self._generic(kind, value)
         elif module == "logging" and name in ("Logger", "RootLogger"):
-            self.put("logger", value.name)
+            self.put("logger", value.name, level(value))
         elif module.partition(".")[0] in ("torch", "numpy"):
             self._array(kind, value)
         elif name in ("CUstream", "Stream") and module.startswith("cuda"):
@@ -307,8 +325,7 @@ class Walk:
         if kind is types.SimpleNamespace:
             self._members("namespace", vars(value))
             return
-        text = _ADDRESS.sub("", repr(value))
-        self.put(kind.__module__, kind.__qualname__, text)
+        self.put(kind.__module__, kind.__qualname__, _text(value))
         for part in getattr(value, "__args__", ()):
             self(part)
 
@@ -349,33 +366,38 @@ class Walk:
             raise UnnamedError(f"{module}.{name} has no name for a key")
         self.put("object")
         self._class(kind)
-        for base in _BASES:
+        for base in BASES:
             if isinstance(value, base):
                 plain: Any = base(value)
-                self(plain) if base is not set and base is not frozenset else self.put(sorted(map(self._apart, plain)))
+                self(plain)
                 break
         else:
-            if not hasattr(value, "__dict__") and not _slots(kind) and not _stateless(kind):
+            if not hasattr(value, "__dict__") and not slots_of(kind)[0] and not stateless(kind):
                 raise UnnamedError(f"{module}.{name} has no name for a key")
         self._state(kind, value)
 
     def _state(self, kind: type, value: Any) -> None:
-        if _hides(kind):
+        if hides(kind):
             raise UnnamedError(f"{kind.__module__}.{kind.__qualname__} has state that only C code sees")
         self._members("attributes", getattr(value, "__dict__", {}))
+        slots, get = slots_of(kind)
+        if not slots:
+            return
+        try:
+            members: Any = get(value)
+        except AttributeError:
+            members = [getattr(value, slot, NOTHING) for (slot,) in slots]
         parts = self._parts
-        for slot in _slots(kind):
-            member = getattr(value, slot, NOTHING)
+        for slot, member in zip(slots, members, strict=False):
             if member is not NOTHING:
-                parts.append((slot,))
-                part = type(member)
-                if part in _SIMPLE:
-                    parts.append((part.__name__, member))
+                parts.append(slot)
+                if type(member) in _SIMPLE:
+                    parts.append(member)
                     continue
                 try:
                     self(member)
                 except AttributeError as error:  # of what it holds
-                    raise UnnamedError(f"{slot}: {error}") from None
+                    raise UnnamedError(f"{slot[0]}: {error}") from None
 
 
 class _Nothing:
@@ -385,82 +407,32 @@ class _Nothing:
 NOTHING = _Nothing()
 
 
-@functools.lru_cache(maxsize=20_000)
-def _code_digest(code: CodeType) -> tuple[str, frozenset[CodeType]]:
-    """(the digest of `code` and of the functions in it, all of these)."""
-    parts: list[Any] = [
-        code.co_name, code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars,
-        code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags, code.co_exceptiontable,
-    ]  # fmt: skip
-    codes = frozenset({code})
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            text, more = _code_digest(constant)
-            codes |= more
-            parts.append(text)
-        else:
-            parts.append(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
-    return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest(), codes
+def _text(value: Any) -> str:
+    """What an annotation is written as."""
+    kind = type(value)
+    # Which do not change.
+    steady = kind.__module__ == "typing" or kind in (types.GenericAlias, types.UnionType)
+    return _steady_text(value) if steady else _ADDRESS.sub("", repr(value))
 
 
-@functools.cache
-def _slots(kind: type) -> list[str]:
-    names: list[str] = []
-    for each in kind.__mro__:
-        slots = vars(each).get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else list(slots)
-    hidden = [
-        f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
-        for name in names
-    ]
-    return [name for name in hidden if name not in ("__dict__", "__weakref__")]
+@kept
+def _steady_text(value: Any) -> str:
+    return _ADDRESS.sub("", repr(value))
 
 
-@functools.cache
-def _hides(kind: type) -> bool:
-    """Whether instances may have state that is neither in attributes nor in slots."""
-    return any(
-        type(each).__module__ == "nanobind"
-        or type(each).__name__ == "pybind11_type"
-        or (each.__base__ is object and each.__basicsize__ > object.__basicsize__ + _WORD * (len(_slots(each)) + 2))
-        for each in kind.__mro__
-        if each not in _BASES
-    )
+@functools.lru_cache(maxsize=MOST_KEPT)
+def _is_dsl_mark(name: str) -> bool:
+    return _DSL_MARKS.fullmatch(name) is not None
 
 
-def _check_steady(function: Any) -> None:
-    """Raises UnnamedError for a function by another name that the same code would not be let call by its name."""
-    name, module = function.__name__, str(getattr(function, "__module__", None) or "builtins")
-    if name in UNSTEADY and is_library_module(module) and module.partition(".")[0] != DSL:
-        raise UnnamedError(f"{name} of {module} is at hand")
-    if isinstance(function, types.BuiltinFunctionType) and not is_library_module(module):
-        raise UnnamedError(f"what {name} of {module} does is not seen")
-
-
-def _stateless(kind: type) -> bool:
-    """Whether instances are like `object()`: of classes in Python, without members of their own."""
-    return kind is not object and kind.__basicsize__ == object.__basicsize__
+def _documentation(value: Any) -> str | None:
+    if type(value) is str:
+        return value if "0x" not in value else _ADDRESS.sub("", value)
+    return None if value is None else _text(value)
 
 
 def _annotation(value: Any) -> Any:
-    return value if isinstance(value, (str, type)) else _ADDRESS.sub("", repr(value))
-
-
-def is_plain_object(value: Any) -> bool:
-    """Whether all that `value` holds is in its attributes, `object.__new__` makes another one of its class, and nobody
-    sees when it goes.
-    """
-    kind: Any = type(value)
-    return (
-        kind.__new__ is object.__new__
-        and not hasattr(kind, "__del__")
-        and not weakref.getweakrefcount(value)
-        and hasattr(value, "__dict__")
-        and not is_library_module(kind.__module__)
-        and not _slots(kind)
-        and not _hides(kind)
-        and not isinstance(value, (type, *_BASES))
-    )
+    return value if isinstance(value, (str, type)) else _text(value)
 
 
 def digest(value: Any) -> str:

@@ -5,6 +5,7 @@ what a program does with it. Nothing that changes what would be compiled is left
 import importlib
 import importlib.abc
 import importlib.util
+import logging
 import os
 import pickle
 import py_compile
@@ -29,7 +30,7 @@ FILES = {
     "__init__.py": "",
     "stars.py": "STAR = 1\n",
     "helper.py": """
-import contextlib, dataclasses, enum, functools, os, typing
+import abc, contextlib, dataclasses, enum, functools, logging, os, typing
 
 SCALE, FLAG, RATIO, ZERO, ORDER = 2, 1, 1.5, 0.0, {"a": 1, "b": 2}
 AT_IMPORT = os.environ.get("MUTANT_IMPORT", "1")
@@ -70,6 +71,17 @@ def generic(number, factor=SCALE): return number * factor
 def context():
     yield SCALE
 
+class Shape(abc.ABC): pass
+class Square: pass
+
+@functools.cache
+def kept(): return 1
+
+PART, LOGGER = functools.partial(generic, 1), logging.getLogger("mutant")
+PART.mark = kept.mark = 1
+CUSTOM = {"__builtins__": {"one": 1}, "__name__": __name__}
+exec("def custom(): return one", CUSTOM)
+
 def counter():
     count = 1
     def read(): return count
@@ -83,7 +95,7 @@ CALLED, POINT, CACHED = Sub(), Point(), Cached()
 CACHED.value
 """,
     "kern.py": """
-import functools, json
+import functools, json, sys
 from mutant import helper as H
 from mutant.helper import SCALE, Options, context
 from mutant.stars import *
@@ -95,7 +107,9 @@ def reads():
         SCALE, H.SCALE, STAR, H.FLAG is True, isinstance(H.FLAG, float), H.RATIO > 1, str(H.ZERO) == "-0.0",
         list(H.ORDER)[0] == "a", int(H.AT_IMPORT), H.SPACE["of_a_string"](), H.Flag.ONE.value, Options().bias,
         len(Options().sizes), H.POINT.x, H.CALLED(), H.CACHED.value, H.CACHED.kept(), H.generic(1), H.READ(),
-        len(json.dumps([1])),
+        len(json.dumps([1])), H.PART.mark, H.kept.mark, H.PART.func.__name__ == "generic", len(H.generic.__doc__ or ""),
+        len(H.Base.__doc__ or ""), H.Base.__name__ == "Base", H.LOGGER.isEnabledFor(10), sys.flags.optimize,
+        isinstance(H.Square(), H.Shape), H.CUSTOM["custom"](),
     )
     return functools.reduce(lambda total, number: total * 31 + number, map(int, numbers), total) % 1_000_003
 """,
@@ -280,7 +294,7 @@ CHANGES = {
     "a linked folder": (path(linked), LEFT_OUT),
     "an editable install": (editable(), LEFT_OUT),
     "an edited one of these": (editable(stars=("1", "2")), TRACED),
-    "a module loaded again": (reloaded(), LEFT_OUT),
+    "a module loaded again, of which others keep classes": (reloaded(), TRACED),
     "an edited one, loaded again": (reloaded(helper=("= 2, 1, 1.5", "= 3, 1, 1.5")), TRACED),
     "an edited one, not loaded again": (edited_and_not_loaded, TRACED),
     "a string that was executed": (string("def of_a_string(): return 2"), TRACED),
@@ -308,6 +322,22 @@ CHANGES = {
     "a function by value": (then(by_value), TRACED),
     "a function of the standard library": (
         then(lambda patch, helper: patch.setattr(sys.modules["json"], "dumps", lambda value: "")), TRACED,
+    ),
+    "an attribute of a partial": (then(lambda patch, helper: patch.setattr(helper.PART, "mark", 2)), TRACED),
+    "one of a memoised function": (then(lambda patch, helper: patch.setattr(helper.kept, "mark", 2)), TRACED),
+    "the name of a function": (then(lambda patch, helper: patch.setattr(helper.generic, "__name__", "x")), TRACED),
+    "its documentation": (then(lambda patch, helper: patch.setattr(helper.generic, "__doc__", "x")), TRACED),
+    "the name of a class": (then(lambda patch, helper: setattr(helper.Base, "__name__", "x")), TRACED),
+    "documentation of a class": (then(lambda patch, helper: patch.setattr(helper.Base, "__doc__", "x")), TRACED),
+    "the level of a logger": (then(lambda patch, helper: patch.setattr(helper.LOGGER, "level", 10)), TRACED),
+    "that of its parent": (then(lambda patch, helper: patch.setattr(logging.getLogger(), "level", 10)), TRACED),
+    "all loggers": (then(lambda patch, helper: patch.setattr(helper.LOGGER.manager, "disable", 60)), TRACED),
+    "a class that is registered": (then(lambda patch, helper: helper.Shape.register(helper.Square)), TRACED),
+    "builtins of a function's own": (
+        then(lambda patch, helper: patch.setitem(helper.CUSTOM["__builtins__"], "one", 2)), TRACED,
+    ),
+    "flags of Python": (
+        then(lambda patch, helper: patch.setattr(sys, "flags", types.SimpleNamespace(optimize=1))), TRACED,
     ),
     "a new global that nothing reads": (
         then(lambda patch, helper: patch.setattr(helper, "lonely", 1, raising=False)), LEFT_OUT,
