@@ -59,9 +59,9 @@ def records(options: Options) -> dict[str, LaunchRecord]:
     return got
 
 
-def _publish(store: Store, options: Options, variants: int) -> None:
-    """The layer's record, which is made once in a process."""
-    table = json.dumps([options.canonical(), variants])
+def _publish(store: Store, options: Options, launches: list[LaunchRecord]) -> None:
+    """The layer's record, which is made once in a process for these kernels."""
+    table = json.dumps([options.canonical(), [each.to_json() for each in launches]])
     if table in _PUBLISHED:
         entry, document, record = _PUBLISHED[table]
         store.publish(entry, document)
@@ -100,7 +100,7 @@ def library(root: Path, options: Options, variants: int = 1) -> tuple[Library, F
         name = f"{options.file}/{options.name}.{part}@{f'128x{columns}-c1x1' if gemm else f'w{warps}'}"
         defaults = {scalar.name: 1.0 for scalar in record.scalars if scalar.dtype == "f32"}
         store.publish_name(NameRecord(name, record.arch, entry.key, spec, defaults))
-    _publish(store, options, variants)
+    _publish(store, options, [*layer_records.values()])
     kernels = {symbol: [(each.offset, each.size) for each in step.parameters] for symbol, step in launches.items()}
     fake = FakeDriver(symbol="", others=kernels)
     return Library(store, Driver(fake)), fake
