@@ -53,7 +53,8 @@ def no_kernel(record: NameRecord) -> str:
             f"{name} is no kernel with a launch record, but what `fusekit exec` compiled for a program; make a kernel "
             f"of it: fusekit adopt {name}"
         )
-    package = record.spec[CARRIED]["package"]
+    label = record.spec[CARRIED]
+    package = label.get("package", "PACKAGE") if isinstance(label, dict) else "PACKAGE"
     return (
         f"{name} has no kernels with launch records: it is of the cache of {package}, which a program finds with"
         f" fusekit exec --with {package} -- PROGRAM"

@@ -38,6 +38,8 @@ def explained(cute: CuteConfig, record: NameRecord) -> Explanation:
         return explain(store, record, stored[0])
     except FusekitError as error:
         return _of(record, "unknown", str(error))
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return _of(record, "damaged", f"its name record or entry is not as fusekit writes it: fusekit rm {record.name}")
 
 
 def _of(record: NameRecord, status: str, reason: str, differs: tuple[Difference, ...] = ()) -> Explanation:
@@ -56,7 +58,7 @@ def _words(differs: tuple[Difference, ...]) -> str:
 def _program(record: NameRecord) -> str:
     """The function that it was compiled for, as the end of a sentence."""
     label = record.spec[HOST_OBJECT]
-    return f"`fusekit exec` compiled for {label['module']}:{label['function']}"
+    return f"`fusekit exec` compiled for {label.get('module')}:{label.get('function')}"
 
 
 def _host_object(store: Store, record: NameRecord, entry: Entry) -> Explanation:
@@ -75,7 +77,7 @@ def _host_object(store: Store, record: NameRecord, entry: Entry) -> Explanation:
 
 
 def _carried(store: Store, record: NameRecord, entry: Entry) -> Explanation:
-    package = PACKAGES.get(record.spec[CARRIED]["package"])
+    package = PACKAGES.get(record.spec[CARRIED].get("package", ""))
     if package is None:
         return _of(record, "miss", "it is of the cache of a package that this fusekit does not know; update fusekit")
     what = f"what {package.name} compiled under `fusekit exec --with {package.name}`"

@@ -149,15 +149,20 @@ def test_bundles_wheels_and_remotes(store, fusekit, out, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("kind", ["host-object", "carried"])
-def test_what_programs_compiled_is_not_of_a_kernel(store, fusekit, out, kind):
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [("host-object", "fusekit adopt package/function@1"), ("carried", "fusekit exec --with PACKAGE --")],
+)
+def test_what_programs_compiled_is_not_of_a_kernel(store, fusekit, out, kind, remedy):
     fields = {"arch": "sm_90a", "kind": kind}
     entry = Entry(key_of(fields), fields, sha256(b"code"), 4, {kind: {}}, {}, {}, {}, 0.0)
     store.publish(entry, b"code")
     store.publish_name(NameRecord("package/function@1", "sm_90a", entry.key, {kind: {}}, {}), entry)
     fusekit("report", str(out))
     assert len(check(out.read_text())[0].rows) == len(NAMES)
-    assert "fusekit exec --" in fusekit("diff", NAMES[0], "package/function", code=1).err
+    for command in (("diff", NAMES[0], "package/function"), ("report", str(out), "package")):
+        assert remedy in fusekit(*command, code=2).err
+    assert "package/function@1  sm_90a  " in fusekit("explain", "package/function").out
 
 
 def test_what_a_spec_says_is_text(store, fusekit, out):

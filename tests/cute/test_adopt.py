@@ -226,6 +226,13 @@ def test_why_an_adopted_kernel_would_be_made_again(compiled, tmp_path, monkeypat
     assert "whose entry is gone: it is launched as it is; to make it again, run the program" in found.reason
 
 
+@pytest.mark.parametrize(("kind", "label"), [("host-object", "text"), ("host-object", []), ("carried", 3)])
+def test_a_name_record_of_another_form_is_damaged(compiled, kind, label):
+    record = compiled.entry("twice")
+    found = explained(compiled.store, dataclasses.replace(record, spec={kind: label}))
+    assert (found.status, found.reason[-len(record.name) :]) == ("damaged", record.name)
+
+
 def test_commands_about_what_is_no_kernel(compiled, tmp_path, capsys):
     """Each works, or says what it is and what to do."""
     store = Store(tmp_path / "store")
