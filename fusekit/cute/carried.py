@@ -105,8 +105,12 @@ class Carriage:
             self._pull(load)
             for where in sorted(self._sets(load)):
                 try:
-                    files = _unpacked(self._of(load, where))
-                except (FusekitError, ValueError, zlib.error) as error:  # its content is compiled and stored again
+                    stored = self._of(load, where)
+                    files = _unpacked(stored)
+                    if load.package.named and self._run is not None:
+                        self._run.stand_for(Path(str(stored[0].launch[CARRIED].get("folder", ""))))
+                except (FusekitError, OSError, ValueError, zlib.error) as error:
+                    # Its content is compiled and stored again.
                     self.troubles.append(f"{where[0]} is not used: {_text(error)}")
                     continue
                 for unit in files.keys() - load.units:
@@ -252,7 +256,7 @@ def _packed(load: _Load, units: Mapping[str, Mapping[str, bytes]]) -> tuple[Entr
     blob = zlib.compress(b"".join(parts), 1)
     fields = {**load.fields, "content": sha256(blob)}
     toolchain = {"python": load.fields["python"], "machine": load.fields["system"]}
-    launch = {CARRIED: {"units": [*units]}}
+    launch = {CARRIED: {"units": [*units], "folder": str(load.folder.parent)}}
     return Entry(key_of(fields), fields, sha256(blob), len(blob), launch, {}, {}, toolchain, 0.0), blob
 
 

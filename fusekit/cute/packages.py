@@ -18,7 +18,7 @@ from fusekit.errors import StoreError
 from fusekit.store.entries import CARRIED, KIND
 from fusekit.store.keys import sha256
 
-_SCHEMA = "1"
+_SCHEMA = "2"
 """Version of the fields and of the sets, raised when their meaning changes."""
 GROUP = "__grp__"
 """Begins the names of files in which Triton keeps absolute paths. One is written after all others of a kernel."""
@@ -47,7 +47,8 @@ class Package:
 
     variables: that name its folder; all of them are set. distributions: whose versions count. unit: the path of what
     is stored whole or not at all, in the path of a file of it. counted: the units that are compilations. needs: names
-    of files without which a unit is not whole. on_host: it compiles for the processor.
+    of files without which a unit is not whole. on_host: it compiles for the processor. named: what it compiles has the
+    path of the folder, and writes there later.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Package:
     counted: re.Pattern[str]
     needs: frozenset[str] = frozenset()
     on_host: bool = False
+    named: bool = False
 
 
 _ALL = re.compile("")
@@ -73,7 +75,7 @@ PACKAGES = {
         # Files that are named by their content, or lie in folders of the key that they were stored under.
         Package(
             "inductor", ("TORCHINDUCTOR_CACHE_DIR",), ("torch", "triton"), re.compile(r"(triton/[^/]+/[^/]+(?=/)|.+)"),
-            re.compile(r"(?:fxgraph|triton)/|.*\.so$"), on_host=True,
+            re.compile(r"(?:fxgraph|triton)/|.*\.so$"), on_host=True, named=True,
         ),
     )
 }  # fmt: skip

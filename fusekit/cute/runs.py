@@ -34,6 +34,7 @@ class RunFolder:
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()
         self.lock = -1
+        self._links, self._parents = list[Path](), list[Path]()
         try:
             self.lock = os.open(self.path / _MARKER, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -42,6 +43,29 @@ class RunFolder:
         except BaseException:
             self.remove()
             raise
+
+    def stand_for(self, other: Path) -> None:
+        """Let the folder of another run lead to this one until `remove`: files that were compiled there have its path.
+        One that a run uses now stays. Raises OSError where that cannot be.
+        """
+        if other == self.path or other in self._links:
+            return
+        if not (other.is_absolute() and other.name.startswith(_PREFIX)) or ".." in other.parts:
+            raise OSError(f"{other} is no folder of a run")
+        for parent in reversed(other.parents):
+            if not parent.exists():
+                parent.mkdir(0o700)
+                self._parents.append(parent)
+        with contextlib.suppress(FileNotFoundError):
+            state = other.lstat()
+            if state.st_uid != os.geteuid():
+                raise OSError(f"{other} is another user's")
+            if not stat.S_ISLNK(state.st_mode) or other.exists():
+                return
+            other.unlink()  # of a run that was killed
+        with contextlib.suppress(FileExistsError):  # another run was faster
+            other.symlink_to(self.path)
+            self._links.append(other)
 
     def settle(self) -> None:
         """Wait until no process has the folder in its environment, for some seconds: where `exec` is not told of the
@@ -55,6 +79,7 @@ class RunFolder:
         """Remove the folder, also while something is still written into it. Why it stays; empty if it is gone."""
         if user := next(_users(self.path), 0):
             return f"process {user} uses it"
+        self._unlink()
         end = time.monotonic() + _PATIENCE
         while not (gone := _removed(self.path)) and time.monotonic() < end:
             time.sleep(_PAUSE)
@@ -62,6 +87,16 @@ class RunFolder:
             os.close(self.lock)
             self.lock = -1
         return "" if gone else "it cannot be removed"
+
+    def _unlink(self) -> None:
+        for link in self._links:
+            with contextlib.suppress(OSError):
+                if link.readlink() == self.path:
+                    link.unlink()
+        for parent in reversed(self._parents):
+            with contextlib.suppress(OSError):  # others use it
+                parent.rmdir()
+        self._links, self._parents = [], []
 
 
 def sweep() -> None:
@@ -75,6 +110,11 @@ def sweep() -> None:
 
 def _sweep(folder: Path) -> None:
     state = folder.lstat()
+    if stat.S_ISLNK(state.st_mode) and state.st_uid == os.geteuid():
+        target = folder.readlink()
+        if target.name.startswith(_PREFIX) and not os.path.lexists(target):  # see `stand_for`
+            folder.unlink()
+        return
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o077:
         return
     # Nobody else can have changed what is in it.

@@ -44,8 +44,11 @@ def inductor(cache, name, size=1000):
     write(cache / "locks" / f"c{name}.lock", b"")
     compiled = triton(cache / "triton" / "0", name.upper(), size)
     if folder.exists() and library.exists():
+        (graph,) = folder.iterdir()
+        named = Path(os.fsdecode(graph.read_bytes().partition(b"\0")[0]))
+        write(named / name[:2] / f"{name}.best_config", b"{}")
         return compiled
-    write(folder / uuid.uuid4().hex, os.urandom(size))
+    write(folder / uuid.uuid4().hex, os.fsencode(cache) + b"\0" + os.urandom(size))
     write(library, ELF + os.urandom(size))
     return True
 

@@ -95,7 +95,7 @@ def test_a_second_run_compiles_nothing(root, run, temporary, package, each, stor
         assert done.err == f"fusekit: 0 hits, 0 misses, 0.0 s saved; {package} {new} compiled, {old} carried\n"
     assert list(temporary.iterdir()) == []
     kept = units(root)
-    assert set(kept) >= set(stored) and len(kept) == 2 * each
+    assert set(kept) >= set(stored) and len([unit for unit in kept if not unit.endswith(".best_config")]) == 2 * each
     assert not [unit for unit in kept if "tmp" in unit or "lock" in unit]
     assert not Store(root).verify(full=True, inspect=WELLFORMED).bad
 
@@ -575,6 +575,73 @@ def test_what_a_killed_run_left_is_removed_when_its_program_has_ended(root, temp
             break
         time.sleep(0.05)
     assert list(temporary.glob("fusekit-with-*")) == []
+
+
+def graphs(carriage, *names):
+    """Whether what was laid out for `names` found what was tuned for it in the folder of this run."""
+    compile_with(carriage, "inductor", *names)
+    folder = Path(carriage.variables["TORCHINDUCTOR_CACHE_DIR"])
+    return [(folder / name[:2] / f"{name}.best_config").is_file() for name in names]
+
+
+def test_what_names_the_folder_of_another_run_leads_to_this_one(root, temporary):
+    ran(root, "inductor", "first")
+    ran(root, "inductor", "second")  # in another set, of another folder
+    carriage = begin(root, "inductor")
+    assert carriage.troubles == []
+    assert graphs(carriage, "first", "second") == [True, True]
+    carriage.store()
+    carriage.remove()
+    assert (carriage.troubles, list(temporary.iterdir())) == ([], [])
+    assert [unit for unit in units(root) if unit.endswith(".best_config")] == [
+        "fi/first.best_config", "se/second.best_config",
+    ]  # fmt: skip
+
+
+def test_the_folder_is_made_where_it_was_on_another_machine(root, temporary, tmp_path, monkeypatch):
+    job = tmp_path / "job" / "7"
+    job.mkdir(parents=True)
+    monkeypatch.setattr("tempfile.tempdir", str(job))
+    ran(root, "inductor", "first")
+    shutil.rmtree(tmp_path / "job")
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    carriage = begin(root, "inductor")
+    assert graphs(carriage, "first") == [True]
+    carriage.remove()
+    assert not (tmp_path / "job").exists() and list(temporary.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_means_another_compilation(root, tmp_path, monkeypatch, temporary):
+    job = tmp_path / "job"
+    job.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(job))
+    ran(root, "inductor", "first")
+    shutil.rmtree(job)
+    job.write_text("a file is there")
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    compiled, _, (trouble,) = ran(root, "inductor", "first")
+    assert compiled == ["first"] and "is not used" in trouble
+    assert job.read_text() == "a file is there"
+
+
+def test_of_runs_at_the_same_time_one_has_the_folder_of_before(root, temporary):
+    ran(root, "inductor", "first")
+    one, two = begin(root, "inductor"), begin(root, "inductor")
+    for carriage, own in ((two, False), (one, True)):
+        assert graphs(carriage, "first") == [own]
+        carriage.store()
+        carriage.remove()
+        assert not carriage.troubles
+    assert list(temporary.iterdir()) == []
+
+
+def test_the_link_of_a_killed_run_is_removed(root, temporary, tmp_path):
+    dangling, outside = temporary / "fusekit-with-old", temporary / "fusekit-with-other"
+    dangling.symlink_to(temporary / "fusekit-with-gone")
+    outside.symlink_to(tmp_path / "nothing")
+    ran(root, "triton", "k")
+    assert list(temporary.iterdir()) == [] or not dangling.is_symlink()
+    assert outside.is_symlink()
 
 
 def test_nothing_else_is_removed(root, temporary, tmp_path, monkeypatch):
