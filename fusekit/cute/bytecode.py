@@ -13,7 +13,7 @@ from types import CodeType
 from typing import Any, TypeVar
 
 from fusekit.cute.digest import UnnamedError
-from fusekit.cute.libraries import UNSTEADY
+from fusekit.cute.libraries import is_unsteady
 
 # Names of what computes names, so that what is read of a module cannot be seen in the code.
 COMPUTES = frozenset({
@@ -104,6 +104,7 @@ def code_digest(code: CodeType) -> tuple[str, frozenset[CodeType]]:
     parts: list[Any] = [
         code.co_name, code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars,
         code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags, code.co_exceptiontable,
+        code.co_qualname,
     ]  # fmt: skip
     codes = frozenset({code})
     for constant in code.co_consts:
@@ -158,7 +159,7 @@ def deleted_names(code: CodeType) -> frozenset[str]:
 @functools.lru_cache(maxsize=MOST_KEPT)
 def why_unsteady(code: CodeType) -> str:
     names = _names_alone(code)
-    if bad := UNSTEADY & names:
+    if bad := frozenset(name for name in names if is_unsteady(name)):
         return f"{code.co_qualname} names {min(bad)}"
     if bad := _EVALUATES & (global_names(code) | ({"FunctionType", "CodeType"} & names)):
         return f"{code.co_qualname} names {min(bad)}"

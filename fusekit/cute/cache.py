@@ -25,6 +25,7 @@ from fusekit.cute.effects import Effects, apply
 from fusekit.cute.memos import Proofs
 from fusekit.cute.names import record_of
 from fusekit.cute.replaced import Replaced
+from fusekit.cute.state import process_state
 from fusekit.cute.tracing import Untried
 from fusekit.cute.values import Walk
 from fusekit.errors import FusekitError, IntegrityError, NotBuiltError, StoreError
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 _SCHEMA = "3"
 """Version of the fields below and of the blob, raised when their meaning changes."""
-_RULES = "3"
+_RULES = "4"
 """Of what is recorded with a trace, and what is refused: raised when they change."""
 _PREFIX_DIGITS = 16
 _PATIENCE = 120.0
@@ -170,6 +171,8 @@ class Cache:
                         after = call.arguments(self._replaced)
                     if walk is None or after.hexdigest() != walk.hexdigest():
                         raise UnnamedError("the trace changes its arguments")
+                    if process_state() != fields["state"]:
+                        raise UnnamedError("the trace changes settings of Python, of logging or of a library")
                     manifest = {**trace.manifest(after), **call.traced(), "effects": changes}
                 except Exception as error:
                     manifest = trace.refused(_text(error), state.refused + 1)

@@ -41,6 +41,7 @@ class Trace:
         self._arguments, self._fields, self._proofs = arguments, fields, proofs
         memoised = [each for known in self._before.memos.values() for each, _ in known]
         self._recorder = Recorder(code for each in memoised if (code := getattr(each.__wrapped__, "__code__", None)))
+        self._libraries = self._before.of_libraries()
         self._begin = 0.0
         self.seconds = 0.0
 
@@ -111,6 +112,8 @@ class Trace:
             if before[root] != value:
                 raise UnnamedError(f"the trace changes {root[0]}:{root[1]}")
         self._check_objects(reads, arguments)
+        if changed := [name for name, now in self._before.of_libraries().items() if now != self._libraries.get(name)]:
+            raise UnnamedError(f"the trace changes the module {min(changed)}")
         memos = {root: self._memos(root, reads, proofs) for root in reads.memos}
         objects = Walk()
         _walk(objects, [read(root) for _, root in sorted((_place(root), root) for root in reads.values)])
@@ -134,9 +137,7 @@ class Trace:
             },
             "modules": modules,
             "files": files,
-            "environment": {
-                name: secret(value) for name, value in record.environment.items() if not name.startswith("CUTE_DSL_")
-            },
+            "environment": {name: secret(value) for name, value in record.environment.items()},
             "memos": {_place(root): pairs for root, pairs in memos.items()},
             "order": [found[id(function)] for function in objects.memos],
             "ties": [ties(function, (objects, arguments)) for function in objects.memos],
@@ -199,7 +200,7 @@ class Trace:
                 if not is_library(path):
                     modules[homes[path]] = sys.modules[homes[path]]
             elif not path.endswith(".pyc"):
-                files[os.path.abspath(path)] = file_digest(path)  # noqa: PTH100
+                files[path] = file_digest(path)  # as it was opened: from another folder it may be another one
         for path in [*files, *(str(home(module)) for module in modules.values())]:
             with contextlib.suppress(OSError):
                 status = os.stat(path)  # noqa: PTH116

@@ -6,6 +6,9 @@ import hashlib
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+DIGITS = 24
+"""Of digests in what is kept of a trace."""
+
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 
 

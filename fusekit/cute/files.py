@@ -9,8 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fusekit.cute.digest import UnnamedError
-from fusekit.cute.values import DIGITS
+from fusekit.cute.digest import DIGITS, UnnamedError
 
 ABSENT = "-"
 

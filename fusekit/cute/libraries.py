@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import sysconfig
 from types import ModuleType
@@ -26,8 +27,23 @@ UNSTEADY = frozenset({
     "active_count", "get_native_id", "getppid", "getuid", "geteuid", "getlogin", "umask",
     "__subclasses__", "getcontext", "getlocale", "getrecursionlimit", "getrefcount", "getsizeof", "get_default_dtype",
     "get_default_device", "get_num_threads", "is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled",
-    "get_float32_matmul_precision", "are_deterministic_algorithms_enabled", "initial_seed", "get_rng_state",
+    "get_float32_matmul_precision", "abspath", "realpath", "relpath", "islink", "lexists", "ismount", "samefile",
+    "sameopenfile", "localtime", "gmtime", "ctime", "asctime", "strftime", "mktime", "clock_gettime",
+    "clock_gettime_ns", "thread_time", "thread_time_ns", "process_time_ns", "isatty", "get_terminal_size", "fstat",
+    "statvfs", "getgid", "getegid", "getgroups", "getpgid", "getpgrp", "getsid", "getpriority", "sysconf", "getxattr",
+    "listxattr", "pread", "getrusage", "getrlimit", "getsignal", "gettrace", "getprofile", "getswitchinterval",
+    "get_int_max_str_digits", "isenabled", "get_threshold", "getallocatedblocks", "cache_info", "getsource",
+    "getsourcelines", "getsourcefile", "findsource", "getcomments", "getline", "co_firstlineno", "co_lines",
+    "co_positions", "co_linetable", "__hash__", "exc_info", "are_deterministic_algorithms_enabled", "initial_seed",
+    "get_rng_state", "start_new_thread", "get_overloads",
 })  # fmt: skip
+
+_DRIVER = re.compile(r"(cu|cuda|nvml|nvrtc)(?=[A-Z])\w*(Get|Query|Version|Occupancy|Info|Supported)\w*")
+
+
+def is_unsteady(name: str) -> bool:
+    """Whether functions of libraries with this name give something else each time, or read the machine."""
+    return name in UNSTEADY or _DRIVER.fullmatch(name) is not None
 
 
 @functools.cache

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fusekit.cute.digest import UnnamedError
-from fusekit.cute.values import DIGITS, Walk, digest
+from fusekit.cute.digest import DIGITS, UnnamedError
+from fusekit.cute.values import Walk, digest
 
 if TYPE_CHECKING:
     from fusekit.cute.recorder import Record
@@ -21,7 +21,7 @@ NO_NAME = "?"
 
 def remembered(function: Any) -> dict[str, str]:
     """What a memoised function remembers: digest of the arguments -> digest of the result (`NO_NAME`: it has none)."""
-    return {key: _named(result) for key, result in _results(function).items()}
+    return {key: _named(results) for key, results in _results(function).items()}
 
 
 def ties(function: Any, known: Iterable[Walk]) -> dict[str, list[str]]:
@@ -29,10 +29,10 @@ def ties(function: Any, known: Iterable[Walk]) -> dict[str, list[str]]:
     remembers.
     """
     found = {}
-    for key, result in _results(function).items():
+    for key, results in _results(function).items():
         walk = Walk()
         with contextlib.suppress(UnnamedError):
-            walk(result)
+            walk(results)
             found[key] = [common(walk, each) for each in known]
     return found
 
@@ -43,28 +43,30 @@ def common(first: Walk, second: Walk) -> str:
     return hashlib.sha256(repr(both).encode()).hexdigest()[:DIGITS]
 
 
-def _named(result: Any) -> str:
+def _named(results: list[Any]) -> str:
     try:
-        return digest(result)
+        named = {digest(result) for result in results}
     except UnnamedError:
         return NO_NAME
+    return named.pop() if len(named) == 1 else NO_NAME
 
 
-def _results(function: Any) -> dict[str, Any]:
+def _results(function: Any) -> dict[str, list[Any]]:
+    """Digest of the arguments -> results for all that have it: equal objects may be others."""
     if not function.cache_info().currsize:
         return {}
     parts = gc.get_referents(function)
     caches = [each for each in parts if type(each) is dict and each is not vars(function)]
     if len(caches) != 1 or len(caches[0]) != function.cache_info().currsize:
         raise UnnamedError(f"what {function.__qualname__} remembers cannot be read")
-    results = {}
+    results = dict[str, list[Any]]()
     for key, result in list(caches[0].items()):
         if function.cache_parameters()["maxsize"] is not None:
             at = next((index for index, each in enumerate(parts) if each is key), None)
             if at is None:
                 raise UnnamedError(f"what {function.__qualname__} remembers cannot be read")
             result = parts[at + 1]
-        results[digest(list(key) if isinstance(key, list) else key)] = result
+        results.setdefault(digest(list(key) if isinstance(key, list) else key), []).append(result)
     return results
 
 

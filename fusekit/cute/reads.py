@@ -19,11 +19,13 @@ from fusekit.cute.bytecode import (
     global_names,
     imports,
 )  # fmt: skip
-from fusekit.cute.digest import UnnamedError
+from fusekit.cute.digest import DIGITS, UnnamedError
 from fusekit.cute.files import ABSENT
+from fusekit.cute.kinds import is_library_class
 from fusekit.cute.libraries import is_library, is_library_module
 from fusekit.cute.memos import remembered
-from fusekit.cute.values import DIGITS, NAMED, NOTHING, SIMPLE, Walk, digest
+from fusekit.cute.state import STATES
+from fusekit.cute.values import NAMED, NOTHING, SIMPLE, Walk, digest
 
 _PLAIN = (bool, int, float, str, bytes)
 
@@ -160,6 +162,13 @@ class Reads:
             self.memos[root] = [(each, remembered(each)) for each in walk.memos]
         return walk.hexdigest()
 
+    def of_libraries(self) -> dict[str, str]:
+        """The digests of the modules of libraries."""
+        return {
+            name: libraries_digest(module, self.attributes, whole=bool(self.computes))
+            for name, module in self.libraries.items()
+        }
+
     def check(self, ran: Iterable[CodeType]) -> None:
         """Raises UnnamedError unless each code that ran is in a value that was read."""
         for code in ran:
@@ -189,6 +198,8 @@ def libraries_digest(module: ModuleType, attributes: set[str], *, whole: bool) -
     """What of a library's module is not its version's: plain values, and functions that others put there."""
     space = vars(module)
     walk = Walk()
+    if module.__name__ in STATES:
+        walk.put(STATES[module.__name__]())
     for name in sorted(set(space) if whole else attributes & space.keys()):
         value = space[name]
         if name.startswith("__") or value is sys.modules:  # code that names this one is not served
@@ -203,11 +214,19 @@ def libraries_digest(module: ModuleType, attributes: set[str], *, whole: bool) -
         elif isinstance(value, FunctionType) and not is_library(value.__code__.co_filename):
             walk.put(name)
             walk(value)
+        elif name in attributes:
+            walk.put(name, type(value).__qualname__, str(getattr(value, "__qualname__", "")))
+            kind = type(value)
+            if isinstance(value, (FunctionType, type)) or (
+                kind.__module__ in sys.modules and not is_library_class(kind)
+            ):
+                with contextlib.suppress(UnnamedError):
+                    walk(value)
     return walk.hexdigest()
 
 
 def names_digest(module: ModuleType, attributes: set[str], computes: bool) -> str:
-    names = attributes & vars(module).keys()
+    names = {*(attributes & vars(module).keys()), type(module).__qualname__}
     if computes:
         names |= {name for name in vars(module) if not name.startswith("__")}
     return hashlib.sha256("\0".join(sorted(names)).encode()).hexdigest()[:DIGITS]

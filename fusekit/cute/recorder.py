@@ -16,7 +16,7 @@ from typing import Any
 
 from fusekit.cute.digest import UnnamedError
 from fusekit.cute.files import ABSENT
-from fusekit.cute.libraries import UNSTEADY, is_dsl, is_library, is_library_module
+from fusekit.cute.libraries import is_dsl, is_library, is_library_module, is_unsteady
 from fusekit.cute.reads import Root, read
 from fusekit.cute.values import NOTHING, digest
 
@@ -98,13 +98,15 @@ class Recorder(Record):
             self.doubt = self.doubt or "the environment is written, or read whole"
         elif isinstance(name, bytes):
             self.doubt = self.doubt or "the environment is read as bytes"
+        elif name.startswith("CUTE_DSL_") and _asks_the_dsl():
+            pass  # those that matter to it are in the key
         elif self.environment.setdefault(name, value) != value:
             self.doubt = f"the variable {name} is read with two values"
 
     def _attribute(self, module: ModuleType, name: Any) -> None:
         if threading.get_ident() != self._thread or not isinstance(name, str) or name in _OF_EVERY_MODULE:
             return
-        if name in UNSTEADY:
+        if is_unsteady(name):
             self.doubt = self.doubt or f"{name} of {module.__name__} is read"
         root = module.__name__, name
         if root in self.attributes or sys.modules.get(root[0]) is not module:
@@ -147,7 +149,7 @@ class Recorder(Record):
                     self.doubt = f"{code.co_qualname} reads the device"
                     return True
                 return _DEVICE.search(path) is not None
-            if _MACHINE.search(path):
+            if _MACHINE.search(path) or code.co_qualname == "Thread.start":  # other threads are not recorded
                 caller = frame.f_back
                 while caller is not None and is_library(caller.f_code.co_filename):
                     if is_dsl(caller.f_code.co_filename):
@@ -190,6 +192,14 @@ def _listener() -> _Listener:
     return listener
 
 
+def _asks_the_dsl() -> bool:
+    """Whether the code that reads a variable is the DSL's."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and is_library(frame.f_code.co_filename) and not is_dsl(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and is_dsl(frame.f_code.co_filename)
+
+
 def _record_environment(read: Callable[[Any, Any], None]) -> Callable[[], None]:
     kind = type(os.environ)
     get, iterate = kind.__getitem__, kind.__iter__
@@ -207,6 +217,15 @@ def _record_environment(read: Callable[[Any, Any], None]) -> Callable[[], None]:
         read(None, None)
         return iterate(self)
 
+    def length(self: Any) -> int:
+        read(None, None)
+        return len_(self)
+
+    def text(self: Any) -> str:
+        read(None, None)
+        return repr_(self)
+
+    len_, repr_ = kind.__len__, kind.__repr__
     set_, delete = kind.__setitem__, kind.__delitem__
 
     def setitem(self: Any, key: Any, value: Any) -> None:
@@ -218,10 +237,12 @@ def _record_environment(read: Callable[[Any, Any], None]) -> Callable[[], None]:
         delete(self, key)
 
     kind.__getitem__, kind.__iter__ = getitem, iterator  # type: ignore[method-assign]
+    kind.__len__, kind.__repr__ = length, text  # type: ignore[method-assign]
     kind.__setitem__, kind.__delitem__ = setitem, delitem  # type: ignore[method-assign]
 
     def restore() -> None:
         kind.__getitem__, kind.__iter__ = get, iterate  # type: ignore[method-assign]
+        kind.__len__, kind.__repr__ = len_, repr_  # type: ignore[method-assign]
         kind.__setitem__, kind.__delitem__ = set_, delete  # type: ignore[method-assign]
 
     return restore

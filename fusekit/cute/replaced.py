@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -13,12 +14,15 @@ from types import FunctionType, GetSetDescriptorType, ModuleType
 from typing import Any
 
 from fusekit.cute.digest import UnnamedError
+from fusekit.cute.kinds import is_library_class
+from fusekit.cute.libraries import is_library
 from fusekit.cute.values import digest
 
 _ROOT = "cutlass"
 _NO_CALLABLES = frozenset({bool, int, float, str, tuple, list, dict, type(None), ModuleType, GetSetDescriptorType})
 _MAPPING, _VERSION = 16, 24  # places of a proxy's dict, and of a dict's version
 _CONSTANTS = (bool, int, float, str, tuple)
+_TABLES = (list, dict, set)
 
 
 # The half of the DSL that runs after the trace. What replaces a part of the other half shows in the IR.
@@ -43,19 +47,44 @@ class _Module:
         self.stamps = [_stamp(vars(module))]  # before it is read
         self.parts = _parts(name, vars(module), root)
         self.constants: dict[str, Any] = {}
+        self._tables: list[Any] = []
+        written = not name.startswith(f"{_ROOT}._mlir.")  # the others are generated, and many
         for label, value in list(vars(module).items()):
             if isinstance(value, type) and value.__module__ == name:
                 spaces.append(vars(value))
                 self.stamps.append(_stamp(spaces[-1]))
                 self.parts |= _parts(f"{name}.{value.__qualname__}", spaces[-1], root)
-            elif label.isupper() and type(value) in _CONSTANTS and not name.startswith(f"{_ROOT}._mlir."):
+                if written:
+                    self._note(f"{name}.{value.__qualname__}", spaces[-1])
+            elif label.isupper() and type(value) in _CONSTANTS and written:
                 self.constants[f"{name}.{label}"] = value
+        values = [each for space in spaces for each in list(space.values())] if written else []
+        self._functions = [each for each in map(_function, values) if type(each) is FunctionType]
+        self._codes = [each.__code__ for each in self._functions]
         self._spaces = spaces  # whose addresses the stamps have
         self._marks = [stamp.value for stamp in self.stamps]
+        self._held = [each.copy() for each in self._tables]
+
+    def _note(self, place: str, space: Mapping[str, Any]) -> None:
+        for label, value in list(space.items()):
+            if label.startswith("_"):
+                continue
+            if type(value) in _TABLES:
+                self._tables.append(value)
+                if type(value) is dict:  # the DSL adds classes of its own for types that it meets
+                    value = {kind: each for kind, each in value.items() if not _is_adapter(kind, each)}
+                with contextlib.suppress(UnnamedError):
+                    self.constants[f"{place}.{label}"] = digest(value)
+            elif type(value) in _CONSTANTS:
+                self.constants[f"{place}.{label}"] = value
 
     def changed(self) -> bool:
         """Whether it is other than when it was read."""
-        return self._marks != [stamp.value for stamp in self.stamps]
+        return (
+            self._marks != [stamp.value for stamp in self.stamps]
+            or self._codes != [each.__code__ for each in self._functions]
+            or self._held != self._tables
+        )
 
 
 class Replaced:
@@ -165,6 +194,15 @@ def _parts(place: str, space: Mapping[str, Any], root: str) -> dict[str, Any]:
     }
 
 
+def _is_adapter(kind: Any, value: Any) -> bool:
+    return isinstance(kind, type) and isinstance(value, type) and is_library_class(value)
+
+
+def _function(value: Any) -> Any:
+    kind = type(value)
+    return value.fget if kind is property else value.__func__ if kind in (staticmethod, classmethod) else value
+
+
 def _is_original(value: Any, root: str) -> bool:
     """Whether `value` is plainly of the DSL: nearly all are."""
     kind = type(value)
@@ -185,7 +223,8 @@ def _foreign(value: Any, root: str) -> Iterator[Any]:
         value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if isinstance(value, FunctionType):
             home = str(value.__globals__.get("__name__", ""))
-            if not value.__code__.co_filename.startswith(root) and _is_foreign(home):
+            path = value.__code__.co_filename
+            if not path.startswith(root) and (_is_foreign(home) or not (path.startswith("<") or is_library(path))):
                 yield value
         else:
             home = str((value if isinstance(value, type) else type(value)).__module__)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +16,7 @@ from fusekit.cute.digest import UnnamedError, digest_of
 from fusekit.cute.dsl import Call, replace
 from fusekit.cute.replaced import Replaced
 from fusekit.cute.scope import Scope
+from fusekit.cute.state import process_state
 from fusekit.cute.values import Walk
 from fusekit.store.keys import canonical_json
 
@@ -141,6 +143,7 @@ class Untried(Call):
     def arguments(self, replaced: Replaced) -> Walk:
         """A walk over the function, all that it is called with, and what other packages put into the DSL."""
         walk = Walk()
+        walk.typed = frozenset(map(id, self._typed()))
         walk(replaced.anywhere(self.dsl))
         walk(self.host)
         walk.put(*map(str, self.given["func_types"]))
@@ -148,6 +151,26 @@ class Untried(Call):
         walk(tuple(self.given["args"]))
         walk(dict(self.given["kwonlyargs"]))
         return walk
+
+    def _typed(self) -> Iterator[Any]:
+        """The tensors and streams among the arguments, whose types are in those of the function."""
+        given, signature = self.given, self.given["sig"]
+        named = list(zip(signature.parameters, given["args"], strict=False))
+        rest: list[Any] = list(given["args"][len(named) :])
+        for name, each in [*named, *dict(given["kwonlyargs"]).items()]:
+            parameter = signature.parameters.get(name)
+            if parameter is None or "Constexpr" not in str(parameter.annotation):
+                rest.append(each)
+        while rest:
+            value = rest.pop()
+            kind = type(value)
+            if isinstance(value, (tuple, list)):
+                rest += value
+            elif isinstance(value, dict):
+                rest += value.values()
+            elif dataclasses.is_dataclass(kind) or hasattr(kind, "__get_mlir_types__"):
+                rest += getattr(value, "__dict__", {}).values()
+            yield value
 
     def fields(self, replaced: Replaced) -> dict[str, str]:
         """What decides the trace, but for the arguments and what its code reads."""
@@ -163,6 +186,7 @@ class Untried(Call):
         return {
             **self.settings(),
             "libraries": canonical_json(versions),
+            "state": process_state(),
             "replaced": digest_of(replaced.functions(self.dsl, again=False)),  # `arguments` has looked
         }
 

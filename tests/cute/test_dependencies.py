@@ -235,7 +235,7 @@ REASONS_OF_DOUBT = {
     "a module that it looks up": "reads imports what getmodule is given",
     "all subclasses": "reads names __subclasses__",
     "state of C": "doubtful:R: doubtful.R has state that only C code sees",
-    "a generator": "doubtful:N: builtins.generator has no name for a key",
+    "a generator": "doubtful:N: builtins.generator has state that only C code sees",
     "a context": "doubtful:V: _contextvars.ContextVar has no name for a key",
     "a name in sys.modules": "reads imports what modules is given",
 }

@@ -122,4 +122,4 @@ def test_what_was_computed_with_other_options_has_to_be_there(module, tmp_path):
 
 def test_what_another_thread_computed_in_the_meantime_is_in_no_record(module, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "before", module.elsewhere)
-    assert "what memoising:memoised remembers was computed elsewhere" in Subject(tmp_path, second).never_served()
+    assert "Thread.start of threading.py runs" in Subject(tmp_path, second).never_served()
