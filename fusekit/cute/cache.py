@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -137,7 +138,8 @@ class Cache:
         begin = time.perf_counter()
         try:
             if self.cute.level == 1 and not (call.not_served() or self._unknown()):
-                walk = call.arguments(self._replaced)
+                with _uncollected():
+                    walk = call.arguments(self._replaced)
                 shared = {**self._machine, **call.fields(self._replaced)}
                 fields = {
                     **shared,
@@ -199,7 +201,8 @@ class Cache:
             if "refused" in manifest:
                 self._thread.refused, reason = times_refused(manifest), manifest["refused"]
                 continue
-            reason = why_not(manifest, walk)
+            with _uncollected():
+                reason = why_not(manifest, walk)
             if reason:
                 continue
             kernel = self._store.load(manifest["key"])
@@ -376,6 +379,18 @@ class Cache:
     def _say(self, text: str) -> None:
         with contextlib.suppress(Exception):  # a program may have closed it
             sys.stderr.write(f"fusekit: {text}\n")
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """What a walk makes goes when it ends: to look for cycles in it meanwhile takes longer than the walk."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _same(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -16,10 +16,12 @@ from typing import Any
 
 from fusekit.cute.bytecode import MOST_KEPT, kept
 from fusekit.cute.digest import UnnamedError
-from fusekit.cute.libraries import DSL, is_library_module, is_unsteady
+from fusekit.cute.libraries import DSL, is_library, is_library_module, is_unsteady
+from fusekit.cute.stamps import stamp
 
 BASES: tuple[Any, ...] = (int, float, complex, str, bytes, tuple, list, dict, set, frozenset)
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+_PLAIN = frozenset({bool, int, float, str, tuple, list})
 _WORD = 8  # bytes of a pointer
 _OF_WRAPPERS = frozenset(
     {*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "__dict__", "__annotate__", "cache_parameters", "func", "lock"}
@@ -218,3 +220,38 @@ def _holds(value: Any) -> bool:
     return any(
         _holds(each) for part in parts for each in (part if isinstance(part, tuple) else (part,)) if each is not None
     )
+
+
+def put_into(kind: type) -> list[tuple[str, Any]]:
+    """What a program may have put into a class of a library, as it has been told from what came with it."""
+    members = _members_of(kind)
+    if members.changed():
+        members.look()
+    return members.found
+
+
+class _Members:
+    """The members of a class, as they were when they were looked at. found: those that a program may have put there."""
+
+    def __init__(self, kind: type) -> None:
+        self._space = vars(kind)
+        self._stamp = stamp(self._space)
+        self.look()
+
+    def look(self) -> None:
+        self._mark = self._stamp.value
+        members = list(self._space.items())
+        self._functions = [each for _, each in members if type(each) is types.FunctionType]
+        self._codes = [each.__code__ for each in self._functions]
+        self.found = [
+            (name, each)
+            for name, each in members
+            if (type(each) is types.FunctionType and not is_library(each.__code__.co_filename))
+            or (type(each) in _PLAIN and not name.startswith("__"))
+        ]
+
+    def changed(self) -> bool:
+        return self._mark != self._stamp.value or self._codes != [each.__code__ for each in self._functions]
+
+
+_members_of = kept(_Members)

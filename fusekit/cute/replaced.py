@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FunctionType, GetSetDescriptorType, ModuleType
@@ -16,11 +14,11 @@ from typing import Any
 from fusekit.cute.digest import UnnamedError
 from fusekit.cute.kinds import is_library_class
 from fusekit.cute.libraries import is_library
+from fusekit.cute.stamps import stamp
 from fusekit.cute.values import digest
 
 _ROOT = "cutlass"
 _NO_CALLABLES = frozenset({bool, int, float, str, tuple, list, dict, type(None), ModuleType, GetSetDescriptorType})
-_MAPPING, _VERSION = 16, 24  # places of a proxy's dict, and of a dict's version
 _CONSTANTS = (bool, int, float, str, tuple)
 _TABLES = (list, dict, set)
 
@@ -44,7 +42,7 @@ class _Module:
     def __init__(self, name: str, module: Any, root: str) -> None:
         self.module = module
         spaces: list[Mapping[str, Any]] = [vars(module)]
-        self.stamps = [_stamp(vars(module))]  # before it is read
+        self.stamps = [stamp(vars(module))]  # before it is read
         self.parts = _parts(name, vars(module), root)
         self.constants: dict[str, Any] = {}
         self._tables: list[Any] = []
@@ -52,7 +50,7 @@ class _Module:
         for label, value in list(vars(module).items()):
             if isinstance(value, type) and value.__module__ == name:
                 spaces.append(vars(value))
-                self.stamps.append(_stamp(spaces[-1]))
+                self.stamps.append(stamp(spaces[-1]))
                 self.parts |= _parts(f"{name}.{value.__qualname__}", spaces[-1], root)
                 if written:
                     self._note(f"{name}.{value.__qualname__}", spaces[-1])
@@ -142,46 +140,13 @@ class Replaced:
     def _of_the_dsl(self) -> list[tuple[str, ModuleType]]:
         """The modules of the DSL that are imported."""
         if self._stamp is None:
-            self._stamp = _stamp(sys.modules)
+            self._stamp = stamp(sys.modules)
         mark = id(sys.modules), self._stamp.value
         if self._seen[0] != mark:
             begin = f"{_ROOT}."
             found = [(name, each) for name, each in list(sys.modules.items()) if f"{name}.".startswith(begin)]
             self._seen = mark, [(name, each) for name, each in found if each is not None]
         return self._seen[1]
-
-
-class _Never:
-    """A stamp that differs each time it is read."""
-
-    @property
-    def value(self) -> object:
-        return object()
-
-
-def _stamp(space: Mapping[str, Any]) -> Any:
-    """What has another `value` after each change of the dict `space`, or of that in a proxy."""
-    if not _has_versions():
-        return _Never()
-    address = id(space) if type(space) is dict else ctypes.c_size_t.from_address(id(space) + _MAPPING).value
-    return ctypes.c_uint64.from_address(address + _VERSION)
-
-
-@functools.cache
-def _has_versions() -> bool:
-    """Whether dicts have versions (PEP 509), as CPython's have until 3.13: to compare all values takes long."""
-    if sys.implementation.name != "cpython" or not (3, 11) <= sys.version_info < (3, 14):
-        return False
-    if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        return False
-    kind = type("Kind", (), {"member": 1})
-    proxy = vars(kind)
-    stamp = ctypes.c_uint64.from_address(ctypes.c_size_t.from_address(id(proxy) + _MAPPING).value + _VERSION)
-    seen = [stamp.value]
-    for name in ("member", "other"):
-        setattr(kind, name, 2)
-        seen.append(stamp.value)
-    return len(set(seen)) == len(seen)
 
 
 def _parts(place: str, space: Mapping[str, Any], root: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from fusekit.cute.kinds import (
     marks,
     of_logger,
     plain,
+    put_into,
     registered,
     slots_in,
     slots_of,
@@ -70,7 +71,6 @@ _DSL_MARKS = re.compile(
 
 _FORMAT = 2  # of marshal: the last one in which equal values have equal bytes
 
-_PLAIN = frozenset({bool, int, float, str, tuple, list})
 _FIXED_HANDLES = range(3)  # of a stream: the null, the legacy and the per-thread one
 _SEQUENCES = frozenset({list, tuple, collections.deque})
 _TABLES = frozenset({dict, collections.OrderedDict, collections.defaultdict, types.MappingProxyType})
@@ -248,12 +248,9 @@ class Walk:
 
     def _put_into(self, value: type) -> None:
         """What a program may have put into a class of a library."""
-        for name, member in list(vars(value).items()):
-            kind = type(member)
-            into = kind is FunctionType and not is_library(member.__code__.co_filename)
-            if into or (kind in _PLAIN and not name.startswith("__")):
-                self.put(name)
-                self(member)
+        for name, member in put_into(value):
+            self.put(name)
+            self(member)
 
     def _annotations(self, annotations: Any, space: dict[str, Any] | None = None) -> None:
         """Dataclasses and the DSL read them. space: globals of their function, which those that are text name."""
