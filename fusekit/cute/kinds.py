@@ -198,7 +198,8 @@ def annotation(value: Any) -> Any:
 def evaluated(text: str, space: dict[str, Any]) -> Any:
     """The value of an annotation that is text, as the DSL finds it; the text if it has none."""
     try:
-        return eval(_compiled(text), space)
+        # Where there are none, `eval` would put builtins into it.
+        return eval(_compiled(text), space if "__builtins__" in space else dict(space))
     except Exception:
         return text
 

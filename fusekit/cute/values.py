@@ -41,7 +41,7 @@ from fusekit.cute.kinds import (
     text_of,
 )
 from fusekit.cute.leftout import LeftOut
-from fusekit.cute.libraries import DSL, UNSTEADY, is_library
+from fusekit.cute.libraries import DSL, is_library, is_unsteady
 from fusekit.cute.state import STATES
 
 _MOST_NODES = 50_000
@@ -274,7 +274,7 @@ class Walk:
     def _function(self, value: FunctionType) -> None:
         parts, module, own = self._parts, value.__module__, value.__code__
         parts.append(("function", module, value.__qualname__, value.__name__))
-        if value.__name__ in UNSTEADY:
+        if is_unsteady(value.__name__):
             check_steady(value)
         if module in STATES:
             self.put(STATES[module]())

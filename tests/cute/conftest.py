@@ -66,3 +66,22 @@ def empty(tmp_path):
     from tests.cute.rig import Rig
 
     return Rig(tmp_path / "store", tmp_path / "report")
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """Where folders of runs of `fusekit exec --with` are; no variable of the packages is set."""
+    from fusekit.cute.packages import PACKAGES
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    for package in PACKAGES.values():
+        for variable in package.variables:
+            monkeypatch.delenv(variable, raising=False)
+    (tmp_path / "tmp").mkdir()
+    return tmp_path / "tmp"
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "store"
